@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_the_names_of_classes_are_whole_at_1280_pixels(studio, chromium, classes
     """Eight long names have no room side by side; what differs in two of them is shown."""
     names = tuple(f"a forest cat of Norway, number {i:02d}" for i in range(classes))
     counts = {"train": 40, "val": 20}
-    write_dataset(studio.root / f"datasets/cats{classes}", classes=names, **counts)
+    folder = write_dataset(studio.root / f"datasets/cats{classes}", classes=names, **counts)
     resize(chromium, 1280, 900)
     enter(chromium, studio, f"/data?dataset=datasets/cats{classes}")
     see(chromium, "images in each, by split")
@@ -239,6 +240,7 @@ def test_the_names_of_classes_are_whole_at_1280_pixels(studio, chromium, classes
     assert [d for d in drawn if d.startswith("a forest")] == [
         f"a forest ca…ber {i:02d}" for i in range(classes)
     ]
+    shutil.rmtree(folder)  # other tests have the workspace, too
 
 
 def test_charts_and_the_profile_are_whole_at_1280_pixels(studio, chromium):
