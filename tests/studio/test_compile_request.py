@@ -100,7 +100,7 @@ def test_a_point_of_a_front_says_which(tmp_path):
     assert rebuilt(point, line, out="a.front/3.plan") == f"{line}; of its table the plan 3"
 
 
-def test_a_plans_command_writes_where_the_plan_is(tmp_path):
+def test_a_plans_command_writes_where_it_is_told(tmp_path):
     def again(command: str) -> str:
         return rebuilt(tmp_path / "my own.plan", command, out="plans/my own.plan")
 

@@ -42,7 +42,7 @@ def rebuilt(plan: Path, command: str, *, out: str) -> str:
     """The command that builds a plan again; a front's manifests have that of the chosen plan.
 
     Args:
-        out: where the plan is by now.
+        out: where it is to write.
     """
     of_front = plan.parent.suffix == ".front" and plan.stem.isdigit()
     if of_front and not command.startswith("tessella "):  # Python: a network in memory

@@ -216,7 +216,9 @@ class _Plan:
                 Service(context, plan, ref)
                 self._difference([f.ref for f in plans if f.item is not None and f.ref != ref])
         with parts.card("How to do the same"):
-            again = rebuilt(context.workspace.path(ref), plan.manifest.rebuild, out=ref)
+            path = context.workspace.path(ref)
+            beside = context.workspace.ref(context.workspace.free_path(path))
+            again = rebuilt(path, plan.manifest.rebuild, out=beside)
             if _can_run(context, again):
                 parts.Command(again)
             else:
