@@ -15,15 +15,8 @@ import pytest
 import torch
 
 from tessella.artifacts.files import Member
-from tessella.artifacts.plan import (
-    Candidate,
-    Manifest,
-    Plan,
-    archive_of,
-    from_bytes,
-    load_plan,
-    to_bytes,
-)
+from tessella.artifacts.outline import Candidate, Manifest
+from tessella.artifacts.plan import Plan, archive_of, from_bytes, load_plan, to_bytes
 from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.errors import ArtifactError, CorruptArtifact, UnknownVersion

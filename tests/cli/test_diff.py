@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tessella.artifacts.comparison import Comparison, compare
-from tessella.artifacts.plan import Candidate, Manifest, Plan, load_outline
+from tessella.artifacts.outline import Candidate, Manifest
+from tessella.artifacts.plan import Plan, load_outline
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.preprocess import Preprocess

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tessella.artifacts.plan import Candidate
+from tessella.artifacts.outline import Candidate
 from tessella.studio.pages.plan import _rows, total_time
 from tests.support.studio.workspaces import make_plan
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tessella.artifacts.plan import Manifest
+from tessella.artifacts.outline import Manifest
 from tessella.core.device import fingerprint
 from tessella.core.dtype import DTYPES
 from tessella.core.preprocess import Preprocess

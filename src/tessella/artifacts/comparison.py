@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tessella.artifacts.plan import Constant, Outline
+from tessella.artifacts.outline import Constant, Outline
 from tessella.artifacts.program import Bucket, Step
 from tessella.core.record import to_plain
 

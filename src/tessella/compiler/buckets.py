@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tessella.artifacts.plan import Candidate
+from tessella.artifacts.outline import Candidate
 from tessella.artifacts.program import Bucket
 from tessella.compiler import verify
 from tessella.compiler.choices import choose_kernels, plan_memory

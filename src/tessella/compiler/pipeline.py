@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tessella.artifacts.build import Input
-from tessella.artifacts.plan import UNTUNED, Manifest, Plan
+from tessella.artifacts.outline import UNTUNED, Manifest
+from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
 from tessella.compiler import precision as precision_of

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.artifacts.plan import Manifest, Plan, load_plan
+from tessella.artifacts.outline import Manifest
+from tessella.artifacts.plan import Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, same_computation
 from tessella.core.count import numbered
 from tessella.core.device import torch_device

@@ -11,7 +11,7 @@ from nicegui.element import Element
 
 from tessella.artifacts.build import ROUNDED, BuildRequest, read_batch
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.core.architectures import GPU_TARGETS, target_of
 from tessella.studio import parts
 from tessella.studio.compile_request import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tessella.artifacts.build import ROUNDED, BuildRequest
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS, has
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError

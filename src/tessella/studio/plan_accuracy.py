@@ -11,7 +11,7 @@ from typing import TypedDict
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset, Split
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.artifacts.program import Bucket, Step
 from tessella.artifacts.receipt import Receipt
 from tessella.artifacts.run import Run

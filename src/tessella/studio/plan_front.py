@@ -10,7 +10,7 @@ from nicegui import ui
 from tessella.artifacts import front as fronts
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.front import FrontInfo, FrontPoint, read_front
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.core.errors import TessellaError
 from tessella.studio import charts, parts
 from tessella.studio.context import Context

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nicegui import ui
 
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.core.errors import CorruptArtifact, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands

@@ -8,7 +8,7 @@ from pathlib import Path
 from nicegui import ui
 
 from tessella.artifacts.files import write_atomic
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts

@@ -18,7 +18,8 @@ from typing import Generic, Literal, TypeVar
 from tessella.artifacts import front
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.plan import Outline, load_outline
+from tessella.artifacts.outline import Outline
+from tessella.artifacts.plan import load_outline
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 

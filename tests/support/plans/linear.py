@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tessella.artifacts.plan import Manifest, Plan
+from tessella.artifacts.outline import Manifest
+from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import fingerprint
 from tessella.core.spec import DimRange, TensorSpec

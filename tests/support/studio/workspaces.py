@@ -14,7 +14,8 @@ from sklearn.datasets import load_digits
 from tessella.artifacts.checkpoint import Checkpoint, Network, Position, save_checkpoint
 from tessella.artifacts.dataset import DatasetInfo, SkippedFile, write_info
 from tessella.artifacts.front import FrontInfo, FrontPoint, write_front
-from tessella.artifacts.plan import Candidate, Manifest, Plan
+from tessella.artifacts.outline import Candidate, Manifest
+from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.artifacts.receipt import Flip, Receipt
 from tessella.artifacts.run import Recipe, RunInfo, write_run

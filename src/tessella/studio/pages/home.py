@@ -7,7 +7,7 @@ import asyncio
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.plan import Outline
+from tessella.artifacts.outline import Outline
 from tessella.artifacts.run import Run
 from tessella.core.count import counted
 from tessella.studio import parts

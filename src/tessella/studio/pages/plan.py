@@ -12,7 +12,7 @@ from nicegui import ui
 from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.build import BuildRequest, is_network
-from tessella.artifacts.plan import Candidate, Outline
+from tessella.artifacts.outline import Candidate, Outline
 from tessella.artifacts.program import Bucket
 from tessella.core.count import with_spread
 from tessella.core.errors import TessellaError
