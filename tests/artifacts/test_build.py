@@ -15,9 +15,10 @@ import typer
 
 from tessella import api
 from tessella.api.requests import keywords
-from tessella.artifacts.build import METHODS, NETWORKS, TARGETS, BuildRequest, read_batch
+from tessella.artifacts.build import METHODS, NETWORKS, BuildRequest, read_batch
 from tessella.cli import compile as compile_verb
 from tessella.compiler import histogram
+from tessella.core.architectures import TARGETS
 from tessella.core.device import torch_device
 from tessella.core.errors import UsageError, WrongDevice
 from tessella.core.preprocess import Preprocess
@@ -34,6 +35,7 @@ REQUESTS = (
     PLAIN,
     BuildRequest(source="a'\"$(y)", out="-o 'p'.plan", batch=(7,), target="sm_90", trust_code=True),
     BuildRequest(source="lenet", target="sm_89", untuned=True),
+    BuildRequest(source="lenet", target="cpu,sm_80,sm_90"),
     BuildRequest(
         source="my nets/n.py:make", precision="int8", calibration="-d s", calibration_split="test",
         calibration_samples=9, calibration_method="entropy", lock="a b.plan", imports=("m.k",),
@@ -57,6 +59,19 @@ def test_words_and_json_read_back(request_: BuildRequest) -> None:
     assert shlex.split(request_.command()) == ["tessella", *request_.argv()]
     plain = json.loads(canonical_json(request_))
     assert from_plain(BuildRequest, plain, where="request") == request_
+
+
+def test_several_targets_are_a_cpu_and_gpus_each_once() -> None:
+    for target in ("cpu,cpu", "cpu,reference", "cpu,", ",cpu", "cpu,sm_81", "cpu sm_80", ""):
+        with pytest.raises(UsageError, match="target"):
+            BuildRequest(source="lenet", target=target)
+    with pytest.raises(UsageError, match="one machine"):
+        BuildRequest(source="lenet", target="cpu,sm_80", budget=1.0, data="d")
+    spaced = compile_verb.requested(
+        context(["compile", "lenet", "--out", "o", "--target", "cpu, sm_80"])
+    )
+    assert spaced.targets == ("cpu", "sm_80")
+    assert "--target cpu,sm_80" in spaced.command()
 
 
 def test_a_path_is_never_taken_for_an_option() -> None:

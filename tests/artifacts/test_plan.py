@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -13,17 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load as deserialized
 
+from tessella.artifacts.archive import archive_of
 from tessella.artifacts.files import Member
 from tessella.artifacts.outline import Candidate, Manifest
-from tessella.artifacts.plan import Plan, archive_of, from_bytes, load_plan, to_bytes
+from tessella.artifacts.plan import MANIFEST, Plan, from_bytes, load_plan, to_bytes
 from tessella.artifacts.program import ALIGNMENT, Bucket, Buffer, Program, Step
 from tessella.core.device import Fingerprint
 from tessella.core.errors import ArtifactError, CorruptArtifact, UnknownVersion
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange, TensorSpec
+from tests.support.plans.fuzz_plans import members_of
 
 RECORD = Preprocess(height=4, width=4, channels=1)
+GRAPH = "targets/cpu/graph.txt"
 
 
 def linear_plan() -> Plan:
@@ -265,10 +271,10 @@ REWRITTEN = {
     "a member twice": lambda: zipped([*members(), members()[1]]),
     "the manifest twice": lambda: zipped([*members(), members()[0]]),
     "compressed": lambda: zipped(members(), zipfile.ZIP_DEFLATED),
-    "outside by ..": lambda: packed(renamed("graph.txt", "../graph.txt")),
-    "inner ..": lambda: packed(renamed("graph.txt", "a/../graph.txt")),
-    "absolute": lambda: packed(renamed("graph.txt", "/etc/passwd")),
-    "backslash": lambda: packed(renamed("graph.txt", "..\\graph.txt")),
+    "outside by ..": lambda: packed(renamed(GRAPH, "../graph.txt")),
+    "inner ..": lambda: packed(renamed(GRAPH, "a/../graph.txt")),
+    "absolute": lambda: packed(renamed(GRAPH, "/etc/passwd")),
+    "backslash": lambda: packed(renamed(GRAPH, "..\\graph.txt")),
     "a folder": lambda: packed([*members(), ("folder/", b"")]),
     "one more": lambda: packed([*members(), ("more.bin", b"x")]),
     "one less": lambda: packed([m for m in members() if m[0] != "golden.safetensors"]),
@@ -276,7 +282,7 @@ REWRITTEN = {
     "other weights": lambda: packed(replaced("weights.safetensors", lambda c: c[:-1] + b"\x7f")),
     "cut weights": lambda: packed(replaced("weights.safetensors", lambda c: c[:-4])),
     "later version": lambda: packed(
-        replaced("manifest.json", lambda c: c.replace(b'"version": 3', b'"version": 99'))
+        replaced("manifest.json", lambda c: c.replace(b'"version": 4', b'"version": 99'))
     ),
     "another record": lambda: packed(
         replaced("manifest.json", lambda c: c.replace(b'"resize": "squash"', b'"resize": "crop"'))
@@ -306,6 +312,172 @@ def test_lying_sizes(field: str, size: int) -> None:
         struct.pack_into("<L", changed, start + 24, size)
     with pytest.raises(ArtifactError):
         from_bytes(bytes(changed))
+
+
+# --- several programs in one file -----------------------------------------------------------------
+
+
+def for_target(plan: Plan, target: str) -> Plan:
+    there = replace(plan.manifest.fingerprint, target=target, arch=target)
+    return replace(plan, manifest=replace(plan.manifest, fingerprint=there))
+
+
+def several() -> Plan:
+    """The plan with a second program, whose weight is another and whose answers are the same."""
+    other = for_target(linear_plan(), "sm_80")
+    return replace(linear_plan(), others=(replace(other, weights={"w": torch.ones(3, 16)}),))
+
+
+SEVERAL = to_bytes(several())
+OTHER = "targets/sm_80/"
+
+
+def rehashed(change: Callable[[dict[str, bytes]], object]) -> bytes:
+    """The file with other members, and a manifest that vouches for what is there."""
+    held = members_of(SEVERAL)
+    change(held)
+    manifest = json.loads(held[MANIFEST])
+    manifest["members"] = {
+        name: {"sha256": sha256(content).hexdigest(), "nbytes": len(content)}
+        for name, content in held.items()
+        if name != MANIFEST
+    }
+    return archive_of({**held, MANIFEST: json.dumps(manifest).encode()})
+
+
+def without_the_folder(held: dict[str, bytes]) -> None:
+    for name in [n for n in held if n.startswith(OTHER)]:
+        del held[name]
+
+
+def moved(folder: str) -> Callable[[dict[str, bytes]], None]:
+    def move(held: dict[str, bytes]) -> None:
+        for name in [n for n in held if n.startswith(OTHER)]:
+            held[name.replace(OTHER, folder)] = held.pop(name)
+
+    return move
+
+
+def said(old: bytes, new: bytes, member: str = MANIFEST) -> Callable[[dict[str, bytes]], None]:
+    def say(held: dict[str, bytes]) -> None:
+        assert old in held[member]
+        held[member] = held[member].replace(old, new)
+
+    return say
+
+
+def named(target: str) -> Callable[[dict[str, bytes]], None]:
+    """The second program's target is called otherwise, in the manifest and by its folder."""
+
+    def name(held: dict[str, bytes]) -> None:
+        said(b'"sm_80"', json.dumps(target).encode())(held)
+        moved(f"targets/{target}/")(held)
+
+    return name
+
+
+def swapped(held: dict[str, bytes]) -> None:
+    manifest = json.loads(held[MANIFEST])
+    manifest["programs"] = dict(reversed(manifest["programs"].items()))
+    held[MANIFEST] = json.dumps(manifest).encode()
+
+
+TENSORS = f"{OTHER}tensors.json"
+LYING: dict[str, Callable[[dict[str, bytes]], object]] = {
+    "no folder": without_the_folder,
+    "a folder that no manifest names": lambda held: held.update(
+        {f"targets/sm_90/{n.removeprefix(OTHER)}": c for n, c in held.items() if OTHER in n}
+    ),
+    "a member less": lambda held: held.pop(f"{OTHER}lock.jsonl"),
+    "names a tensor that is not there": said(b"w'", b"v", TENSORS),
+    "a tensor that nobody names": said(b"w'", b"w", TENSORS),
+    "no name for what a step reads": said(b'{"w":', b'{"v":', TENSORS),
+    "no names": said(b'"weights"', b'"heights"', TENSORS),
+    "another program that is wrong": said(b'"offset":64', b'"offset":65', f"{OTHER}program.json"),
+    "another program of another batch": said(b'"batch":1', b'"batch":9', f"{OTHER}program.json"),
+    "noise for tuning": said(b"{", b"[", f"{OTHER}tuning.jsonl"),
+    "an unknown target": named("sm_81"),
+    "a target out of the file": named("../sm_80"),
+    "a target in a target": named("sm_80/../cpu"),
+    "an absolute target": named("/etc"),
+    "no target": named(""),
+    "a folder elsewhere": moved("targets/../"),
+    "a program under another name": said(b'"target": "sm_80"', b'"target": "sm_90"'),
+    "two for one target": said(b'"target": "sm_80"', b'"target": "cpu"'),
+    "in another order": swapped,
+    "no programs": said(b'"programs": {', b'"programs": {}, "x": {'),
+}
+
+
+def test_several_programs_come_back() -> None:
+    held = members_of(SEVERAL)
+    assert set(deserialized(held["weights.safetensors"])) == {"w", "w'"}
+    assert set(deserialized(held["golden.safetensors"])) == {"input.image", "output.scores"}
+    for target in ("cpu", "sm_80"):
+        back = from_bytes(SEVERAL, target=target)
+        assert back.targets == ("cpu", "sm_80")
+        assert equal(back, replace(several().at(target), manifest=back.manifest))
+        assert to_bytes(back) == SEVERAL
+    assert from_bytes(rehashed(lambda held: None)).targets == ("cpu", "sm_80")
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_several_programs_of_which_one_lies_are_refused(name: str) -> None:
+    """Whatever program this machine would use: all are checked."""
+    content = rehashed(LYING[name])
+    for target in ("cpu", "sm_80", None):
+        with pytest.raises(CorruptArtifact):
+            from_bytes(content, target=target)
+
+
+def test_each_member_of_each_program_is_vouched_for() -> None:
+    for name in members_of(SEVERAL):
+        held = members_of(SEVERAL)
+        held[name] = held[name][:-2] + b"~\n" if held[name] else b"~"
+        refused(archive_of(held))
+        if name == MANIFEST:
+            continue
+        manifest = json.loads(members_of(SEVERAL)[MANIFEST])
+        del manifest["members"][name]
+        text = json.dumps(manifest).encode()
+        refused(archive_of({**members_of(SEVERAL), MANIFEST: text}))
+
+
+def test_flipped_bytes_of_several_programs() -> None:
+    rng = random.Random(2)
+    for place in rng.sample(range(len(SEVERAL)), 300):
+        changed = bytearray(SEVERAL)
+        changed[place] ^= 1 << rng.randrange(8)
+        refused(bytes(changed))
+
+
+def test_a_plan_of_the_format_before_is_refused_with_its_command() -> None:
+    manifest = members_of(CONTENT)[MANIFEST].replace(b'"version": 4', b'"version": 3')
+    old = archive_of({MANIFEST: manifest, "program.json": b"{}", "weights.safetensors": b""})
+    with pytest.raises(UnknownVersion, match="make the plan again: tessella compile x"):
+        from_bytes(old)
+
+
+def test_members_that_overlap_are_refused() -> None:
+    """Each entry of the directory is whole, and together they are more than the file."""
+    inner = zipped([("b", b"x" * 500)])[: 30 + 1 + 500]
+    content = zipped([(MANIFEST, b"{}"), ("a", inner)])
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        within = archive.getinfo("a").header_offset + 31
+        start, count = archive.start_dir, len(archive.infolist())
+    entry = bytearray(content[start : content.rindex(b"PK\1\2")])
+    size = len(b"x" * 500)
+    struct.pack_into("<LLL", entry, 16, zlib.crc32(b"x" * 500), size, size)
+    struct.pack_into("<H", entry, 28, 1)
+    struct.pack_into("<L", entry, 42, within)
+    entry[46:] = b"b"
+    end = bytearray(content[content.rindex(b"PK\5\6") :])
+    struct.pack_into("<HHL", end, 8, count + 1, count + 1, len(content) - 22 - start + len(entry))
+    crafted = content[:-22] + bytes(entry) + bytes(end)
+    with zipfile.ZipFile(io.BytesIO(crafted)) as archive:
+        assert archive.namelist() == [MANIFEST, "a", "b"]
+    with pytest.raises(CorruptArtifact, match=r"(?i)overlap"):
+        from_bytes(crafted)
 
 
 # --- programs that hashes vouch for but that are wrong ------------------------------------------
@@ -356,7 +528,8 @@ def test_wrong_programs_are_refused(name: str) -> None:
 def test_nonsense_that_hashes_vouch_for() -> None:
     """An author who means harm can hash anything: every member, filled with noise."""
     rng = random.Random(1)
-    for name in ("program.json", "weights.safetensors", "golden.safetensors", "tuning.jsonl"):
+    names = ("program.json", "tensors.json", "tuning.jsonl")
+    for name in ("weights.safetensors", "golden.safetensors", *(f"targets/cpu/{n}" for n in names)):
         original = dict(members())[name]
         for _ in range(150):
             noise = bytearray(original)

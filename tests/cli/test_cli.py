@@ -18,9 +18,9 @@ from onnxruntime import InferenceSession
 
 import tessella as ts
 from tessella import api
-from tessella.artifacts.build import TARGETS
 from tessella.artifacts.plan import load_plan
 from tessella.cli import VERBS, bench
+from tessella.core.architectures import TARGETS
 from tessella.core.events import read_events
 from tessella.search.timing import Timing
 from tests.support.cli import Tessella

@@ -39,3 +39,23 @@ def test_a_plan_for_another_machine_is_refused_with_what_to_do(
     refused = tessella("tune", str(path))
     assert refused.code != 0
     assert "rebuild it here" in refused.err
+
+
+def test_a_plan_for_several_machines_says_which_program_it_uses(
+    tessella: Tessella, tmp_path: Path
+) -> None:
+    path, other = str(tmp_path / "net.plan"), str(tmp_path / "other.plan")
+    lenet = ("compile", "lenet", "--inputs", "image:float32:1x1x28x28", "--batch", "1")
+    built = tessella(*lenet, "--out", path, "--target", "cpu,sm_75", "--json")
+    assert built.json["target"] == "cpu"
+    assert built.json["targets"] == ["cpu", "sm_75"]
+    assert tessella("show", path, "--json").json["targets"] == ["cpu", "sm_75"]
+    assert "untuned" in tessella("show", path, "--target", "sm_75").out.splitlines()[0]
+    assert "no program for sm_90" in tessella("show", path, "--target", "sm_90").err
+    assert tessella("tune", path, "--json").json["targets"] == ["cpu", "sm_75"]
+    assert load_plan(path).at("sm_75").manifest.untuned
+    assert tessella("bench", path, "--seconds", "0.01", "--json").json["target"] == "cpu"
+    assert tessella(*lenet, "--out", other, "--target", "sm_75", "--untuned").code == 0
+    same = tessella("diff", path, other, "--json").json  # of the target that both have
+    assert [d["name"] for d in same["differences"]] == ["rebuild", "targets"]
+    assert all(s["change"] == "same" for b in same["buckets"] for s in b["steps"])

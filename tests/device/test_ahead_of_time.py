@@ -26,6 +26,7 @@ from tessella.core.record import from_plain
 from tessella.device import ahead_of_time
 from tessella.kernels.user import cuda
 from tests.support.networks import captured, plan
+from tests.support.plans.fuzz_fields import member
 from tests.support.plans.fuzz_plans import honest, members_of
 
 ROOT = Path(__file__).parents[2]
@@ -288,7 +289,7 @@ def test_parameters_that_cannot_be_are_refused(
     plan_with_kernels: Plan, field: str, value: Any
 ) -> None:
     members = members_of(to_bytes(plan_with_kernels))
-    lines = [json.loads(line) for line in members["kernels.jsonl"].splitlines()]
+    lines = [json.loads(line) for line in member(members, "kernels.jsonl").splitlines()]
     mapped = next(k for k in lines if k["parameters"][0]["type"] == "tensor")
     mapped["parameters"][0][field] = value
     text = "".join(json.dumps(line) + "\n" for line in lines).encode()

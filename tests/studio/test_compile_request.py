@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tessella.artifacts.build import TARGETS
 from tessella.artifacts.plan import load_plan
 from tessella.artifacts.run import Recipe
 from tessella.cli import compile as compile_verb
@@ -13,11 +12,18 @@ from tessella.compiler.budget.mixes import offered
 from tessella.compiler.calibration import METHOD
 from tessella.compiler.histogram import METHODS as KNOWN_METHODS
 from tessella.compiler.samples import COUNT
+from tessella.core.architectures import TARGETS
 from tessella.core.dtype import PRECISIONS as KNOWN
 from tessella.core.errors import UsageError
 from tessella.jobs import commands
-from tessella.studio import compile_form, compile_request
-from tessella.studio.compile_request import followed, requested, rounds
+from tessella.studio import compile_request, usual_target
+from tessella.studio.compile_request import (
+    followed,
+    joined,
+    precisions_for,
+    requested,
+    rounds,
+)
 from tessella.studio.plan_front import rebuilt
 from tessella.studio.plan_profile import trace_of
 from tests.support.cli import context
@@ -77,6 +83,16 @@ def test_what_is_offered_is_what_the_compiler_takes():
     assert set(compile_request.LEAST) == set(compile_request.TARGETS) == set(TARGETS)
     for target, names in compile_request.LEAST.items():
         assert all(offered(target, name) for name in names)
+
+
+def test_several_targets_take_what_suits_them_all():
+    assert joined(["sm_80", "cpu"]) == "cpu,sm_80"
+    assert joined([]) is None
+    assert precisions_for(["sm_75"], "one") == ("fp32", "fp16", "int8")
+    assert precisions_for(["cpu", "sm_80"], "one") == ("fp32", "bf16", "fp16", "int8")
+    assert precisions_for(["cpu"], "budget") == compile_request.LEAST["cpu"]
+    built = requested("one", "", source="runs/a", target=joined(["sm_80", "cpu"]))
+    assert "--target cpu,sm_80" in built.command()
 
 
 def test_a_plan_that_is_followed_decides_the_rest(tmp_path):
@@ -147,9 +163,9 @@ def test_the_form_begins_with_the_target_of_the_newest_gpu(monkeypatch):
     """Told by the driver: torch, which would say it too, holds memory of the GPU."""
 
     def usual(*capabilities):
-        monkeypatch.setattr(compile_form, "visible_gpus", lambda: tuple(range(len(capabilities))))
-        monkeypatch.setattr(compile_form, "capability", lambda index: capabilities[index])
-        return compile_form._usual_target()
+        monkeypatch.setattr(usual_target, "visible_gpus", lambda: tuple(range(len(capabilities))))
+        monkeypatch.setattr(usual_target, "capability", lambda index: capabilities[index])
+        return usual_target.usual_target()
 
     assert usual() == usual((7, 0)) == usual(None) == "cpu"
     assert usual((8, 6), (12, 0), None) == "sm_120"

@@ -27,7 +27,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Plan, read_back
 from tessella.core.architectures import is_gpu
-from tessella.core.device import default_target
+from tessella.core.device import default_target, is_here, suiting
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import CompileError, TessellaError, UsageError
 from tessella.core.events import Emit, phase, silent, warning
@@ -43,7 +43,7 @@ def compile(
     source: Source,
     *,
     batch: Batch = (1, 8, 32),
-    target: str | None = None,
+    target: str | Sequence[str] | None = None,
     precision: str = "fp32",
     precisions: Mapping[str, str] | None = None,
     calibration: CalibrationData | None = None,
@@ -68,7 +68,9 @@ def compile(
             name, a torch module (then ``inputs`` says what it takes), or a graph: what
             ``tessella.graph.onnx.read`` makes of a file, perhaps with some inputs bound.
         batch: one size, or the smallest, the usual and the largest.
-        target: ``cpu``, a GPU's (``sm_90``) or ``reference``; by default what this machine has.
+        target: ``cpu``, a GPU's (``sm_90``) or ``reference``; by default what this machine has. For
+            several (``"cpu,sm_80"``) the plan has a program each, and ``load`` takes the one for
+            the machine that is there. Those that are not here are built as ``untuned`` says.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``int8`` or ``fp8``.
         precisions: another one for single layers, by the names that ``compiler.layers`` lists;
             behind it ``+2:4`` may stand (``int8+2:4``): two of each four weights are then left.
@@ -83,7 +85,7 @@ def compile(
         lock: a plan of this network on this device, or its ``lock`` in a file: what was measured
             then decides, nothing is measured, and the plan has the same bytes. A plan that a budget
             chose also says which layer gets which precision.
-        time_limit_s: how long to measure at most. A build that needs longer raises
+        time_limit_s: how long to measure at most, for each target. A build that needs longer raises
             ``BuildStopped``; the next one with the same ``cache`` goes on there.
         untuned: measure nothing: a cost model chooses each kernel. So ``target`` may be a GPU that
             this machine does not have; there, ``tune`` measures.
@@ -175,35 +177,55 @@ def _point(front: compiler.Front, request: BuildRequest) -> Plan:
 
 def _compile(call: CompileCall, emit: Emit) -> Plan:
     """One plan, in the requested precisions or those that a budget chose for the lock's plan."""
-    request, arguments = call.request, call.arguments
+    request = call.request
     network = _open(call, emit)
-    chosen = locks.chosen_by_budget(arguments["lock"])
+    chosen = locks.chosen_by_budget(call.arguments["lock"])
     if chosen is not None and request.precision == "fp32" and not request.precisions:
         known = chosen.manifest
         request = replace(request, precision=known.precision, precisions=dict(known.precisions))
         call = replace(call, request=request)
-    target = request.target or default_target()
+    kinds = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
+    rounds = chosen is not None or kinds & set(compiler.KINDS)
+    calibration = call.arguments["calibration"] if rounds else None
+    plan, *others = (
+        _program(call, network, target, calibration, emit) for target in request.targets
+    )
+    if others:
+        plan = replace(plan, others=tuple(others))
+        plan = plan.at(suiting(plan.targets) or plan.target)
+    plan = call.with_imports(plan)
+    return plan if chosen is None else locks.as_judged(plan, chosen)
+
+
+def _program(
+    call: CompileCall,
+    network: Opened,
+    target: str,
+    calibration: CalibrationData | None,
+    emit: Emit,
+) -> Plan:
+    """The plan for one target of the request: measured, if the machine is here."""
+    request = call.request
+    if len(request.targets) > 1:
+        emit(phase("target", f"the program for {target}"))
+    untuned = request.untuned or (len(request.targets) > 1 and not is_here(target))
     kinds = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
     _warn_of_slow(network, kinds, target, emit)
-    kinds &= set(compiler.KINDS)
-    calibration = arguments["calibration"] if kinds or chosen else None
+    rounded = sorted(kinds & set(compiler.KINDS))
     plan = compiler.compile_graph(
         network.graph,
         target=target,
         batch=request.span,
         precision=request.precision,
         precisions=request.precisions,
-        calibration=_calibration(
-            network, calibration, target, sorted(kinds), emit, untuned=request.untuned
-        ),
+        calibration=_calibration(network, calibration, target, rounded, emit, untuned=untuned),
         input=request.input,
-        samples=arguments.get("samples"),
+        samples=call.arguments.get("samples"),
         about=network.about(call.rebuild()),
-        measuring=_measuring(call),
+        measuring=compiler.Measuring(untuned=True) if untuned else _measuring(call),
         emit=emit,
     )
-    plan = call.with_imports(finished(plan, emit))
-    return plan if chosen is None else locks.as_judged(plan, chosen)
+    return finished(plan, emit)
 
 
 def _warn_of_slow(network: Opened, precisions: Iterable[str], target: str, emit: Emit) -> None:

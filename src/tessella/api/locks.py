@@ -11,13 +11,16 @@ from tessella.core.errors import UsageError
 
 
 def lines_of(lock: Plan | str | Path) -> str:
-    """The lines of a lock, from a plan, its file, or a file with these lines alone."""
+    """The lines of a lock, from a plan, its file, or a file with these lines alone.
+
+    Those of all programs of a plan: each line names its device.
+    """
     if isinstance(lock, Plan):
-        return lock.lock
+        return "".join(p.lock for p in (lock, *lock.others))
     if not Path(lock).is_file():
         raise UsageError("there is no lock here", seen=lock, fix="give a plan or its lock")
     if zipfile.is_zipfile(lock):
-        return load_plan(lock).lock
+        return lines_of(load_plan(lock))
     return Path(lock).read_text(encoding="utf-8", errors="replace")
 
 

@@ -39,7 +39,8 @@ class CompileCall:
             plan: the plan that was built; the modules that define its kernels are then named.
         """
         request = self.request
-        modules = sorted(set(plan.manifest.imports.values())) if plan is not None else []
+        programs = () if plan is None else (plan, *plan.others)
+        modules = sorted({m for p in programs for m in p.manifest.imports.values()})
         # a file of the user's that is the source itself defines them again
         modules = [m for m in modules if not m.startswith("tessella_user_")]
         imports = tuple("<__main__>" if m == "__main__" else m for m in modules)
@@ -48,9 +49,13 @@ class CompileCall:
 
     def with_imports(self, plan: Plan) -> Plan:
         """The plan, with the modules that it needs in the command that builds it again."""
-        if not plan.manifest.imports:
+        if not any(p.manifest.imports for p in (plan, *plan.others)):
             return plan
-        return replace(plan, manifest=replace(plan.manifest, rebuild=self.rebuild(plan)))
+        rebuild = self.rebuild(plan)
+        one, *others = (
+            replace(p, manifest=replace(p.manifest, rebuild=rebuild)) for p in (plan, *plan.others)
+        )
+        return replace(one, others=tuple(others))
 
 
 def compile_call(**arguments: Any) -> CompileCall:
@@ -93,6 +98,8 @@ def _recorded(name: str, value: Any) -> Any:
         return (span.min,) if span.min == span.max else (span.min, span.opt, span.max)
     if name == "inputs":
         return tuple(value or ())
+    if name == "target" and value is not None and not isinstance(value, str):
+        return ",".join(value)
     if name == "precisions":
         return dict(value) if value else None
     if isinstance(value, torch.nn.Module):

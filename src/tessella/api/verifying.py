@@ -38,6 +38,7 @@ class Verification:
     """A plan beside its checkpoint, on the same samples.
 
     Attributes:
+        target: of the plan's program that ran, the one for this machine.
         score: the measure of the task: ``accuracy`` of a classification.
         checkpoint_score, plan_score: the score of each.
         agreement: fraction of samples with the same answer.
@@ -45,6 +46,7 @@ class Verification:
         flips: samples with another answer.
     """
 
+    target: str
     samples: int
     score: str
     checkpoint_score: float
@@ -118,6 +120,7 @@ def verify(
     one, other = (measure(torch.cat(kept).numpy(), samples, labels) for kept in rows)
     score = task.score
     return Verification(
+        target=engine.manifest.fingerprint.target,
         samples=len(samples),
         score=score,
         checkpoint_score=one.values[score],

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tessella.artifacts.files import require_place
-from tessella.core.architectures import GPU_TARGETS
+from tessella.core.architectures import GPU_TARGETS, TARGETS
 from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import canonical_json, from_plain, parse_json
 from tessella.core.spec import DimRange, TensorSpec
 
-TARGETS = ("cpu", *GPU_TARGETS, "reference")
 Input = Literal["float32", "uint8"]  # what an image is when a plan gets it
 ROUNDED = ("int8", "fp8")  # what needs a calibration
 METHODS = ("min-max", "percentile", "entropy", "mse")
@@ -56,7 +55,8 @@ class BuildRequest:
     )
     out: str | None = option("The plan file to write.")
     target: str | None = option(
-        f"cpu, {', '.join(GPU_TARGETS)} or reference; else what this machine has."
+        f"cpu, {', '.join(GPU_TARGETS)} or reference, or several, as cpu,sm_80; else what this"
+        " machine has. One that is not here is built --untuned."
     )
     precision: str = option(
         "fp32, tf32, bf16, fp16, or with a calibration int8, fp8.", default="fp32"
@@ -113,7 +113,7 @@ class BuildRequest:
     def __post_init__(self) -> None:
         if not self.source.strip():
             raise UsageError("a source has a name", seen=repr(self.source), fix="name a checkpoint")
-        _require_one_of(self.target, (*TARGETS, None), "unknown target")
+        self._require_targets()
         _require_one_of(self.precision, tuple(PRECISIONS), "unknown precision")
         _require_one_of(self.input, get_args(Input), "unknown kind of input")
         _require_one_of(self.calibration_method, (*METHODS, None), "unknown method of calibration")
@@ -135,6 +135,26 @@ class BuildRequest:
         self._require_calibration()
         if self.untuned:
             self._refuse_measuring()
+
+    def _require_targets(self) -> None:
+        for target in self.targets:
+            _require_one_of(target, TARGETS, "unknown target")
+        several = len(self.targets) > 1
+        if several and (len(set(self.targets)) < len(self.targets) or "reference" in self.targets):
+            raise UsageError(
+                "several targets are a CPU and GPUs, each once", seen=self.target, fix="cpu,sm_80"
+            )
+        if several and self.budget is not None:
+            raise UsageError(
+                "a budget is spent by measuring on one machine",
+                seen=f"targets {self.target}",
+                fix="give one target",
+            )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What the plan gets a program for; none: what this machine has."""
+        return tuple(self.target.split(",")) if self.target is not None else ()
 
     def _refuse_measuring(self) -> None:
         """Refuse what an untuned plan cannot have, as nothing is measured."""
@@ -387,6 +407,7 @@ def _one(value: Any) -> list[str]:
 
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
+    "target": lambda text: text.replace(" ", ""),
     "batch": read_batch,
     "precisions": _read_precisions,
     "inputs": lambda texts: tuple(map(_read_input, texts)),

@@ -150,6 +150,8 @@ def _manifest(plan: Outline) -> dict[str, Any]:
     """The manifest without the members' hashes, and with each library listed once."""
     plain: dict[str, Any] = to_plain(plan.manifest)
     del plain["members"]
+    if plan.others:
+        plain["targets"] = list(plan.targets)
     libraries = plan.manifest.fingerprint.libraries
     plain["built_with"] = {k: v for k, v in plain["built_with"].items() if k not in libraries}
     return plain

@@ -216,10 +216,12 @@ def from_document(content: bytes, cls: type[R], *, kind: str, version: int, wher
             fix=f"give the path of a {kind}",
         )
     if type(data.get("version")) is not int or data["version"] != version:
+        command = data.get("rebuild")
+        again = f": {command}" if isinstance(command, str) and command.isprintable() else ""
         raise UnknownVersion(
             f"{where} has a version that this Tessella does not read",
             seen=f"version {data.get('version')!r}, read here: {version}",
-            fix=f"make the {kind} again, or use the Tessella that wrote it",
+            fix=f"use the Tessella that wrote it, or make the {kind} again{again}",
         )
     plain = {k: v for k, v in data.items() if k not in ("kind", "version")}
     return from_plain(cls, plain, where=where)

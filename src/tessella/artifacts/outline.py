@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from tessella.artifacts.files import Member
 from tessella.artifacts.program import Program
 from tessella.artifacts.receipt import Receipt
+from tessella.core.architectures import TARGETS
 from tessella.core.compiled import CompiledKernels
 from tessella.core.count import numbered, with_spread
 from tessella.core.device import Fingerprint
+from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.core.task import CLASSIFICATION, TaskRecord
@@ -58,25 +60,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """``manifest.json``: device, inputs, outputs and origin of the plan, and its members' hashes.
+class Shared:
+    """What holds of every program in a plan's file: the network, and the members' hashes.
 
     Attributes:
-        imports: for each user-defined operator or kernel in the plan the module that defines it. A
-            plan never brings such code, and loading a plan imports nothing.
-        precisions: precisions of single operations that differ from ``precision``, with ``+2:4``
-            appended where the operation's weight was made sparse.
-        snr_db: signal-to-noise ratio of each layer in int8 or fp8, by module path: the power of the
-            layer's product over the power of the error that rounding its operands causes, as
-            measured in the calibration.
-        receipt: the accuracy that these precisions cost, where it was measured.
+        rebuild: the command that builds the plan again, for all its targets.
         weights_sha256: the hash of the file of weights of the checkpoint that it was made from.
         task: what the outputs mean, together with ``labels``.
-        untuned: no kernel was measured, or run: the cost model chose for a machine that was not
-            there. ``tessella tune`` measures.
     """
 
-    fingerprint: Fingerprint
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     precision: str
@@ -85,20 +77,47 @@ class Manifest:
     labels: tuple[str, ...]
     accuracy: dict[str, float]
     built_from: str
-    built_with: dict[str, str]
     rebuild: str
-    tolerance: float
     members: dict[str, Member]
+    weights_sha256: str | None = None
+    task: TaskRecord = CLASSIFICATION
+
+    def __post_init__(self) -> None:
+        self.task.check(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """What holds of the program for one target.
+
+    Attributes:
+        fingerprint: the machine that the program was built for.
+        tolerance: of the self-test, relative.
+        imports: for each user-defined operator or kernel in the program the module that defines it.
+            A plan never brings such code, and loading a plan imports nothing.
+        precisions: precisions of single operations that differ from ``precision``, with ``+2:4``
+            appended where the operation's weight was made sparse.
+        snr_db: signal-to-noise ratio of each layer in int8 or fp8, by module path: the power of the
+            layer's product over the power of the error that rounding its operands causes, as
+            measured in the calibration.
+        receipt: the accuracy that these precisions cost, where it was measured.
+        untuned: no kernel was measured, or run: the cost model chose for a machine that was not
+            there. ``tessella tune`` measures.
+    """
+
+    fingerprint: Fingerprint
+    built_with: dict[str, str]
+    tolerance: float
     imports: dict[str, str] = field(default_factory=dict)
     precisions: dict[str, str] = field(default_factory=dict)
     snr_db: dict[str, float] = field(default_factory=dict)
     receipt: Receipt | None = None
-    weights_sha256: str | None = None
-    task: TaskRecord = CLASSIFICATION
     untuned: bool = False
 
-    def __post_init__(self) -> None:
-        self.task.check(self.labels)
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Build, Shared):
+    """What a plan says of itself: of the network, and of the program that is in use."""
 
 
 class Constant(Protocol):
@@ -124,12 +143,15 @@ class StoredTensor:
 class Outline:
     """A plan without the values of its tensors: what people look at, read without torch.
 
+    It is one program, for one target; those for other targets, in the same file, lie in ``others``.
+
     Attributes:
         weights: constants by name, packed where their kernels require it.
         graph: the optimized graph as text, for people.
         lock: the measurements that decided the plan, as JSON lines: a build with this lock makes
             the same plan.
         compiled: machine code of the steps' GPU kernels, so that loading the plan compiles nothing.
+        others: the programs of the same network for other targets; they have no others themselves.
     """
 
     manifest: Manifest
@@ -139,6 +161,35 @@ class Outline:
     graph: str = ""
     lock: str = ""
     compiled: CompiledKernels = field(default_factory=CompiledKernels)
+    others: tuple[Self, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """What the program in use was built for."""
+        return self.manifest.fingerprint.target
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What the plan has programs for, in the file's order."""
+        return tuple(sorted((self.target, *(o.target for o in self.others)), key=TARGETS.index))
+
+    def at(self, target: str) -> Self:
+        """The plan with its program for this target in use.
+
+        Raises:
+            UsageError: it has none.
+        """
+        if target not in self.targets:
+            raise UsageError(
+                f"the plan has no program for {target}",
+                seen=f"those for {', '.join(self.targets)}",
+                fix="ask for one of these"
+                + f", or build it again with --target {','.join((*self.targets, target))}"
+                * (target in TARGETS),
+            )
+        programs = (replace(self, others=()), *self.others)
+        (used,) = (p for p in programs if p.target == target)
+        return replace(used, others=tuple(p for p in programs if p is not used))
 
     @property
     def noisy_share(self) -> float:
@@ -197,6 +248,11 @@ def table(plan: Outline) -> str:
         layers = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
         closing.append(f"layers in another precision: {layers}")
     closing += [] if manifest.receipt is None else [str(manifest.receipt)]
+    closing += [
+        f"it has a program for {o.target} ({o.manifest.fingerprint.name}) too, "
+        f"{len(o.program.buckets[-1].steps)} steps{', untuned' * o.manifest.untuned}"
+        for o in sorted(plan.others, key=lambda o: TARGETS.index(o.target))
+    ]
     return "\n".join([_title(plan), named, *(line.rstrip() for line in lines), *closing])
 
 
@@ -218,6 +274,7 @@ def _title(plan: Outline) -> str:
         f"plan of {manifest.built_from} for {device.target} ({device.name}), {manifest.precision},"
         f" {numbered([b.batch for b in buckets], 'batch', 'batches')}"
         f"{', untuned' * manifest.untuned}"
+        + "".join(f", and for {t}" for t in plan.targets if t != device.target)
     )
 
 

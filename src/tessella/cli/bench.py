@@ -15,6 +15,7 @@ from tessella.cli.parsing import parse_sizes
 from tessella.core.count import with_spread
 from tessella.core.device import torch_device
 from tessella.nn import zoo
+from tessella.runtime.engine import Engine
 from tessella.search.timing import Timing, latency
 
 
@@ -59,17 +60,25 @@ def bench(
                 timings = latency(runs, device=device, seconds=seconds)
             measured.append((size, timings))
         plain = {
+            "target": engine.manifest.fingerprint.target,
             "rows": [
                 {"batch": size, **{name: _row(timing, size) for name, timing in timings.items()}}
                 for size, timings in measured
-            ]
+            ],
         }
         head = ["batch", "plan ms", "images/s"]
         if module is not None:
             head += ["torch ms", "ratio"]
-        out.result(plain, grid(head, [_cells(size, **timings) for size, timings in measured]))
+        rows = [_cells(size, **timings) for size, timings in measured]
+        out.result(plain, grid(head, rows, title=f"{plan.name} on {_machine(engine)}"))
         if any(timing.noisy for _, timings in measured for timing in timings.values()):
             out.note("warning: other work disturbed the times with a ~: measure again without it")
+
+
+def _machine(engine: Engine) -> str:
+    """The target of the program that runs, and the machine that it was built on."""
+    built = engine.manifest.fingerprint
+    return f"{built.target} ({built.name})"
 
 
 def _cells(size: int, plan: Timing, torch: Timing | None = None) -> tuple[str | float, ...]:

@@ -36,6 +36,7 @@ def compile_(
 
     Example: tessella compile runs/flowers --out flowers.plan --precision fp16 --batch 1,8,128
     · tessella compile runs/flowers --out flowers.plan --budget 0.3 --data datasets/flowers
+    · tessella compile runs/flowers --out flowers.plan --target cpu,sm_80,sm_90
     · tessella compile net.py:trained --out net.plan --inputs image:float32:1x3x224x224
     """
     with output(json_only=json, events=events) as out_:
@@ -50,7 +51,8 @@ def compile_(
             "steps": len(largest.steps),
             "fallback_steps": sum(s.op == "fallback" for s in largest.steps),
             "batches": [b.batch for b in plan.program.buckets],
-            "target": plan.manifest.fingerprint.target,
+            "target": plan.target,
+            "targets": list(plan.targets),
             "precision": plan.manifest.precision,
         }
         if front is not None:

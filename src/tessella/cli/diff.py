@@ -11,6 +11,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from tessella.artifacts.comparison import BucketPair, Comparison, StepPair, compare
+from tessella.artifacts.outline import Outline
 from tessella.artifacts.plan import load_outline
 from tessella.cli.output import Json, grid, output
 from tessella.core.errors import UsageError
@@ -29,6 +30,9 @@ def diff(
     batch: Annotated[
         int | None, Option(help="Steps of this batch size; the largest that both have if not.")
     ] = None,
+    target: Annotated[
+        str | None, Option(help="Programs for this target; the first that both have if not.")
+    ] = None,
     all_steps: Annotated[bool, Option("--all", help="Show steps that are the same, too.")] = False,
     json: Json = False,
 ) -> None:
@@ -37,7 +41,7 @@ def diff(
     Example: tessella diff flowers-fp32.plan flowers-fp16.plan
     """
     with output(json_only=json) as out:
-        found = compare(load_outline(a), load_outline(b))
+        found = compare(*_programs(load_outline(a), load_outline(b), target))
         shown = _bucket(found, batch)
         plain = {"a": str(a), "b": str(b), "same": found.same, **to_plain(found)}
         parts: list[Text | Group] = [_manifests(found)]
@@ -46,6 +50,12 @@ def diff(
         if shown is not None:
             parts.append(_steps(shown, all_steps))
         out.result(plain, Group(*parts))
+
+
+def _programs(a: Outline, b: Outline, target: str | None) -> tuple[Outline, Outline]:
+    """The two plans with their programs for a target, or for the first that both have."""
+    target = target or next((t for t in a.targets if t in b.targets), None)
+    return (a, b) if target is None else (a.at(target), b.at(target))
 
 
 def _bucket(found: Comparison, batch: int | None) -> BucketPair | None:

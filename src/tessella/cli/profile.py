@@ -41,6 +41,7 @@ def profile(
         out.emit(phase("profile", f"measuring each step of {plan.name}"))
         measured = profiler.profile(engine, batch or engine.buckets[-1], folder=CACHE_FOLDER)
         plain = {
+            "target": measured.target,
             "batch": measured.batch,
             "whole_program_us": measured.total_us,
             "noisy": measured.noisy,

@@ -50,6 +50,9 @@ def show(
         bool, Option("--graph", help="passes: the graph's lines that each pass changed.")
     ] = False,
     precision: Annotated[str, Option(help="passes: fp32, tf32, bf16 or fp16.")] = "fp32",
+    target: Annotated[
+        str | None, Option(help="plan: its program for this target, not the one for this machine.")
+    ] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     json: Json = False,
     events: Events = None,
@@ -72,7 +75,7 @@ def show(
             checkpoint = api.open_checkpoint(_given(name, "a checkpoint's path"))
             _layers(out_, checkpoint, image, out, trust_code)
         else:
-            _path(out_, Path(what))
+            _path(out_, Path(what), target)
 
 
 def _given(name: str | None, expected: str) -> str:
@@ -81,11 +84,12 @@ def _given(name: str | None, expected: str) -> str:
     return name
 
 
-def _path(out: Output, path: Path) -> None:
+def _path(out: Output, path: Path, target: str | None) -> None:
     """Describe the artifact at ``path``, whose kind its files tell."""
     if path.is_file():
-        plan = load_plan(path)
-        out.result({"plan": str(path), **to_plain(plan.manifest)}, str(plan))
+        plan = load_plan(path, target=target)
+        plain = {"plan": str(path), "targets": list(plan.targets), **to_plain(plan.manifest)}
+        out.result(plain, str(plan))
     elif (path / "dataset.json").exists():
         dataset = Dataset(path, deep=False)
         out.result({"dataset": str(path), **to_plain(dataset.info)}, dataset_table(dataset))

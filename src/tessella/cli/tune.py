@@ -29,7 +29,8 @@ def tune(
     """Measure a plan's kernels on this machine, and give each step the fastest.
 
     The plan keeps its weights, graph, preprocessing and labels. It may be one that was compiled
-    --untuned for this GPU elsewhere, or any for a CPU.
+    --untuned for this GPU elsewhere, or any for a CPU. Of several programs in it, the one for this
+    machine is measured, and the others stay.
 
     Example: tessella tune flowers.plan
     """
@@ -41,6 +42,7 @@ def tune(
             "nbytes": path.stat().st_size,
             "steps": len(made.program.buckets[-1].steps),
             "batches": [bucket.batch for bucket in made.program.buckets],
-            "target": made.manifest.fingerprint.target,
+            "target": made.target,
+            "targets": list(made.targets),
         }
         out_.result(plain, f"{made}\nwrote {path} ({plain['nbytes']:,} bytes)")

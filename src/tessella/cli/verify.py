@@ -41,6 +41,7 @@ def verify(
         if out is not None:
             write_atomic(out, canonical_json(report).encode())
         rows = [
+            ("program for", report.target),
             ("samples", report.samples),
             (f"{report.score} of the checkpoint", report.checkpoint_score),
             (f"{report.score} of the plan", report.plan_score),

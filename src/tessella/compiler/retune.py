@@ -19,6 +19,7 @@ from tessella.compiler.settings import Measuring
 from tessella.compiler.stopping import stopping
 from tessella.compiler.verify import Expected, Tensors
 from tessella.core.architectures import has, is_gpu
+from tessella.core.compiled import CompiledKernels
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import UsageError
@@ -37,6 +38,8 @@ from tessella.search.tuning import Lock
 def retune(plan: Plan, *, measuring: Measuring = Measuring(), emit: Emit = silent) -> Plan:
     """The same plan with the kernels and configurations that are fastest on this machine.
 
+    Its programs for other targets stay as they are.
+
     Every batch size is run and compared with the outputs that the plan recorded.
 
     Args:
@@ -52,7 +55,7 @@ def retune(plan: Plan, *, measuring: Measuring = Measuring(), emit: Emit = silen
     if target == "reference":
         raise UsageError("the target reference is never tuned", seen=manifest.built_from)
     if is_gpu(target):
-        manifest.fingerprint.require_target(rebuild=manifest.rebuild)
+        manifest.fingerprint.require_target(rebuild=manifest.rebuild, targets=plan.targets)
     require(manifest.imports)
     device, trials = torch_device(target), Lock(measuring.cache, lines=measuring.lock)
     tuner = Tuner(
@@ -97,14 +100,13 @@ def retune(plan: Plan, *, measuring: Measuring = Measuring(), emit: Emit = silen
         untuned=False,
         members={},
     )
-    return Plan(
+    return replace(
+        plan,
         manifest=tuned,
         program=replace(plan.program, buckets=tuple(buckets)),
-        weights=plan.weights,
-        golden=plan.golden,
         tuning=tuple(tuning),
-        graph=plan.graph,
         lock=trials.used,
+        compiled=CompiledKernels(),
     )
 
 

@@ -150,6 +150,7 @@ ARCHITECTURES = {
 # what plans are built for; Volta is in the table for its occupancy alone: CUDA 13 writes nothing
 # for it
 GPU_TARGETS = tuple(name for name in ARCHITECTURES if name != "sm_70")
+TARGETS = ("cpu", *GPU_TARGETS, "reference")
 
 
 def is_gpu(target: str) -> bool:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,37 +48,41 @@ class Fingerprint:
         """Key of the timing cache: equal hashes, comparable times."""
         return digest(self)
 
-    def require_same(self, here: Fingerprint, *, rebuild: str) -> None:
+    def require_same(self, here: Fingerprint, *, rebuild: str, targets: Sequence[str] = ()) -> None:
         """Raise ``WrongDevice`` unless a plan built there can run here.
 
         Args:
             here: this machine's fingerprint for the plan's target.
             rebuild: the command that builds the plan for this machine.
+            targets: what the plan has programs for, if several.
         """
         if (self.target, self.arch) != (here.target, here.arch):
-            raise self._wrong(f"{here.target} ({here.name}, {here.arch})", here.target, rebuild)
+            seen = f"{here.target} ({here.name}, {here.arch})"
+            raise self._wrong(seen, here.target, rebuild, targets)
 
-    def require_here(self, *, rebuild: str) -> None:
+    def require_here(self, *, rebuild: str, targets: Sequence[str] = ()) -> None:
         """Raise ``WrongDevice`` unless a plan built there can run on this machine.
 
         Args:
             rebuild: the command that built the plan; the message has it with this machine's target.
+            targets: what the plan has programs for, if several.
         """
-        self.require_target(rebuild=rebuild)
-        self.require_same(fingerprint(self.target), rebuild=rebuild)
+        self.require_target(rebuild=rebuild, targets=targets)
+        self.require_same(fingerprint(self.target), rebuild=rebuild, targets=targets)
 
-    def require_target(self, *, rebuild: str) -> None:
+    def require_target(self, *, rebuild: str, targets: Sequence[str] = ()) -> None:
         """Raise ``WrongDevice`` unless this machine is one of the plan's target: any CPU is one."""
         if is_gpu(self.target):
             name, target = _gpu_here()
             if target != self.target:
-                raise self._wrong(name, target or "cpu", rebuild)
+                raise self._wrong(name, target or "cpu", rebuild, targets)
 
-    def _wrong(self, seen: str, target: str, rebuild: str) -> WrongDevice:
-        again = re.sub(rf"(--target[ =]|target=['\"]){self.target}\b", rf"\g<1>{target}", rebuild)
+    def _wrong(self, seen: str, target: str, rebuild: str, targets: Sequence[str]) -> WrongDevice:
+        again = re.sub(r"(--target[ =]|target=['\"])[\w,]+", rf"\g<1>{target}", rebuild)
         tunable = "; or measure its kernels here: tessella tune PLAN" * (self.target == target)
+        others = [f" and for {other}" for other in targets if other != self.target]
         return WrongDevice(
-            f"the plan was built for {self.target} ({self.name}, {self.arch})",
+            f"the plan was built for {self.target} ({self.name}, {self.arch}){''.join(others)}",
             seen=seen,
             fix=f"rebuild it here: {again}{tunable}",
         )
@@ -98,6 +103,31 @@ def default_target() -> str:
         taken = f"plans are built for {target}, the nearest" if target else "plans run on the CPU"
         warnings.warn(f"{_gpu_here()[0]} is no target of its own: {taken}", stacklevel=2)
     return target or "cpu"
+
+
+def is_here(target: str) -> bool:
+    """Whether this machine is one of a target: any is one of a CPU's."""
+    return not is_gpu(target) or _gpu_here()[1] == target
+
+
+def suiting(targets: Collection[str]) -> str | None:
+    """The one of a plan's targets whose program this machine should run; None if it can run none.
+
+    That is the target of the current GPU, its own or the nearest older one, else ``cpu``: machine
+    code for another GPU does not run, so a GPU without a program stands idle, and a warning says
+    so.
+    """
+    here = default_target()
+    if here in targets:
+        return here
+    if "cpu" not in targets:
+        return None
+    warnings.warn(
+        f"{_gpu_here()[0]} is not used: the plan has programs for {', '.join(targets)}, and none "
+        f"for {here}. Compile it again with --target {','.join((*targets, here))}",
+        stacklevel=4,
+    )
+    return "cpu"
 
 
 def gpu_target(device: torch.device | None = None) -> str | None:

@@ -320,7 +320,7 @@ def _by_options(recipe: Recipe) -> Recipe:
 
 
 def _gpus_of(target: str) -> int:
-    return 1 if target.startswith("sm_") else 0
+    return 1 if "sm_" in target else 0  # of one, or of one of several
 
 
 def _size(height: int, width: int) -> str:

@@ -104,7 +104,7 @@ class Engine:
         manifest = plan.manifest
         target = manifest.fingerprint.target
         self.manifest: Manifest = manifest
-        manifest.fingerprint.require_here(rebuild=manifest.rebuild)
+        manifest.fingerprint.require_here(rebuild=manifest.rebuild, targets=plan.targets)
         self.device = torch_device(target)
         require(manifest.imports)
         self.buckets = tuple(b.batch for b in plan.program.buckets)

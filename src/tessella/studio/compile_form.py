@@ -12,10 +12,8 @@ from nicegui.element import Element
 from tessella.artifacts.build import ROUNDED, BuildRequest, read_batch
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.outline import Outline
-from tessella.core.architectures import GPU_TARGETS, target_of
 from tessella.studio import parts
 from tessella.studio.compile_request import (
-    LEAST,
     METHODS,
     PRECISIONS,
     TARGETS,
@@ -25,12 +23,14 @@ from tessella.studio.compile_request import (
     How,
     describe_followed,
     followed,
+    joined,
+    precisions_for,
     requested,
     rounds,
 )
 from tessella.studio.parts import E
 from tessella.studio.theme import text
-from tessella.telemetry.gpus import capability, visible_gpus
+from tessella.studio.usual_target import usual_target
 
 
 class CompileForm:
@@ -100,7 +100,13 @@ class CompileForm:
     def _precision_fields(self) -> None:
         with parts.box("fields"):
             self._target = parts.field(
-                ui.select(TARGETS, value=_usual_target(), label="Target", on_change=self._changed)
+                ui.select(
+                    TARGETS,
+                    value=[usual_target()],
+                    label="Target",
+                    multiple=True,
+                    on_change=self._changed,
+                )
             )
             self._precision = self._add(
                 ui.select(["fp32"], value="fp32", label="Precision", on_change=self._changed), ""
@@ -158,7 +164,7 @@ class CompileForm:
         limit = self._limit.value
         settings: dict[str, Any] = {
             "source": self._source.value,
-            "target": self._target.value,
+            "target": joined(self._target.value),
             "precision": self._precision.value,
             "batch": read_batch(self._batch.value or ""),
             "input": "uint8" if self._uint8.value else "float32",
@@ -227,10 +233,7 @@ class CompileForm:
         self._ready = False  # a field that is changed here must not come back
         how: How = self._how.value
         self._how_help.text = WAYS[how][1]
-        target = self._target.value
-        offered = LEAST[target] if how == "budget" else tuple(
-            p for p, (targets, _) in PRECISIONS.items() if target in targets
-        )  # fmt: skip
+        offered = precisions_for(self._target.value, how)
         value = self._precision.value if self._precision.value in offered else "fp32"
         shown = {p: "any" if how == "budget" and p == "fp32" else p for p in offered}
         if self._precision.options != shown or self._precision.value != value:
@@ -261,10 +264,3 @@ class CompileForm:
         if element.props.get("hint") != help_:
             element.props["hint"] = help_
             element.update()
-
-
-def _usual_target() -> str:
-    """The target of this machine, told by the driver: a CUDA context would hold 500 MB here."""
-    capabilities = (capability(index) for index in visible_gpus())
-    targets = [target for found in capabilities if found and (target := target_of(*found))]
-    return max(targets, key=GPU_TARGETS.index, default="cpu")

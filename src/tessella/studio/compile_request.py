@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,20 @@ UNUSED: dict[How, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def joined(targets: Sequence[str]) -> str | None:
+    """The chosen targets as a request has them, in our order; None: what the machine has."""
+    return ",".join(t for t in TARGETS if t in targets) or None
+
+
+def precisions_for(targets: Sequence[str], how: How) -> tuple[str, ...]:
+    """The precisions worth choosing on all of these targets, or to spend a budget on."""
+    return tuple(
+        name
+        for name, (suits, _) in PRECISIONS.items()
+        if all(name in LEAST[t] if how == "budget" else t in suits for t in targets)
+    )
+
+
 def requested(how: How, name: str, **settings: Any) -> BuildRequest:
     """The request whose command builds the plan that the form describes.
 
@@ -104,7 +118,7 @@ def followed(plan: Outline) -> dict[str, object]:
     span = first.batch
     sizes = (span.min,) if span.min == span.max else (span.min, span.opt, span.max)
     return {
-        "target": manifest.fingerprint.target,
+        "target": ",".join(plan.targets),
         # the lock of a plan that a budget chose holds the precision of each layer
         "precision": "fp32" if judged else manifest.precision,
         "precisions": None if judged else dict(manifest.precisions) or None,
@@ -125,4 +139,4 @@ def describe_followed(plan: Outline) -> str:
     manifest = plan.manifest
     batch = manifest.inputs[0].batch
     kinds = "a precision for each layer" if manifest.receipt else manifest.precision
-    return f"{manifest.fingerprint.target}, {kinds}, batch {batch}, {manifest.inputs[0].dtype}"
+    return f"{', '.join(plan.targets)}, {kinds}, batch {batch}, {manifest.inputs[0].dtype}"

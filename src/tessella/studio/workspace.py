@@ -22,6 +22,7 @@ from tessella.artifacts.outline import Outline
 from tessella.artifacts.plan import load_outline
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
+from tessella.studio.usual_target import usual_target
 
 Kind = Literal["dataset", "run", "plan"]
 T = TypeVar("T")
@@ -207,4 +208,5 @@ def _dataset_at(path: Path, stamp: tuple[int, int]) -> Dataset:
 
 @lru_cache(maxsize=16)
 def _plan_at(path: Path, stamp: tuple[int, int]) -> Outline:
-    return load_outline(path)
+    plan, here = load_outline(path), usual_target()
+    return plan.at(here) if here in plan.targets else plan

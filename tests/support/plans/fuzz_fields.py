@@ -27,6 +27,11 @@ Members = dict[str, bytes]
 Path = tuple[Any, ...]  # keys and indices, from the top
 
 
+def member(members: Members, name: str) -> bytes:
+    """The member of this name, in whichever target's folder it lies."""
+    return next(content for full, content in members.items() if full.rpartition("/")[2] == name)
+
+
 class Raw(str):
     """JSON that ``json.dumps`` would not write."""
 
@@ -164,7 +169,7 @@ def dumped(data: Any) -> bytes:
 
 
 def program(rng: random.Random, members: Members) -> bytes:
-    data = json.loads(members["program.json"])
+    data = json.loads(member(members, "program.json"))
     for _ in range(rng.choice((1, 1, 2))):
         lie_about(rng, data, twins=True)
     return dumped(data)
@@ -172,7 +177,7 @@ def program(rng: random.Random, members: Members) -> bytes:
 
 def steps(rng: random.Random, members: Members) -> bytes:
     """Out of order, twice, gone, or run by another kernel; the same in every bucket."""
-    data = json.loads(members["program.json"])
+    data = json.loads(member(members, "program.json"))
     count = len(data["buckets"][0]["steps"])
     one, other, kind = rng.randrange(count), rng.randrange(count), rng.randrange(6)
     kernel = rng.choice(catalog.KERNELS)
@@ -196,7 +201,7 @@ def steps(rng: random.Random, members: Members) -> bytes:
 
 def memory(rng: random.Random, members: Members) -> bytes:
     """A buffer where another lies, the arena of another size, a workspace that is a value."""
-    data = json.loads(members["program.json"])
+    data = json.loads(member(members, "program.json"))
     bucket = rng.choice(data["buckets"])
     one, other = rng.choice(bucket["buffers"]), rng.choice(bucket["buffers"])
     step, kind = rng.choice(bucket["steps"]), rng.randrange(5)
@@ -246,6 +251,13 @@ def tensors(rng: random.Random, content: bytes) -> bytes:
     return save({n: t.contiguous() for n, t in held.items()})
 
 
+def names(rng: random.Random, members: Members) -> bytes:
+    """Other names for the stored tensors: missing ones, or another's."""
+    data = json.loads(member(members, "tensors.json"))
+    lie_about(rng, data)
+    return dumped(data)
+
+
 def lines(rng: random.Random, content: bytes) -> bytes:
     """JSON lines: one with a lie, one twice, none, or what is no line."""
     data = [json.loads(line) for line in content.splitlines()]
@@ -269,8 +281,9 @@ def changed(rng: random.Random, members: Members) -> dict[str, bytes]:
         lambda: {"program": memory(rng, members)},
         lambda: {"weights": tensors(rng, members["weights.safetensors"])},
         lambda: {"golden": tensors(rng, members["golden.safetensors"])},
-        lambda: {"tuning": lines(rng, members["tuning.jsonl"])},
-        lambda: {"lock": lines(rng, members["lock.jsonl"])},
+        lambda: {"tensors": names(rng, members)},
+        lambda: {"tuning": lines(rng, member(members, "tuning.jsonl"))},
+        lambda: {"lock": lines(rng, member(members, "lock.jsonl"))},
         lambda: {"manifest": _manifest(rng, members)},
     )
     return rng.choice(kinds)()

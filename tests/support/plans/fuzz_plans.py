@@ -10,12 +10,14 @@ import struct
 import zipfile
 from collections.abc import Callable
 from hashlib import sha256
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
 from tessella import runtime
-from tessella.artifacts.plan import MANIFEST, archive_of, from_bytes
+from tessella.artifacts.archive import archive_of
+from tessella.artifacts.plan import MANIFEST, from_bytes
 from tessella.core.errors import ArtifactError, TessellaError
 from tests.support.plans import fuzz_fields
 from tests.support.plans.subjects import Subject
@@ -33,7 +35,7 @@ def honest(members: Members, **changed: bytes) -> bytes:
 
     An author who means harm can hash anything.
     """
-    names = {name.partition(".")[0]: name for name in members}
+    names = {PurePosixPath(name).stem: name for name in members}
     members = members | {names[n]: content for n, content in changed.items()}
     manifest = json.loads(members[MANIFEST])
     for name, content in members.items():
@@ -121,7 +123,7 @@ def cross(rng: random.Random, content: bytes) -> bytes:
     members = members_of(content)
     one = rng.choice(("program", "golden", "tuning", "weights"))
     choices = [
-        members["tuning.jsonl"],
+        fuzz_fields.member(members, "tuning.jsonl"),
         members["golden.safetensors"],
         members[MANIFEST],
         b"[" * 9999,
@@ -175,7 +177,7 @@ def mutate_json(rng: random.Random, data: Any) -> None:
 
 def program(rng: random.Random, content: bytes) -> bytes:
     members = members_of(content)
-    data = json.loads(members["program.json"])
+    data = json.loads(fuzz_fields.member(members, "program.json"))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         mutate_json(rng, data)
     return honest(members, program=json.dumps(data, allow_nan=True).encode())
@@ -205,18 +207,19 @@ MUTATIONS: tuple[Callable[[random.Random, bytes], bytes], ...] = (
 def machine_code(rng: random.Random, content: bytes) -> bytes:
     """Bytes of compiled kernels, or what their records say, under honest hashes."""
     members = members_of(content)
+    records = next(name for name in members if name.endswith("kernels.jsonl"))
     if rng.random() < 0.4:
-        return honest(members, kernels=fuzz_fields.lines(rng, members["kernels.jsonl"]))
+        return honest(members, kernels=fuzz_fields.lines(rng, members[records]))
     name = rng.choice(sorted(n for n in members if n.endswith(".cubin")))
     code = garbled(rng, members[name])
-    now = f"kernels/{sha256(code).hexdigest()}.cubin"
+    old, new = PurePosixPath(name).stem, sha256(code).hexdigest()
+    now = name.replace(old, new)
     codes = {now if n == name else n: c for n, c in members.items() if n.endswith(".cubin")}
     rest = {n: c for n, c in members.items() if n not in codes and n != name}
     data = json.loads(rest[MANIFEST])
     del data["members"][name]
-    old, new = name[8:-6].encode(), now[8:-6].encode()
-    lines = rest["kernels.jsonl"].replace(old, new)
-    rest |= {MANIFEST: json.dumps(data).encode(), "kernels.jsonl": lines}
+    lines = rest[records].replace(old.encode(), new.encode())
+    rest |= {MANIFEST: json.dumps(data).encode(), records: lines}
     return honest({**rest, **dict(sorted({**codes, now: code}.items()))})
 
 

@@ -181,8 +181,16 @@ def _pixels() -> Subject:
     return Subject(content, sample, _own_answers(content), 0.1)
 
 
+def _several() -> Subject:
+    """Programs for two targets over the same constants; the other one's is not run here."""
+    made, known = good(), subject("plain")
+    there = replace(made.manifest.fingerprint, target="sm_80", arch="sm_80")
+    other = replace(made, manifest=replace(made.manifest, fingerprint=there))
+    return replace(known, content=to_bytes(replace(made, others=(other,))))
+
+
 KINDS = {"plain": _tiny, "int8": _small, "slices": _joined, "pixels": _pixels,
-         "x86": _machine_code}  # fmt: skip
+         "x86": _machine_code, "several": _several}  # fmt: skip
 
 
 @functools.cache

@@ -118,11 +118,10 @@ def _plans(context: Context, found: list[Found[Outline]]) -> None:
                     if entry.item is None:
                         unreadable(entry)
                         continue
-                    manifest = entry.item.manifest
                     title = context.labels.title(entry.ref, entry.path.stem)
                     text("span", title).classes("name cut")
                     text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
-                    line = f"{manifest.fingerprint.target}, {precision_named(entry.item)}"
+                    line = f"{', '.join(entry.item.targets)}, {precision_named(entry.item)}"
                     text("span", line).classes("detail cut")
 
 

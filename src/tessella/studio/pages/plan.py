@@ -86,8 +86,7 @@ def _list(context: Context, found: list[Found[Outline]], here: str) -> None:
                         text("span", entry.problem or "").classes("detail cut")
                         continue
                     text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
-                    manifest = entry.item.manifest
-                    line = f"{manifest.fingerprint.target} · {precision_named(entry.item)}"
+                    line = f"{', '.join(entry.item.targets)} · {precision_named(entry.item)}"
                     text("span", line).classes("detail cut")
 
 
@@ -254,6 +253,10 @@ class _Plan:
             parts.stats(numbers)
             text("p", f"Built from {manifest.built_from} for {manifest.fingerprint.name} "
                  f"({manifest.fingerprint.arch}).").classes("muted small")  # fmt: skip
+            if plan.others:
+                others = ", ".join(o.target + ", untuned" * o.manifest.untuned for o in plan.others)
+                text("p", f"This is its program for {plan.target}; it has others for {others}."
+                     ).classes("muted small")  # fmt: skip
             if manifest.imports:
                 modules = ", ".join(sorted(set(manifest.imports.values())))
                 parts.note(f"It needs operators of your own: import {modules} before it is loaded.")
