@@ -87,7 +87,7 @@ def test_every_field_has_an_option_and_every_option_a_field() -> None:
     options = set(context(["compile", "x", "--out", "y"]).params)
     assert options - {"uint8", "json", "events"} == names - {"imports"}
     python = set(api.compile.__kwdefaults__) | set(api.pareto.__kwdefaults__)
-    assert python - {"emit", "samples", "metric"} <= names
+    assert python - {"emit", "samples", "metric", "device"} <= names  # tessella --device: before it
     written_only = {"out", "front", "chart", "point", "imports"}
     details = {n for n in names if n.startswith("calibration_")}  # one CalibrationSet in Python
     assert names - written_only - details - {"source"} <= python | {"data"}

@@ -30,6 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch):
     def install(capability: tuple[int, int] | None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X")
 
     return install
@@ -47,7 +48,7 @@ def test_a_gpu_that_is_known_is_the_target(install, capability, target) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert default_target() == gpu_target() == target
-    assert torch_device(target) == torch.device("cuda")
+    assert torch_device(target) == torch.device("cuda", 0)
     for other in set(GPU_TARGETS) - {target}:
         with pytest.raises(WrongDevice, match=rf"use target='{target}'"):
             torch_device(other)
@@ -71,7 +72,7 @@ def test_an_unknown_gpu_is_the_nearest_older_one_and_that_is_told(
     with pytest.warns(UserWarning, match=told):
         assert default_target() == target
     if target != "cpu":  # it is asked for by this name, too
-        assert torch_device(target) == torch.device("cuda")
+        assert torch_device(target) == torch.device("cuda", 0)
 
 
 def test_no_gpu_is_the_cpu(install) -> None:

@@ -62,7 +62,8 @@ def test_multiprocessors_are_those_of_the_gpu_that_is_there(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=114)  # an H100 for PCIe
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(machine, "_target_here", lambda: "sm_90")
-    monkeypatch.setattr(machine, "_units_here", machine._units_here.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(machine, "_units_of", machine._units_of.__wrapped__)
     assert multiprocessors() == 114
     with aimed_at("sm_80"):
         assert multiprocessors() == 108  # of another GPU, those of its largest chip

@@ -184,18 +184,14 @@ def test_a_budget_offers_what_the_gpu_multiplies(target: str) -> None:
 
 def test_a_relative_of_a_target_compiles_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """An sm_121 computes as an sm_120, but does not run code for sm_120a."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compilers, "_Compilers", None)
     row, problem = catalog.kernel("linear.tiled"), for_targets.problems()["linear half"]
     requests = [(problem, row, config) for config in row.configs(problem)[:8]]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compilers, "_Compilers", None)
     for capability, target in [((12, 1), "sm_120"), ((8, 7), "sm_86")]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, c=capability: c)
-        kernel_cache.cache_clear()
-        try:
-            assert kernel_cache(target) is None
-            assert compilers.compile_ahead(requests, target).left == requests
-        finally:
-            kernel_cache.cache_clear()
+        assert kernel_cache(target) is None
+        assert compilers.compile_ahead(requests, target).left == requests
 
 
 if __name__ == "__main__":

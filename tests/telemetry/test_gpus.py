@@ -7,9 +7,17 @@ import dataclasses
 import pynvml
 import pytest
 
+from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.telemetry import gpus as gpus_module
-from tessella.telemetry.gpus import Gpu, GpuProcess, driver_version, gpus, visible_gpus
+from tessella.telemetry.gpus import (
+    Gpu,
+    GpuProcess,
+    driver_version,
+    gpus,
+    seeing_only,
+    visible_gpus,
+)
 from tessella.telemetry.readings import readings
 from tests.support.nvml import H200, FakeNvml
 
@@ -128,6 +136,37 @@ def test_the_mask_of_cuda_is_kept(driver, monkeypatch, mask, visible):
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     assert visible_gpus() == visible
+
+
+@pytest.mark.parametrize(
+    ("mask", "device", "seen"),
+    [
+        (None, "cpu", ""), (None, "cuda", None), (None, "cuda:0", "0"), (None, "cuda:2", "2"),
+        ("2, 0", "cuda:0", "2"), ("2, 0", "cuda:1", "0"), ("GPU-b,GPU-c", "cuda:1", "GPU-c"),
+        ("", "cpu", ""),
+    ],
+)  # fmt: skip
+def test_a_process_sees_only_the_gpu_that_was_asked_for(driver, monkeypatch, mask, device, seen):
+    driver(*({"nvmlDeviceGetUUID": f"GPU-{letter}000"} for letter in "abc"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask or "")
+    if mask is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert seeing_only(device) == seen
+
+
+def test_a_gpu_that_is_not_there_is_told_with_those_that_are(driver, monkeypatch):
+    driver({"nvmlDeviceGetName": "NVIDIA A"}, {"nvmlDeviceGetName": "NVIDIA B"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UsageError, match=r"cuda:2. Seen: cuda:0 \(NVIDIA A\), cuda:1 \(NVIDIA B\)"):
+        seeing_only("cuda:2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(UsageError, match=r"cuda:1. Seen: cuda:0 \(NVIDIA B\)"):
+        seeing_only("cuda:1")
+    driver(driver=None)
+    with pytest.raises(UsageError, match="no GPU"):
+        seeing_only("cuda")
+    with pytest.raises(UsageError, match=r"no device. Seen: gpu1"):
+        seeing_only("gpu1")
 
 
 def test_all_readings_are_plain_data(driver, tmp_path):

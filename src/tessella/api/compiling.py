@@ -27,7 +27,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Plan, read_back
 from tessella.core.architectures import is_gpu
-from tessella.core.device import default_target, is_here, suiting
+from tessella.core.device import default_target, is_here, suiting, using
 from tessella.core.dtype import plain_precision
 from tessella.core.errors import CompileError, TessellaError, UsageError
 from tessella.core.events import Emit, phase, silent, warning
@@ -58,6 +58,7 @@ def compile(
     time_limit_s: float | None = None,
     untuned: bool = False,
     trust_code: bool = False,
+    device: str | None = None,
     emit: Emit | None = None,
 ) -> Plan:
     """Turn a network into a plan: fused, laid out, every kernel chosen by measurement.
@@ -90,10 +91,13 @@ def compile(
         untuned: measure nothing: a cost model chooses each kernel. So ``target`` may be a GPU that
             this machine does not have; there, ``tune`` measures.
         trust_code: let a checkpoint of a user's own Python network run the code that it brings.
+        device: where to measure: a GPU by its number, ``cuda:1``, or ``cpu``; by default the
+            current GPU. Without ``target`` the plan is for it.
         emit: told what happens; by default bars show it on a terminal and in a notebook.
     """
-    call = requests.compile_call(**{k: v for k, v in locals().items() if k != "emit"})
-    with reported(emit) as told:
+    given = {k: v for k, v in locals().items() if k not in ("device", "emit")}
+    with using(device), reported(emit) as told:
+        call = requests.compile_call(**given)
         return _compile(call, told) if budget is None else _search(call, told).plan
 
 
@@ -113,6 +117,7 @@ def pareto(
     cache: str | Path | None = None,
     time_limit_s: float | None = None,
     trust_code: bool = False,
+    device: str | None = None,
     emit: Emit | None = None,
 ) -> compiler.Front:
     """The Pareto front of a network: no plan of it is worse than another in accuracy,
@@ -123,8 +128,8 @@ def pareto(
     >>> front.plan.save("flowers.plan")
 
     Args:
-        source, batch, target, inputs, input, preprocess, cache, time_limit_s, trust_code: as for
-            ``compile``.
+        source, batch, target, inputs, input, preprocess, cache, time_limit_s, trust_code,
+            device: as for ``compile``.
         data: what the plans are judged by: a dataset (its validation split), a split, or
             ``compiler.budget.of_tensors(inputs, labels)``.
         budget: percentage points of the metric below float32 that the chosen plan may lose. With 0
@@ -134,9 +139,9 @@ def pareto(
         calibration: as for ``compile``; by default a dataset's training split, else a part of
             ``data`` that does not judge.
     """
-    call = requests.compile_call(**{k: v for k, v in locals().items() if k != "emit"})
-    with reported(emit) as told:
-        return _search(call, told)
+    given = {k: v for k, v in locals().items() if k not in ("device", "emit")}
+    with using(device), reported(emit) as told:
+        return _search(requests.compile_call(**given), told)
 
 
 def build(request: BuildRequest, *, emit: Emit = silent) -> tuple[Plan, compiler.Front | None]:

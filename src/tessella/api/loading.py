@@ -9,14 +9,16 @@ from tessella.artifacts.plan import Plan
 from tessella.runtime.engine import Engine
 
 
-def load(path: str | Path | Plan, *, compiled: bool = True) -> Engine:
+def load(path: str | Path | Plan, *, device: str | None = None, compiled: bool = True) -> Engine:
     """A plan, ready to run; needs neither model code nor compiler.
 
     Args:
+        device: ``cpu``, or a GPU by its number, ``cuda:1``; by default the current GPU. Of a plan
+            for several targets the program for it is taken.
         compiled: run the machine code that a plan for a GPU carries; without, its kernels are
             compiled from Tessella's own sources, for a plan by someone you do not trust.
 
     >>> engine = load("flowers.plan")
     >>> scores = engine(image=images)["scores"]
     """
-    return runtime.load(path, compiled=compiled)
+    return runtime.load(path, device=device, compiled=compiled)

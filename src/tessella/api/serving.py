@@ -17,6 +17,7 @@ def serve(
     max_delay_us: int = 0,
     folder: str | Path | None = None,
     compiled: bool = True,
+    device: str | None = None,
     acceptors: int = 0,
     grpc_port: int | None = None,
     tls: tuple[str | Path, str | Path] | None = None,
@@ -31,7 +32,7 @@ def serve(
         token: what clients must send; needed unless ``host`` is this machine's own.
         max_delay_us: how long a request may wait for others to share its batch.
         folder: NAME.plan files that clients may load too.
-        compiled: as for ``load``.
+        compiled, device: as for ``load``, for all plans.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all.
         grpc_port: where gRPC listens, too; needs the extra ``tessella[grpc]``.
@@ -47,6 +48,7 @@ def serve(
         max_delay_us=max_delay_us,
         folder=None if folder is None else Path(folder),
         compiled=compiled,
+        device=device,
         acceptors=acceptors,
         doors=server.Doors(
             grpc_port=grpc_port,

@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def _verb(arguments: list[str]) -> str | None:
-    """The verb: the first word that is neither an option nor what ``--import`` takes."""
+    """The verb: the first word that is neither an option nor what one of them takes."""
     words = iter(arguments)
     for word in words:
-        if word == "--import":
+        if word in ("--import", "--device"):
             next(words, None)
         elif not word.startswith("-"):
             return word
@@ -85,8 +85,14 @@ def _options(
         list[str] | None,
         typer.Option("--import", help="Import a module first: it defines kernels of your own."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Use this device: cpu, or a GPU by its number, cuda:1; else the first."),
+    ] = None,
 ) -> None:
     """Takes the options that stand before a verb."""
+    if device is not None:
+        importlib.import_module("tessella.cli.device").choose(device)
     if modules:
         sys.path.insert(0, str(Path.cwd()))
     for module in modules or ():

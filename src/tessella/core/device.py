@@ -10,7 +10,9 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,8 @@ from tessella.core.record import digest
 
 if TYPE_CHECKING:
     import torch
+
+_on_cpu: ContextVar[bool] = ContextVar("on_cpu", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +92,62 @@ class Fingerprint:
         )
 
 
+def read_device(text: str) -> tuple[str, int | None]:
+    """``cpu``, ``cuda`` or ``cuda:1`` as the kind of device and the GPU's number, None without.
+
+    Raises:
+        UsageError: any other text.
+    """
+    found = re.fullmatch(r"(cpu)|(cuda)(?::(\d{1,4}))?", text)
+    if found is None:
+        raise UsageError("this is no device", seen=text[:80], fix="use cpu, cuda, or cuda:1")
+    return found[1] or found[2], None if found[3] is None else int(found[3])
+
+
+def no_such_gpu(device: str, names: Sequence[str | None]) -> UsageError:
+    """The error for a GPU that is not there. ``names``: of those that are, by their number."""
+    here = ", ".join(f"cuda:{index} ({name})" for index, name in enumerate(names))
+    return UsageError(
+        f"this machine has no GPU {device}", seen=here or "no GPU", fix="use one of these, or cpu"
+    )
+
+
+@contextmanager
+def using(device: str | None) -> Iterator[None]:
+    """Inside, this is the device of the calling thread: what is built or loaded is for it.
+
+    Args:
+        device: ``cpu``, ``cuda``, or a GPU by its number, as torch counts them: ``cuda:1``. None
+            and ``cuda``: the thread's current GPU.
+
+    Raises:
+        UsageError: it is no device, or not there; the message lists those that are.
+    """
+    import torch
+
+    if device is None:
+        yield
+        return
+    kind, index = read_device(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and (index or 0) >= count:
+        raise no_such_gpu(device, [torch.cuda.get_device_name(i) for i in range(count)])
+    token = _on_cpu.set(kind == "cpu")
+    try:
+        with nullcontext() if index is None else torch.cuda.device(index):
+            yield
+    finally:
+        _on_cpu.reset(token)
+
+
 def default_target() -> str:
-    """The target of the current GPU, ``cpu`` where there is none.
+    """The target of the current GPU, ``cpu`` where there is none, or inside ``using("cpu")``.
 
     A GPU that is in no table is told by a warning, with what is taken in its place.
     """
     import torch
 
-    if not torch.cuda.is_available():
+    if _on_cpu.get() or not torch.cuda.is_available():
         return "cpu"
     capability = torch.cuda.get_device_capability()
     target = target_of(*capability)
@@ -148,7 +200,7 @@ def _gpu_here() -> tuple[str, str | None]:
 
 
 def torch_device(target: str) -> torch.device:
-    """The torch device that holds a target's tensors."""
+    """The torch device that holds a target's tensors: of a GPU's the current one, by its number."""
     import torch
 
     if target in ("reference", "cpu"):
@@ -163,7 +215,7 @@ def torch_device(target: str) -> torch.device:
                 fix=f"use target='{here or 'cpu'}', or a machine with such a GPU; without one, "
                 "compile --untuned (untuned=True) measures nothing",
             )
-        return torch.device("cuda")
+        return torch.device("cuda", torch.cuda.current_device())
     raise UsageError(
         "unknown target", seen=target, fix=f"use cpu, {', '.join(GPU_TARGETS)} or reference"
     )

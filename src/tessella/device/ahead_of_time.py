@@ -113,10 +113,14 @@ class KernelCache(Store):
         self._kernels.update({kernel.key: kernel for kernel in compiled.kernels})
 
 
-@functools.cache
 def kernel_cache(target: str) -> KernelCache | None:
-    """The process's own, for a GPU that runs the target's machine code; None for another."""
-    return KernelCache(target) if is_gpu(target) and runs_code_of(target) else None
+    """The process's own, if the current GPU runs the target's machine code; None for another."""
+    return _kernel_cache(target) if is_gpu(target) and runs_code_of(target) else None
+
+
+@functools.cache
+def _kernel_cache(target: str) -> KernelCache:
+    return KernelCache(target)
 
 
 class PlanKernels(Store):

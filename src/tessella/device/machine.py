@@ -68,11 +68,20 @@ def runs_code_of(target: str) -> bool:
     return is_own(target, *torch.cuda.get_device_capability())
 
 
-@functools.cache
 def _target_here() -> str | None:
-    return device.gpu_target() if torch.cuda.is_available() else None
+    """The target of the current GPU: a machine may have GPUs of several kinds."""
+    return _target_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _units_here() -> int:
+    return _units_of(torch.cuda.current_device())
 
 
 @functools.cache
-def _units_here() -> int:
-    return torch.cuda.get_device_properties("cuda").multi_processor_count
+def _target_of(index: int) -> str | None:
+    return device.gpu_target(torch.device("cuda", index))
+
+
+@functools.cache
+def _units_of(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

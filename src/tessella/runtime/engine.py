@@ -21,7 +21,7 @@ from tessella.artifacts.outline import Manifest
 from tessella.artifacts.plan import Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, same_computation
 from tessella.core.count import numbered
-from tessella.core.device import torch_device
+from tessella.core.device import torch_device, using
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import free_bytes, is_out_of_memory
@@ -48,11 +48,19 @@ _OUT_OF_RANGE = re.compile(r"index (out of range|-?\d+ is out of bounds)|ZeroDiv
 MOST_SHAPES = 1024  # of inputs that an engine knows to fit
 
 
-def load(source: str | Path | Plan, *, self_test: bool = True, compiled: bool = True) -> Engine:
+def load(
+    source: str | Path | Plan,
+    *,
+    device: str | None = None,
+    self_test: bool = True,
+    compiled: bool = True,
+) -> Engine:
     """A plan, ready to run.
 
     Args:
         source: the path of a plan file, or a plan.
+        device: ``cpu``, or a GPU by its number, ``cuda:1``; by default the current GPU. The program
+            for it is taken from the file; the engine stays on it, whoever calls it.
         self_test: run the plan's recorded inputs and compare with the recorded outputs.
         compiled: run the machine code that a plan for a GPU carries. Without, its kernels are
             compiled here from Tessella's own sources, some seconds each: for a plan whose author
@@ -61,12 +69,14 @@ def load(source: str | Path | Plan, *, self_test: bool = True, compiled: bool = 
     Raises:
         WrongDevice: the plan was built for another device; the message has the rebuild command.
         ArtifactError: the file cannot be trusted, or the self-test fails.
+        UsageError: there is no such device.
     """
-    plan = source if isinstance(source, Plan) else load_plan(source)
-    engine = Engine(plan, compiled=compiled)
-    if self_test:
-        with _enough_memory(plan, engine.device):
-            engine.self_test(plan.golden)
+    with using(device):
+        plan = source if isinstance(source, Plan) else load_plan(source)
+        engine = Engine(plan, compiled=compiled)
+        if self_test:
+            with _enough_memory(plan, engine.device):
+                engine.self_test(plan.golden)
     return engine
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from tessella.core.count import with_spread
+from tessella.core.device import using
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import using_kernels
 from tessella.device.float32_math import float32_math
@@ -142,7 +143,8 @@ def profile(
                         rounds=MAX_RUNS)["run"]  # fmt: skip
         in_run = _in_run_us(bucket, inputs, seconds) if isinstance(bucket, BoundBucket) else None
     target = engine.manifest.fingerprint.target
-    ceilings = limits(target, folder)
+    with using(str(engine.device)):
+        ceilings = limits(target, folder)
     sum_us = sum(timing.time_us for timing, _ in measured)
     steps = tuple(
         _step_time(bound, *measured[i], sum_us, in_run[i] if in_run else None, ceilings)

@@ -15,13 +15,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tessella.artifacts.files import write_atomic
-from tessella.artifacts.plan import Plan, load_plan
+from tessella.artifacts.plan import load_plan
+from tessella.core.device import using
 from tessella.core.errors import ArtifactError
 from tessella.core.record import digest
 from tessella.core.version import VERSION
@@ -38,6 +40,7 @@ FOREIGN = ("fallback", "user")  # operations that are not ours
 def load_tried(
     path: str | Path,
     *,
+    device: str | None = None,
     compiled: bool = True,
     folder: Path | None = None,
     trial_s: float = TRIAL_S,
@@ -45,6 +48,7 @@ def load_tried(
     """``load``, after a trial where the plan needs one.
 
     Args:
+        device: as for ``load``, of the trial too.
         compiled: as for ``load``, of the trial too.
         folder: where it is remembered which plans passed; default ``~/.cache/tessella``.
         trial_s: the longest that a trial may take.
@@ -52,28 +56,34 @@ def load_tried(
     Raises:
         ArtifactError: as ``load``, or the plan ended the process that tried it, or hung.
     """
-    plan = load_plan(path)
+    with using(device):
+        plan = load_plan(path)
     steps = [s for bucket in plan.program.buckets for s in bucket.steps if s.op in FOREIGN]
     if steps:
         modules = sorted({m for n in plan.manifest.imports if (m := module(n)) is not None})
         if "__main__" in modules:  # a notebook's: nobody else can import them
             log.warning("%s is not tried first: its operators are defined in __main__", path)
         else:
-            _require_passed(plan, Path(path), modules, compiled, folder or CACHE_FOLDER, trial_s)
-    return load(plan, compiled=compiled)
+            asked = {
+                "path": str(path),
+                "plan": digest(plan.manifest),  # it vouches for every member
+                "modules": modules,
+                "compiled": compiled,
+                "device": device,
+            }
+            _require_passed(asked, folder or CACHE_FOLDER, trial_s, plan.manifest.rebuild)
+    return load(plan, device=device, compiled=compiled)
 
 
-def _require_passed(
-    plan: Plan, path: Path, modules: Sequence[str], compiled: bool, folder: Path, trial_s: float
-) -> None:
+def _require_passed(asked: Mapping[str, Any], folder: Path, trial_s: float, rebuild: str) -> None:
     """Try the plan, unless it is known to have passed here with these versions."""
-    which = digest(plan.manifest)  # it vouches for every member
-    known = digest([which, VERSION, torch.__version__, modules, compiled])
-    record = folder / "tried" / known
+    path = asked["path"]
+    known = {**asked, "path": "", "version": VERSION, "torch": torch.__version__}
+    record = folder / "tried" / digest(known)
     if record.exists():
         return
     began = time.perf_counter()
-    _try(path, which, modules, compiled, trial_s, plan.manifest.rebuild)
+    _try(asked, trial_s, rebuild)
     log.info("tried %s in a child process: %.1f s", path, time.perf_counter() - began)
     try:
         write_atomic(record, b"")
@@ -81,11 +91,8 @@ def _require_passed(
         log.warning("that %s passed its trial cannot be remembered: %s", path, error)
 
 
-def _try(
-    path: Path, which: str, modules: Sequence[str], compiled: bool, trial_s: float, rebuild: str
-) -> None:
+def _try(asked: Mapping[str, Any], trial_s: float, rebuild: str) -> None:
     """Run the child, and raise what became of the plan there if it did not pass."""
-    asked = {"path": str(path), "plan": which, "modules": modules, "compiled": compiled}
     command = [sys.executable, "-P", "-m", "tessella.runtime.trial_child", json.dumps(asked)]
     paths = [p or os.getcwd() for p in sys.path]  # a user's modules are found where they were
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MALLOC_ARENA_MAX": "2"}

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from tessella.artifacts.plan import Plan, load_plan
-from tessella.core.device import torch_device
+from tessella.core.device import torch_device, using
 from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import digest
 from tessella.runtime.engine import load
@@ -29,12 +29,13 @@ def main(asked: dict[str, Any]) -> int:
     try:
         for name in asked["modules"]:
             importlib.import_module(name)
-        plan = load_plan(asked["path"])
-        if digest(plan.manifest) != asked["plan"]:
-            raise ArtifactError("the plan's file was changed while it was loaded")
-        _limit(plan)
-        with load(plan, self_test=False, compiled=asked["compiled"]) as engine:
-            engine.self_test(plan.golden, every_size=True)
+        with using(asked["device"]):
+            plan = load_plan(asked["path"])
+            if digest(plan.manifest) != asked["plan"]:
+                raise ArtifactError("the plan's file was changed while it was loaded")
+            _limit(plan)
+            with load(plan, self_test=False, compiled=asked["compiled"]) as engine:
+                engine.self_test(plan.golden, every_size=True)
     except TessellaError as error:
         print(json.dumps(error.to_json()))
         return ArtifactError.exit_code

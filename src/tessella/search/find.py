@@ -427,7 +427,8 @@ class Search:
         """Compile candidates into the kernel cache; one that fails, fails again when it is run."""
 
         def compile_one(candidate: Candidate) -> None:
-            with preparing(), torch.inference_mode():
+            # a new thread's GPU is the first one
+            with torch.cuda.device(self._device), preparing(), torch.inference_mode():
                 self._prepare(*candidate)
 
         for row, config in candidates:

@@ -43,6 +43,7 @@ def serve(
     max_delay_us: int = 0,
     folder: Path | None = None,
     compiled: bool = True,
+    device: str | None = None,
     acceptors: int = 0,
     doors: Doors = HTTP_ONLY,
     ready: Callable[[str], None] | None = None,
@@ -56,6 +57,7 @@ def serve(
         max_delay_us: how long a request may wait for others to share its batch.
         folder: a folder of NAME.plan files that may be loaded over HTTP too.
         compiled: run the machine code that plans for a GPU carry, else compile it from our sources.
+        device: ``cpu``, or the GPU of all plans by its number, ``cuda:1``; by default the first.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all, which needs the least memory.
         doors: gRPC, TLS and shared memory.
@@ -81,6 +83,7 @@ def serve(
             max_delay_us=max_delay_us,
             folder=None if folder is None else str(folder.absolute()),
             compiled=compiled,
+            device=device,
             acceptors=acceptors,
             doors=doors,
         )
@@ -90,7 +93,7 @@ def serve(
         models,
         folder=folder,
         max_delay_us=max_delay_us,
-        open_engine=functools.partial(load_tried, compiled=compiled),
+        open_engine=functools.partial(load_tried, compiled=compiled, device=device),
     )
     settled = _prepared(
         repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS, doors=doors

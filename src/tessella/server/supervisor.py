@@ -75,6 +75,7 @@ class Settings:
     max_delay_us: int
     folder: str | None
     compiled: bool
+    device: str | None
     acceptors: int
     doors: Doors = HTTP_ONLY
     sockets: str = ""
@@ -252,7 +253,9 @@ class _Watching:
             {name: Path(path) for name, path in settings.models.items()},
             folder=None if settings.folder is None else Path(settings.folder),
             max_delay_us=settings.max_delay_us,
-            open_engine=functools.partial(load_tried, compiled=settings.compiled),
+            open_engine=functools.partial(
+                load_tried, compiled=settings.compiled, device=settings.device
+            ),
             threads=False,
         )
         rest = Describing(repository, token=self._guard.has_token, regions=self._regions)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pynvml
 
+from tessella.core.device import no_such_gpu, read_device
+
 nvml = pynvml  # looked up at each call: tests put a simulated driver here
 
 # NVML's clocks event bits in words. Idle and chosen clocks are no throttling and are left out.
@@ -93,6 +95,28 @@ def visible_gpus() -> tuple[int, ...]:
             break
         visible += same
     return tuple(visible)
+
+
+def seeing_only(device: str) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES under which a process sees no GPU but this one.
+
+    Args:
+        device: ``cpu``, ``cuda`` or a GPU by its number, as CUDA counts them: ``cuda:1``.
+
+    Returns:
+        None where all GPUs may stay: for ``cuda``.
+
+    Raises:
+        UsageError: it is no device, or not there; the message lists the GPUs that are.
+    """
+    kind, index = read_device(device)
+    if kind == "cpu":
+        return ""
+    visible, names = visible_gpus(), {gpu.index: gpu.name for gpu in gpus()}
+    if (index or 0) >= len(visible):
+        raise no_such_gpu(device, [names[found] for found in visible])
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if index is None else str(index) if mask is None else mask.split(",")[index].strip()
 
 
 def capability(index: int) -> tuple[int, int] | None:
