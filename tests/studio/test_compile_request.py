@@ -16,8 +16,9 @@ from tessella.core.architectures import TARGETS
 from tessella.core.dtype import PRECISIONS as KNOWN
 from tessella.core.errors import UsageError
 from tessella.jobs import commands
-from tessella.studio import compile_request, usual_target
+from tessella.studio import compile_request, usual_target, workspace
 from tessella.studio.compile_request import (
+    describe_followed,
     followed,
     joined,
     precisions_for,
@@ -86,12 +87,12 @@ def test_what_is_offered_is_what_the_compiler_takes():
 
 
 def test_several_targets_take_what_suits_them_all():
-    assert joined(["sm_80", "cpu"]) == "cpu,sm_80"
-    assert joined([]) is None
+    assert joined("cpu", "sm_80, sm_90,") == "cpu,sm_80,sm_90"
+    assert joined("cpu", "") == joined("cpu", None) == "cpu"
     assert precisions_for(["sm_75"], "one") == ("fp32", "fp16", "int8")
     assert precisions_for(["cpu", "sm_80"], "one") == ("fp32", "bf16", "fp16", "int8")
     assert precisions_for(["cpu"], "budget") == compile_request.LEAST["cpu"]
-    built = requested("one", "", source="runs/a", target=joined(["sm_80", "cpu"]))
+    built = requested("one", "", source="runs/a", target=joined("cpu", "sm_80"))
     assert "--target cpu,sm_80" in built.command()
 
 
@@ -102,11 +103,29 @@ def test_a_plan_that_is_followed_decides_the_rest(tmp_path):
         "input": "float32",
     }  # fmt: skip
     assert not rounds(plain)
+    gpu = replace(plain.manifest.fingerprint, target="sm_80", arch="sm_80")
+    other = replace(plain, manifest=replace(plain.manifest, fingerprint=gpu))
+    several = replace(plain, others=(other,))
+    assert followed(several)["target"] == followed(several.at("sm_80"))["target"] == "cpu,sm_80"
+    assert describe_followed(several).startswith("cpu, sm_80, fp32")
     judged = make_plan(tmp_path / "b.plan", built_from="runs/first", receipt=make_receipt(1))
     assert followed(load_plan(tmp_path / "b.plan"))["precision"] == "fp32"
     assert rounds(judged)  # so a calibration is asked for
     by_hand = replace(judged, manifest=replace(judged.manifest, receipt=None))
     assert followed(by_hand)["precisions"] == {"conv1": "int8"}
+
+
+def test_a_page_shows_the_program_of_this_machine(tmp_path, monkeypatch):
+    plain = make_plan(tmp_path / "a.plan", built_from="runs/first")
+    gpu = replace(plain.manifest.fingerprint, target="sm_80", arch="sm_80")
+    other = replace(plain, manifest=replace(plain.manifest, fingerprint=gpu))
+    replace(plain, others=(other,)).save(tmp_path / "plans" / "b.plan")
+    for here, shown in (("sm_80", "sm_80"), ("sm_90", "cpu"), ("cpu", "cpu")):
+        monkeypatch.setattr(workspace, "usual_target", lambda here=here: here)
+        workspace._plan_at.cache_clear()
+        plan = workspace.Workspace(tmp_path).plan("plans/b.plan")
+        assert (plan.target, plan.targets) == (shown, ("cpu", "sm_80"))
+    workspace._plan_at.cache_clear()
 
 
 def test_a_point_of_a_front_says_which(tmp_path):

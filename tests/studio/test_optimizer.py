@@ -1,8 +1,11 @@
 """The optimizer's pages in Chromium: forms show what applies, plans and runs are compared."""
 
+from dataclasses import replace
+
 import pytest
 from selenium.webdriver.common.by import By
 
+from tessella.artifacts.plan import load_plan
 from tessella.jobs.store import Store
 from tests.support.studio.browsing import (
     choose,
@@ -46,6 +49,21 @@ def test_the_compile_form_shows_what_applies_and_its_command(studio, chromium):
     see(chromium, "--precision fp32 --batch 1,8,8 --calibration datasets/digits")
     see(chromium, "--lock plans/small.plan")
     fit(chromium, 1366, "the form")
+
+
+def test_a_plan_for_several_targets_shows_the_program_of_this_machine(studio, chromium):
+    plan = load_plan(studio.root / "plans" / "digits.plan")
+    gpu = replace(plan.manifest.fingerprint, target="sm_80", arch="sm_80")
+    other = replace(plan, manifest=replace(plan.manifest, fingerprint=gpu, untuned=True))
+    path = replace(plan, others=(other,)).save(studio.root / "plans" / "several.plan")
+    try:
+        enter(chromium, studio, "/plan?plan=plans/several.plan")
+        see(chromium, "This is its program for cpu; it has others for sm_80, untuned.")
+        see(chromium, "cpu, sm_80")
+        fill(chromium, "Also for", "sm_80")
+        see(chromium, "--target cpu,sm_80 --precision fp32")
+    finally:
+        path.unlink()
 
 
 def test_a_point_of_the_front_is_opened_and_kept(studio, chromium):

@@ -79,6 +79,11 @@ class CompileForm:
                 "A program is tuned for these sizes and the powers of two between.",
                 "wide",
             )
+            self._also = self._add(
+                ui.input("Also for", on_change=self._changed),
+                "Further targets, as sm_80, sm_90: one plan with a program for each.",
+                "wide",
+            )
         self._uint8 = ui.switch("Images as bytes", on_change=self._changed).props("dense")
         self._uint8_help = text(
             "p", "The plan takes uint8 images and scales them itself: a quarter of the bytes."
@@ -100,13 +105,7 @@ class CompileForm:
     def _precision_fields(self) -> None:
         with parts.box("fields"):
             self._target = parts.field(
-                ui.select(
-                    TARGETS,
-                    value=[usual_target()],
-                    label="Target",
-                    multiple=True,
-                    on_change=self._changed,
-                )
+                ui.select(TARGETS, value=usual_target(), label="Target", on_change=self._changed)
             )
             self._precision = self._add(
                 ui.select(["fp32"], value="fp32", label="Precision", on_change=self._changed), ""
@@ -164,7 +163,7 @@ class CompileForm:
         limit = self._limit.value
         settings: dict[str, Any] = {
             "source": self._source.value,
-            "target": joined(self._target.value),
+            "target": joined(self._target.value, self._also.value),
             "precision": self._precision.value,
             "batch": read_batch(self._batch.value or ""),
             "input": "uint8" if self._uint8.value else "float32",
@@ -233,7 +232,8 @@ class CompileForm:
         self._ready = False  # a field that is changed here must not come back
         how: How = self._how.value
         self._how_help.text = WAYS[how][1]
-        offered = precisions_for(self._target.value, how)
+        chosen = joined(self._target.value, self._also.value).split(",")
+        offered = precisions_for([t for t in chosen if t in TARGETS], how)
         value = self._precision.value if self._precision.value in offered else "fp32"
         shown = {p: "any" if how == "budget" and p == "fp32" else p for p in offered}
         if self._precision.options != shown or self._precision.value != value:
@@ -245,7 +245,7 @@ class CompileForm:
         self._points.set_visibility(how == "budget")
         self._judge.set_visibility(how == "budget")
         self._lock.set_visibility(how == "lock")
-        for element in (self._target, self._precision, self._batch, self._uint8,
+        for element in (self._target, self._precision, self._batch, self._also, self._uint8,
                         self._uint8_help, self._more):  # fmt: skip
             element.set_visibility(how != "lock")
         self._calibrating.set_visibility(self._calibrates(how, value))

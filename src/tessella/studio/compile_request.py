@@ -62,9 +62,9 @@ UNUSED: dict[How, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def joined(targets: Sequence[str]) -> str | None:
-    """The chosen targets as a request has them, in our order; None: what the machine has."""
-    return ",".join(t for t in TARGETS if t in targets) or None
+def joined(target: str, also: str | None) -> str:
+    """The chosen target and those that a person typed beside it, as a request has them."""
+    return ",".join((target, *(t for t in (also or "").replace(" ", "").split(",") if t)))
 
 
 def precisions_for(targets: Sequence[str], how: How) -> tuple[str, ...]:
