@@ -76,3 +76,32 @@ def test_a_kernel_that_overwrites_its_residual_is_not_blamed_for_it() -> None:
     with pytest.raises(CompileError, match="does not compute what the network computes") as told:
         verify.check(choices, bucket, graph, graph, wrong, tuner, "fp32")
     assert not isinstance(told.value, verify.WrongKernel)
+
+
+@pytest.mark.instructions
+def test_views_of_the_arena_are_made_once_and_see_each_run() -> None:
+    """Slices of a layer's result, which lies at one place: no run makes them, and each sees new
+    numbers; machine code that always finds the same tensors is given their addresses once."""
+    build = Builder("views")
+    x = build.input(TensorSpec(name="x", dtype="float32", shape=(1, 8, 6, 6)), dynamic=False)
+    weight = build.constant("weight", torch.randn(16, 8, 3, 3) / 8)
+    again = build.constant("again", torch.randn(16, 16, 1, 1) / 4)
+    window = {"stride": (1, 1), "dilation": (1, 1), "groups": 1}
+    made = build.one("conv2d", [x, weight, None, None], padding=(1, 1), **window)
+    made = build.one("conv2d", [made, again, None, None], padding=(0, 0), **window)
+    half = build.one("slice", [made], dim=1, start=0, end=8, step=1)
+    row = build.one("select", [half], dim=2, index=3)
+    graph = build.finish([build.one("exp", [row])], ["y"])
+    graph, choices, tuner = chosen(graph)
+    bound = race._run(graph, choices, tuner).func
+    assert isinstance(bound, BoundBucket)
+    views = [s for s in bound.steps if s.step.op in ("slice", "select")]
+    assert len(views) == 2
+    for seed in range(3):
+        image = torch.randn(1, 8, 6, 6, generator=torch.Generator().manual_seed(seed))
+        (right,) = interpret(graph, {graph.inputs[0].name: image}, upcast=torch.float64).values()
+        (answer,) = bound([image])
+        torch.testing.assert_close(answer.double(), right, rtol=1e-5, atol=1e-5)
+    lying = all(step.lying for step in views)
+    assert lying == any(s.out is not None for s in bound.steps if s.step.op == "conv2d")
+    assert len(bound._each) == len(bound.steps) - (2 if lying else 0)

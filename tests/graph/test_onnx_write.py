@@ -152,6 +152,10 @@ FUNCTIONS: dict[str, Any] = {
         F.interpolate(x, size=(9, 12), mode="bilinear"),
         F.interpolate(x, size=(9, 12), mode="bicubic", align_corners=True),
     ),
+    "peak_boxes": lambda x: tuple(
+        torch.ops.tessella.peak_boxes(torch.cat([x, x.exp()], 1), down=0.2, along=0.1, most=most)
+        for most in (4, 60)
+    ),
     "lstm": nn.Sequential(nn.Flatten(2), nn.LSTM(48, 5, 2, bidirectional=True, batch_first=True)),
     "gru": nn.Sequential(nn.Flatten(2), nn.GRU(48, 5, bias=False, batch_first=True)),
     "rnn": nn.Sequential(nn.Flatten(2), nn.RNN(48, 5, nonlinearity="relu", batch_first=True)),

@@ -136,6 +136,14 @@ PROBLEMS = [
          {"normalized_shape": (6,), "eps": 1e-5}), ("relu", (3,), {})), "results": (4,)}, format=f)
       for f in ("contiguous", LAST)),
     problem("to", [X], X, {"dtype": "float32"}, format="contiguous", made=LAST),
+    *(problem("interpolate", [X], (2, 4, *size), {"size": size, "scale_factor": None, "mode": mode,
+                                                  "align_corners": corners, "antialias": False},
+              format=f)
+      for f in ("contiguous", LAST) for size in ((12, 18), (4, 9))
+      for mode, corners in (("nearest", None), ("bilinear", False), ("bilinear", True))),
+    *(problem("peak_boxes", [(2, 8, h, 9)], (2, 12, 7), {"down": 0.2, "along": 0.1, "most": 12},
+              format=f, made="contiguous")
+      for f in ("contiguous", LAST) for h in (1, 20)),
     problem("cat", [X, (2, 2, 6, 6)], (2, 6, 6, 6), {"dim": 1}, format=LAST),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}, format=LAST, made="contiguous"),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}),

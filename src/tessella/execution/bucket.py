@@ -11,8 +11,10 @@ import torch
 
 from tessella.artifacts.program import Slice
 from tessella.core.errors import CorruptArtifact
+from tessella.device.x86.code import Launch
 from tessella.execution.steps import Binder, BoundStep, Slots, runner
 
+Run = Callable[[Slots], None]
 Made = tuple[BoundStep, list[torch.Tensor]]  # a step, and its results
 
 
@@ -39,24 +41,36 @@ class BoundBucket:
         self.steps: list[BoundStep] = []
         self.strides: dict[str, tuple[int, ...]] = {}
         self._writes: list[list[int]] = []
-        self._runs: list[tuple[Callable[[Slots], None], tuple[int, ...]]] = []
+        self._runs: list[tuple[Run, tuple[int, ...]]] = []
         self._slices = {
             slot_of[b.name]: (slot_of[b.slice.of], b.slice)
             for b in bucket.buffers
             if b.slice is not None
         }
+        moving: list[int] = []  # the steps that do something in each run
         placed: set[str] = set()
         for step, bound in zip(bucket.steps, binder.steps(), strict=True):
             reads = [slot_of[n] for n in step.inputs if n is not None and n not in binder.weights]
             writes = [slot_of[n] for n in step.outputs]
-            if bound.out is not None:
-                self._slots[writes[0]] = bound.out
-                placed.add(step.outputs[0])
+            if bound.lying:
+                placed.update(step.outputs)
+            for slot, tensor in zip(writes, bound.lying, strict=False):
+                self._slots[slot] = tensor
+            if not (bound.lying and bound.views):
+                moving.append(len(self._runs))
             drops = tuple(slot_of[n] for n in step.frees if n not in placed)
             self._writes.append(writes)
-            self._runs.append((runner(bound.call, reads, writes, bound.out), drops))
+            self._runs.append((self._runner(bound, reads, writes), drops))
             self.steps.append(bound)
+        self._each = [self._runs[i] for i in moving]
         self._checked = False
+
+    def _runner(self, bound: BoundStep, reads: list[int], writes: list[int]) -> Run:
+        """The step as a function of the slots; where it always finds the same, it asks no more."""
+        given = [self._slots[slot] for slot in reads]
+        if isinstance(bound.call, Launch) and bound.lying and all(t is not None for t in given):
+            return bound.call.at(*given, out=bound.out)
+        return runner(bound.call, reads, writes, bound.out)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the steps. Results may lie in the arena or alias an input: copy them at once.
@@ -66,7 +80,7 @@ class BoundBucket:
         """
         slots = self._filled(inputs)
         if self._checked:
-            for run, drops in self._runs:
+            for run, drops in self._each:
                 run(slots)
                 for slot in drops:
                     slots[slot] = None

@@ -33,9 +33,9 @@ def translate(call: OperatorCall, build: Builder) -> Result:
     Raises:
         CompileError: the operator has no operation of ours and may not run as a fallback.
     """
-    if call.operator.namespace == "tessella":
+    if call.operator.namespace == "tessella" and call.overload in recurrent.TRANSLATORS:
         return recurrent.TRANSLATORS[call.overload](call, build)
-    if call.operator.namespace in ("aten", "quantized_decomposed"):
+    if call.operator.namespace in ("aten", "quantized_decomposed", "tessella"):
         translator = TRANSLATORS.get(call.overload)
         if translator is not None and (made := translator(call, build)) is not None:
             return made

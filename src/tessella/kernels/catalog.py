@@ -336,7 +336,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    *_x86("max_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86("max_pool2d avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
@@ -352,6 +352,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("lstm", "onednn", "recurrent.onednn", source="onednn", **_NEW),
     *_gpu("lstm gru rnn", "cudnn", "recurrent.cudnn", source="cudnn", **_NEW),
     *_aten("lstm gru rnn", "recurrent.steps", "steps", **_NEW),
+    # boxes of a map
+    *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",
@@ -392,6 +394,8 @@ KERNELS: tuple[Kernel, ...] = (
     # moving elements
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
+    *_aten("interpolate", "transform.resize"),
+    *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
     *_gpu("image_to_tensor", "pointwise", "transform.image"),
     *_aten("image_to_tensor", "transform.image_aten"),
     *_gpu("rearrange", "rows", "transform.rearrange_rows"),

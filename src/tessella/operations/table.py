@@ -7,6 +7,7 @@ from tessella.operations.operation import Operation
 from tessella.operations.reference import (
     attention,
     conv,
+    detect,
     elementwise,
     fallback,
     gemm,
@@ -25,7 +26,7 @@ OPERATIONS: dict[str, Operation] = {
     row.name: row
     for family in (
         conv, gemm, norm, pool, softmax, attention, reduce, elementwise, quant, transform,
-        recurrent, pointwise, fallback, user,
+        recurrent, detect, pointwise, fallback, user,
     )
     for row in family.ROWS
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Max pooling in machine code: torch's result to the last bit, NaNs and slices included."""
+"""Pooling in machine code: torch's maxima to the last bit, NaNs and slices included; and means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tessella.kernels.pool import x86
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tests.support.instructions import isa as isa
-from tests.support.problems.pools import maximum, problem
+from tests.support.problems.pools import agrees as is_the_mean
+from tests.support.problems.pools import maximum, mean, problem
 from tests.support.problems.shifted_pools import CPU, NETWORKS, numbers, pooled, problems
 
 FEW_CHANNELS = "a pixel's channels have fewer than 32 bytes"
@@ -129,3 +130,24 @@ def test_slices_are_read_and_written_and_nothing_beside_them(dtype: str) -> None
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
     p = problem("max_pool2d", (2, 8, 9, 9), maximum(), **changes)
     assert why in str(refusal(p))
+
+
+@pytest.mark.parametrize("channels", [20, 64, 528])
+@pytest.mark.parametrize("divisor", [None, 5])
+@pytest.mark.parametrize(
+    ("kernel", "stride"), [((2, 2), (2, 2)), ((3, 2), (1, 2)), ((9, 9), (1, 1))]
+)
+def test_means(kernel: tuple[int, int], stride: tuple[int, int], divisor: int | None,
+               channels: int) -> None:  # fmt: skip
+    window = mean(kernel, stride, (0, 0), divisor=divisor)
+    here = x86.code.instructions()
+    assert here is not None
+    is_the_mean(here.name, problem("avg_pool2d", (2, channels, 9, 9), window))
+
+
+def test_means_over_the_edge_are_left_to_others() -> None:
+    for window in (mean(), mean(padding=(0, 0), kernel=(2, 2), ceil_mode=True)):
+        p = problem("avg_pool2d", (2, 32, 9, 9), window)
+        assert x86.fits(p) == "a window that reaches over the edge"
+    p = problem("avg_pool2d", (2, 32, 8, 8), mean((2, 2), (2, 2), (0, 0)), "bfloat16")
+    assert x86.fits(p) is not None

@@ -24,13 +24,13 @@ FOLLOWS = frozenset((
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
     "reciprocal", "neg", "abs", "erf", "pointwise", "quantize",
-    "dequantize",
+    "dequantize", "interpolate",
 ))
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
-    "clone", "pad", "interpolate", "local_response_norm", "group_norm", "rms_norm", "conv1d",
+    "clone", "pad", "local_response_norm", "group_norm", "rms_norm", "conv1d",
     "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
-    "image_to_tensor", "lstm", "gru", "rnn",
+    "image_to_tensor", "lstm", "gru", "rnn", "peak_boxes",
 ))
 # fmt: on
 

@@ -82,12 +82,10 @@ def bind(
     table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)
     beside = zeros.data_ptr()
 
-    def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        threads = torch.get_num_threads()
-        made.run(table, x.data_ptr(), out.data_ptr(), beside, threads=threads)
-        return out
+    def numbers(x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+        return x.data_ptr(), out.data_ptr(), beside
 
-    return run
+    return code.Launch(made, table, numbers)
 
 
 def _weight(weight: torch.Tensor, panels: x86.Panels) -> torch.Tensor:

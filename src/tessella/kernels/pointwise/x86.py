@@ -73,15 +73,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     table = code.Table(items)
     program = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
     made = code.MachineCode(program.written().code(), program.constants)
-    few = math.prod(axes.sizes) <= ALONE_NUMBERS
 
-    def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        tensors = operands(problem.tensors(constants, inputs))
-        threads = 1 if few else torch.get_num_threads()
-        made.run(table, *(t.data_ptr() for t in tensors), out.data_ptr(), threads=threads)
-        return out
+    def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
+        *inputs, out = tensors
+        read = operands(problem.tensors(constants, inputs))
+        return (*(t.data_ptr() for t in read), out.data_ptr())
 
-    return run
+    return code.Launch(made, table, numbers, few=math.prod(axes.sizes) <= ALONE_NUMBERS)
 
 
 def _known(op: str, numbers: tuple[float, float, float]) -> bool:

@@ -1,9 +1,9 @@
-"""Max pooling on a CPU with AVX-512 or AVX2, channels last: each image is read once, and nothing
+"""Pooling on a CPU with AVX-512 or AVX2, channels last: each image is read once, and nothing
 between.
 
 A thread takes one row of the result after another. Of its pixels a vector of channels at a time,
-four of them together, are the maxima of what the window reads; a table says which rows and columns
-of each window lie inside of the image.
+four of them together, are the maxima of what the window reads, or the sums, which are scaled; a
+table says which rows and columns of each window lie inside of the image.
 
 NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
 vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
@@ -26,7 +26,8 @@ from tessella.operations.tensor_meta import TensorMeta
 TOGETHER = 4  # vectors
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 ALONE_BYTES = 2**15  # so little is not worth waking a thread
-SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the maxima
+SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
+SCALE = NAN  # of a sum, which needs no mark of what is no number
 SEEN = TOGETHER  # AVX2's vectors of where a NaN was, behind the maxima
 ALL, REST = 5, 6  # masks; the first ones are of float32's numbers that were ordered
 
@@ -38,6 +39,9 @@ MAXIMUM = {
     "int8": ("vpmaxsb", 0x80808080),
     "uint8": ("vpmaxub", 0),
 }
+
+
+SUM = ("vaddps", 0)
 
 
 def fits(problem: Problem) -> str | None:
@@ -57,9 +61,15 @@ def fits(problem: Problem) -> str | None:
         return f"a pixel's channels have fewer than {isa.vector_bytes} bytes"
     if 0 in x.shape or 0 in y.shape:
         return "nothing to pool"
-    if not all(count for axis in (0, 1) for _, count in _spans(problem, axis)):
+    counts = [{count for _, count in _spans(problem, axis)} for axis in (0, 1)]
+    if 0 in {*counts[0], *counts[1]}:
         return "a window without a pixel"
-    steps = [d * s for d, s in zip(problem.attrs["dilation"], _strides(x)[2:], strict=True)]
+    if problem.op == "avg_pool2d":
+        if x.dtype != "float32":
+            return "sums are float32"
+        if [{k} for k in problem.attrs["kernel_size"]] != counts:
+            return "a window that reaches over the edge"
+    steps = [d * s for d, s in zip(_dilation(problem), _strides(x)[2:], strict=True)]
     if max(*steps, *(_bytes(m) for m in (x, y))) > MAX_BYTES:
         return "distances have 32 bits"
     return None
@@ -70,24 +80,23 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     lines, columns = _lines(problem), _spans(problem, 1)
     _require_inside(problem, lines, columns)
     items, spans = code.Table(lines), code.Table(columns)
+    down, along = _dilation(problem)
     pool = _Pool(
         isa=code.require_instructions(),
         dtype=x.dtype,
+        divisor=_divisor(problem),
         channel_bytes=x.shape[1] * x.itemsize,
-        row=_strides(x)[2] * problem.attrs["dilation"][0],
-        pixel=_strides(x)[3] * problem.attrs["dilation"][1],
+        row=_strides(x)[2] * down,
+        pixel=_strides(x)[3] * along,
         out_pixel=_strides(y)[3],
         columns=len(columns),
     )
     made = code.MachineCode(pool.written(spans.address).code(), spans)
-    few = x.nbytes <= ALONE_BYTES
 
-    def run(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        threads = 1 if few else torch.get_num_threads()
-        made.run(items, x.data_ptr(), out.data_ptr(), threads=threads)
-        return out
+    def numbers(x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+        return x.data_ptr(), out.data_ptr()
 
-    return run
+    return code.Launch(made, items, numbers, few=x.nbytes <= ALONE_BYTES)
 
 
 def _require_inside(
@@ -96,7 +105,7 @@ def _require_inside(
     """Refuse tables that lead out of the image or the result, whoever wrote them."""
     x, y = problem["input"], problem.output
     (_, _, row, pixel), out_pixel = _strides(x), _strides(y)[3]
-    down, along = problem.attrs["dilation"]
+    down, along = _dilation(problem)
     begin, rows, written = torch.tensor(lines).T
     column, count = torch.tensor(columns).T
     channels = x.shape[1] * x.itemsize
@@ -112,12 +121,14 @@ class _Pool:
     """All sizes in bytes.
 
     Attributes:
+        divisor: of a sum; None: the maximum.
         row, pixel: from one to the next of a window; ``out_pixel`` of the result.
         columns: of a row of results.
     """
 
     isa: InstructionSet
     dtype: str
+    divisor: int | None
     channel_bytes: int
     row: int
     pixel: int
@@ -137,10 +148,10 @@ class _Pool:
         a.load("r8", code.given(0))
         a.load("r9", code.given(1))
         a.set("rbp", spans + 2 * code.NUMBER * self.columns)
-        a.set("rax", MAXIMUM[self.dtype][1])
+        a.set("rax", self._instruction[1])
         a.broadcast_bits(SMALLEST, "rax")
-        a.set("rax", 0x7FC00000)
-        a.broadcast_bits(NAN, "rax")
+        a.set("rax", 0x7FC00000 if self.divisor is None else _bits(1 / self.divisor))
+        a.broadcast_bits(NAN if self.divisor is None else SCALE, "rax")
         if self.isa == AVX512:
             a.set("rax", -1)
             a.mask(ALL, "rax")
@@ -164,13 +175,13 @@ class _Pool:
         if many:
             a.set("rbx", many)
             a.label("channels")
-            self._maxima(a, "many", TOGETHER)
+            self._pooled(a, "many", TOGETHER)
             a.add("r14", TOGETHER * vector)
             a.add("r12", TOGETHER * vector)
             a.subtract("rbx", 1)
             a.jump_if("jne", "channels")
         if some or rest:
-            self._maxima(a, "some", some + bool(rest), rest=rest)
+            self._pooled(a, "some", some + bool(rest), rest=rest)
         a.add("r12", self.out_pixel - many * TOGETHER * vector)
         a.add("r13", 2 * code.NUMBER)
         a.compare("r13", "rbp")
@@ -180,13 +191,18 @@ class _Pool:
         a.leave()
         return a
 
-    def _maxima(self, a: Assembler, name: str, vectors: int, *, rest: int = 0) -> None:
+    @property
+    def _instruction(self) -> tuple[str, int]:
+        """What puts a number to the others, and the bits of what it begins with."""
+        return MAXIMUM[self.dtype] if self.divisor is None else SUM
+
+    def _pooled(self, a: Assembler, name: str, vectors: int, *, rest: int = 0) -> None:
         """Of one window, so many vectors of channels from where r14 is. If only some bytes are left
         for the last, it is masked, or without masks begins so much earlier, and is made again.
         """
-        maximum, _ = MAXIMUM[self.dtype]
+        instruction, _ = self._instruction
         vector, has_masks = self.isa.vector_bytes, self.isa == AVX512
-        has_nan = self.dtype == "float32"
+        has_nan = self.dtype == "float32" and self.divisor is None
         masks, places = [0] * vectors, [i * vector for i in range(vectors)]
         if rest and has_masks:
             masks[-1] = REST
@@ -206,7 +222,7 @@ class _Pool:
         a.label(f"{name} pixel")
         for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
             a.load_vector(TAKEN, At(base="rax", distance=place), mask)
-            a.vector(maximum, i, i, TAKEN)
+            a.vector(instruction, i, i, TAKEN)
             if has_nan and has_masks:
                 a.compare_ordered(1 + i, TAKEN, TAKEN)
             elif has_nan:
@@ -226,14 +242,17 @@ class _Pool:
                 made = TAKEN
             elif has_nan:
                 a.vector("vorps", i, i, SEEN + i)  # all bits set are a NaN
+            elif self.divisor is not None:
+                a.vector("vmulps", i, i, SCALE)
             a.store_vector(At(base="r12", distance=place), made, mask)
 
 
 def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
     """For each window along an axis, its first byte inside of the image, and its length."""
-    kernel, stride, padding, dilation = (
-        problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding", "dilation")
+    kernel, stride, padding = (
+        problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding")
     )
+    dilation = _dilation(problem)[axis]
     x, y = problem["input"], problem.output
     size, step = x.shape[2 + axis], _strides(x)[2 + axis]
     spans = []
@@ -243,6 +262,23 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
         count = min(kernel, -((begin - size) // dilation)) - first
         spans.append(((begin + first * dilation) * step, max(0, count)))
     return spans
+
+
+def _dilation(problem: Problem) -> tuple[int, int]:
+    down, along = problem.attrs.get("dilation", (1, 1))
+    return down, along
+
+
+def _divisor(problem: Problem) -> int | None:
+    if problem.op == "max_pool2d":
+        return None
+    down, along = problem.attrs["kernel_size"]
+    return int(problem.attrs["divisor_override"] or down * along)
+
+
+def _bits(number: float) -> int:
+    """A float32's bits as an integer."""
+    return int(torch.tensor(number).view(torch.int32))
 
 
 def _lines(problem: Problem) -> list[tuple[int, int, int]]:

@@ -28,7 +28,7 @@ from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
-from tessella.kernels.catalog import Call, Config
+from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -183,7 +183,7 @@ def bind(
     *,
     vectors: int | None = None,
     depth: int | None = None,
-) -> Call:
+) -> code.Launch:
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
     isa = code.require_instructions()
@@ -219,15 +219,12 @@ def bind(
     table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)
     beside = zeros.data_ptr()
 
-    def run(
-        x: torch.Tensor, residual: torch.Tensor | None = None, *, out: torch.Tensor
-    ) -> torch.Tensor:
-        added = 0 if residual is None else residual.data_ptr()
-        threads = torch.get_num_threads()
-        made.run(table, x.data_ptr(), out.data_ptr(), added, beside, threads=threads)
-        return out
+    def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
+        *residual, out = more
+        added = residual[0].data_ptr() if residual else 0
+        return x.data_ptr(), out.data_ptr(), added, beside
 
-    return run
+    return code.Launch(made, table, numbers)
 
 
 def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:

@@ -31,13 +31,14 @@ def shape(classes: int, size: Sequence[int]) -> tuple[int, ...]:
 
 
 def finish(outputs: Tensor, numbers: Numbers) -> Tensor:
-    """The ``MOST`` boxes of [B, P, 4 + K] with the highest scores, in their order.
+    """The ``MOST`` boxes of [B, P, 4 + K] with the highest scores; all of fewer, and zeros.
 
-    A box of no score is all zeros: which of many such ones is told depends on who sorts.
+    They stand in no order. Of more, a box of no score is all zeros: which of many such ones is told
+    depends on who sorts.
     """
     places = outputs.shape[1]
-    if places < MOST:
-        outputs = F.pad(outputs, (0, 0, 0, MOST - places))
+    if places <= MOST:
+        return F.pad(outputs, (0, 0, 0, MOST - places)) if places < MOST else outputs
     order = outputs[..., 4:].amax(2).topk(MOST).indices
     told = outputs.gather(1, order[:, :, None].expand(-1, -1, outputs.shape[2]))
     return told * (told[..., 4:].amax(2, keepdim=True) > 0)

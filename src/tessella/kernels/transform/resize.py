@@ -1,0 +1,35 @@
+"""``interpolate`` of pictures by torch, into the given buffer: channels_last as it lies there.
+
+The nearest pixel, or a mix of four; sizes are known when a plan is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call
+from tessella.operations.problem import Problem
+
+MODES = ("nearest", "bilinear")
+
+
+def fits(problem: Problem) -> str | None:
+    x, y, attrs = problem["input"], problem.output, problem.attrs
+    if len(x.shape) != 4 or attrs["mode"] not in MODES or attrs["antialias"]:
+        return f"pictures alone, {' or '.join(MODES)}, without antialiasing"
+    if attrs["size"] is None:  # the scale that is given decides, which sizes may round
+        return "takes a size"
+    if problem.constant or not x.has(y.format):
+        return "keeps the format of its input"
+    return None
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    size, align_corners = list(problem.output.shape[2:]), bool(problem.attrs["align_corners"])
+    if problem.attrs["mode"] == "nearest":
+        nearest = torch.ops.aten.upsample_nearest2d.out
+        return lambda x, *, out: nearest(x, size, out=out)
+    bilinear = torch.ops.aten.upsample_bilinear2d.out
+    return lambda x, *, out: bilinear(x, size, align_corners, out=out)
