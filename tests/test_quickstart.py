@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
 from tessella.core.events import Event, silent
-from tessella.quickstart import quickstart
+from tessella.quickstart import detection, quickstart
 
 KEYS = {
     "val_accuracy", "http_accuracy", "top1_agreement", "max_abs_diff", "eager_ms", "plan_ms",
@@ -37,3 +38,29 @@ def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         quickstart(tmp_path, emit=silent)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_scattered_digits_from_coco_to_served_boxes(tmp_path: Path) -> None:
+    """Two epochs of a few pictures, which teach nothing: how good it gets is the benchmark's."""
+    events: list[Event] = []
+    report = detection.quickstart(tmp_path, emit=events.append, pictures=20, held_out=3, epochs=2)
+    assert report.agreement == 1.0
+    assert report.plan_map == pytest.approx(report.map, abs=1e-6)
+    assert report.max_abs_diff < 1e-4
+    assert 0 <= report.found <= 1
+    assert 0 <= report.right <= 1
+    assert json.loads((tmp_path / "report.json").read_text())["images"] == 3
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    phases = [e.name for e in events if e.kind == "phase"]
+    ways = ("digits", "import", "train", "compile", "verify", "serve", "measure")
+    assert list(dict.fromkeys(p for p in phases if p in ways)) == list(ways)
+    dataset = Dataset(tmp_path / "datasets" / "digits")
+    right = [
+        [{"index": k, "box": box} for box, k in zip(e.label["boxes"], e.label["labels"])]
+        for e in dataset.val
+    ]
+    assert detection.hits(right, dataset) == (1.0, 1.0)
+    twice = [[*one, *one, {"index": 0, "box": [0.0, 0.0, 2.0, 2.0]}] for one in right]
+    things = sum(map(len, right))
+    assert detection.hits(twice, dataset) == (1.0, things / (2 * things + 3))
+    assert detection.hits([[], [], []], dataset) == (0.0, 0.0)

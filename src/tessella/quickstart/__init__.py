@@ -1,5 +1,6 @@
-"""The quick start: real handwritten digits, the user's way from a folder to a served network."""
+"""The quick starts: the user's way from pictures to a served network, without a download."""
 
 from tessella.quickstart.classification import quickstart
+from tessella.quickstart.detection import quickstart as detection_quickstart
 
-__all__ = ["quickstart"]
+__all__ = ["detection_quickstart", "quickstart"]

@@ -1,4 +1,4 @@
-"""The quick start: real handwritten digits, the user's way from a folder to a served network.
+"""The quick start of a classification: real digits, from a folder to a served network.
 
 Everything here goes through the public API and the public HTTP protocol; nothing is special to it.
 """
@@ -6,7 +6,6 @@ Everything here goes through the public API and the public HTTP protocol; nothin
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,14 @@ from tessella import api
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Split
 from tessella.artifacts.files import write_atomic
-from tessella.core.device import default_target, torch_device
-from tessella.core.errors import UsageError
+from tessella.core.device import default_target
 from tessella.core.events import Emit, phase, progress
 from tessella.core.preprocess import encode
 from tessella.core.record import to_plain
 from tessella.data.importing import ImportSettings, import_images
 from tessella.nn import zoo
-from tessella.search.timing import latency
+from tessella.quickstart.workspace import measure_latency, prepare
 from tessella.server import Server
-
-MARKER = ".tessella-quickstart"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,7 @@ class Report:
 def quickstart(workspace: Path, *, emit: Emit) -> Report:
     """Run the whole way in ``workspace``; an earlier quick start there is replaced."""
     started = time.perf_counter()
-    _prepare(workspace)
+    prepare(workspace)
     emit(phase("digits", "writing 1,797 real handwritten digits as a folder of PNGs"))
     write_digits(workspace / "digits")
 
@@ -110,7 +106,7 @@ def quickstart(workspace: Path, *, emit: Emit) -> Report:
     truth = dataset.val.labels
 
     emit(phase("measure", "measuring the latency of one image"))
-    eager_ms, plan_ms = measure_latency(best, plan_path)
+    eager_ms, plan_ms = measure_latency(zoo.load(best), plan_path)
     report = Report(
         val_accuracy=float((in_torch.argmax(1) == truth).mean()),
         http_accuracy=float((over_http.argmax(1) == truth).mean()),
@@ -127,21 +123,6 @@ def quickstart(workspace: Path, *, emit: Emit) -> Report:
     )
     write_atomic(workspace / "report.json", json.dumps(to_plain(report), indent=1).encode())
     return report
-
-
-def _prepare(workspace: Path) -> None:
-    """An empty workspace, or that of an earlier quick start, emptied."""
-    if workspace.exists() and any(workspace.iterdir()):
-        if not (workspace / MARKER).exists():
-            raise UsageError(
-                "the workspace is not empty, and not from an earlier quick start",
-                seen=workspace,
-                fix="choose another folder with --workspace",
-            )
-        for name in ("digits", "datasets", "runs", "plans"):
-            shutil.rmtree(workspace / name, ignore_errors=True)
-    workspace.mkdir(parents=True, exist_ok=True)
-    (workspace / MARKER).touch()
 
 
 def write_digits(folder: Path) -> None:
@@ -202,15 +183,3 @@ def _eager_probabilities(checkpoint: Checkpoint, split: Split) -> np.ndarray:
     record = checkpoint.info.preprocess
     images = np.stack([record(example.content) for example in split])
     return _softmax(predict(torch.from_numpy(images)).numpy())
-
-
-def measure_latency(checkpoint: Checkpoint, plan: Path) -> tuple[float, float]:
-    """Median milliseconds for one image in torch and with the plan, in interleaved rounds."""
-    device = torch_device(default_target())
-    module = zoo.load(checkpoint).to(device)
-    engine = api.load(plan)
-    image = torch.randn(1, *checkpoint.info.preprocess.input_shape, device=device)
-    runs = {"eager": lambda: module(image), "plan": lambda: engine(image=image)}
-    with torch.inference_mode():
-        times = latency(runs, device=device, seconds=2.0)
-    return times["eager"].time_us / 1e3, times["plan"].time_us / 1e3
