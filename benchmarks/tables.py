@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, markdown
+from tessella.core.count import counted
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -89,7 +90,7 @@ def page() -> str:
     for name, machine, about in PLANS:
         parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
-    parts += [*_serving(), *_coverage(), *_catalog()]
+    parts += [*_detection(), *_serving(), *_coverage(), *_catalog()]
     return "\n".join(parts)
 
 
@@ -246,6 +247,37 @@ def _published() -> Iterator[str]:
         peer = f"{row['times_us']['cudnn'] / 1e3:.3f} ms"
         lines.append((row["name"], "cuDNN's fastest, same H200", peer, ""))
     yield markdown(("filter", "algorithm", "time", "published, GV100"), lines) + "\n"
+
+
+# --- a detector -----------------------------------------------------------------------------------
+
+
+def _detection() -> Iterator[str]:
+    """What a training reached, and the latency from pixels to boxes."""
+    yield "## A detector from pixels to boxes: `detection-cpu.json`\n"
+    for number, run in enumerate(_runs("detection-cpu.json"), 1):
+        (trained,) = (row for row in run["rows"] if row["what"] == "training")
+        threads = counted(run["torch_threads"], "thread")
+        yield (
+            f"CenterNet on digits scattered on {trained['pictures']} textures of"
+            f" {trained['size']}²:"
+            f" mAP@50 {trained['map50']:.2f}, mAP {trained['map']:.2f} after {trained['epochs']}"
+            f" epochs and {trained['minutes']:.1f} minutes on {threads}. One picture, what follows"
+            " the network included: 100 boxes, each a peak of the map of centres.\n"
+        )
+        rows = [row for row in run["rows"] if row["what"] == "latency"]
+        yield markdown(*detectors(rows)) + "\n"
+        yield f"{number}. {_origin(run)}\n"
+
+
+def detectors(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
+    """A line a precision: the plan and its peers, the fastest first."""
+    lines: list[Sequence[object]] = [
+        (row["precision"], _ms(row, "plan"), _peers(row), f"{row['ratio']:.2f}", row["steps"],
+         f"{row['box_error']:.1e}")
+        for row in rows
+    ]  # fmt: skip
+    return ("precision", "plan", "peers", "ratio", "steps", "error"), lines
 
 
 # --- over HTTP ------------------------------------------------------------------------------------
