@@ -39,12 +39,13 @@ class Answering:
         self._predict(torch.zeros(1, *self._record.input_shape))
 
     def answer(self, image: Path, *, top: int | None = None) -> dict[str, Any]:
-        """The answer to an image file, as ``tessella run --json`` has it."""
+        """The answer to an image file as ``tessella run --json`` has it, and the image's height and
+        width in pixels."""
         pixels, view = self._seen(image)
         outputs = self._predict(pixels).float().numpy()
         query = Query(top=top, views=(view,))
         told = self._task.answers.answer(outputs, self._labels, self._about, query)
-        return plain_answer(self._task, told[0])
+        return plain_answer(self._task, told[0]) | {"size": [view.height, view.width]}
 
     def layers(self, image: Path, folder: Path) -> None:
         """Write every layer's pictures and ``layers.json`` into ``folder``; see ``write_views``."""

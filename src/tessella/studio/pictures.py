@@ -22,8 +22,10 @@ from tessella.core.errors import UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode
 from tessella.studio import parts
+from tessella.studio.boxes import boxed
 from tessella.studio.uploads import Uploads
 from tessella.studio.workspace import Workspace, open_dataset
+from tessella.tasks import of
 
 # An SVG is a program: as an image its scripts do not run, and opened alone this keeps them still.
 _STILL = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
@@ -98,8 +100,18 @@ def thumb(dataset: Dataset, ref: str, split: str, index: int, title: str = "") -
     """A small picture of a dataset's image that leads to its page; for ``with``."""
     link = parts.link("/image", "thumb", dataset=ref, split=split, index=str(index))
     with link:
-        parts.picture(example_address(dataset, ref, split, index), title)
+        example_picture(dataset, ref, split, index, title)
     return link
+
+
+def example_picture(
+    dataset: Dataset, ref: str, split: str, index: int, title: str, *, names: bool = False
+) -> Element:
+    """An image of a dataset, with what its target marks in it; ``names`` are written beside."""
+    answers, record = of(dataset.info.task).answers, dataset.preprocess
+    things = answers.marked(dataset.split(split)[index].label, dataset.classes)
+    source = example_address(dataset, ref, split, index)
+    return boxed(source, title, things, (record.height, record.width), names=names)
 
 
 def stored_file(dataset: Dataset, split: str, index: int) -> bytes:

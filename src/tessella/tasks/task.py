@@ -23,6 +23,7 @@ from tessella.core.preprocess import Preprocess
 from tessella.core.task import TaskRecord
 from tessella.tasks.found import Found, Request
 from tessella.tasks.moves import Moves
+from tessella.tasks.thing import Thing
 from tessella.tasks.view import View
 
 if TYPE_CHECKING:
@@ -283,6 +284,14 @@ class Answers(Protocol):
 
         ``answer`` is one of those that ``answer`` gives for the picture's view.
         """
+        ...
+
+    def things(self, answer: Any) -> tuple[Thing, ...]:
+        """What the answer finds at places in the picture, the surest first; often nothing."""
+        ...
+
+    def marked(self, target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
+        """What a target has at places in the picture as it is stored."""
         ...
 
 

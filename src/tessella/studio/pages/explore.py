@@ -17,6 +17,7 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
+from tessella.studio.boxes import boxed
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
@@ -25,6 +26,7 @@ from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
 from tessella.tasks import of
+from tessella.tasks.thing import Thing
 
 EXAMPLES = 12
 MISTAKES = 30  # pairs of classes that are listed
@@ -177,8 +179,8 @@ class _Classify:
                 target = dataset.split(name)[index].label
                 truth = of(dataset.info.task).answers.truth(target, dataset.classes)
                 with parts.box("thumb").style("cursor:pointer") as thumb:
-                    source = pictures.example_address(dataset, ref, name, index)
-                    parts.picture(source, f"Example: {truth}").props["title"] = truth
+                    shown = pictures.example_picture(dataset, ref, name, index, f"Example: {truth}")
+                    shown.props["title"] = truth
                 thumb.on("click", lambda i=index: self._example(dataset, name, i))
 
     async def _example(self, dataset: Dataset, split: str, index: int) -> None:
@@ -186,16 +188,25 @@ class _Classify:
         with parts.errors_shown():
             upload = self._context.uploads.begin(f"{split} {index}", len(content))
             self._context.uploads.add(upload, 0, content)
-            await self._uploaded(upload, f"{split} {index}")
+            here = dataset, split, index
+            await self._uploaded(upload, f"{split} {index}", example=here)
 
-    async def _uploaded(self, upload: str, name: str) -> None:
-        """Ask for the answers, then for the layers."""
+    async def _uploaded(
+        self, upload: str, name: str, *, example: tuple[Dataset, str, int] | None = None
+    ) -> None:
+        """Ask for the answers, then for the layers.
+
+        Args:
+            example: the image of a dataset that it is, if it is one: its truth stands beside.
+        """
         image = self._context.uploads.file(upload)
         self._answer.clear()
+        source = f"/pictures/upload/{upload}"
         with self._answer:
-            parts.picture(f"/pictures/upload/{upload}", name).style(
-                "width:128px;height:128px;object-fit:contain;image-rendering:pixelated"
-            )
+            with ui.element("div") as shown:
+                parts.picture(source, name).style(
+                    "width:128px;height:128px;object-fit:contain;image-rendering:pixelated"
+                )
             waiting = text("p", "Asking the network …").classes("muted small")
         trust = bool(self._trust.value)
         here = self._context.workspace.ref(image)
@@ -212,6 +223,10 @@ class _Classify:
         if waiting.is_deleted:  # its page was left, or another picture came
             return
         waiting.delete()
+        if "answer" in answer and self._is_about_places(answer["answer"], example):
+            shown.clear()
+            with shown:
+                self._beside_truth(source, name, answer, example)
         with self._answer:
             self._told(answer)
         await self._show_layers(image)
@@ -223,6 +238,31 @@ class _Classify:
             return
         task = of(self._checkpoint.info.task).answers
         parts.table([parts.Column(title=t) for t in task.HEADER], task.lines(image["answer"]))
+
+    def _is_about_places(self, told: Any, example: tuple[Dataset, str, int] | None) -> bool:
+        answers = of(self._checkpoint.info.task).answers
+        truth = () if example is None else _marked(*example)
+        return bool(answers.things(told) or truth)
+
+    def _beside_truth(
+        self,
+        source: str,
+        name: str,
+        image: dict[str, Any],
+        example: tuple[Dataset, str, int] | None,
+    ) -> None:
+        """What the network finds in a picture, over it; and beside it what is there."""
+        height, width = image["size"]
+        things = of(self._checkpoint.info.task).answers.things(image["answer"])
+        with parts.box("beside"):
+            with parts.box("stack"):
+                text("b", "What the network says").classes("small")
+                boxed(source, name, things, (height, width), names=True)
+            if example is None:
+                return
+            with parts.box("stack"):
+                text("b", "What is there").classes("small")
+                boxed(source, name, _marked(*example), (height, width), names=True)
 
     async def _show_layers(self, image: Path) -> None:
         key = digest([self._ref, image.parent.name])[:24]
@@ -251,6 +291,12 @@ class _Classify:
                 self._ref, here, out="layers", trust_code=bool(self._trust.value)
             )
             parts.Command(commands.shown(spec))
+
+
+def _marked(dataset: Dataset, split: str, index: int) -> tuple[Thing, ...]:
+    """What the truth of an image has at places in it."""
+    target = dataset.split(split)[index].label
+    return of(dataset.info.task).answers.marked(target, dataset.classes)
 
 
 def _answers(top: list[tuple[str, float]]) -> None:

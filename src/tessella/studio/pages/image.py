@@ -65,8 +65,8 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
                     with parts.link("/data", **query):
                         text("span", f"All images of {dataset.classes[number]}")
         with parts.card(), parts.box("large"):
-            address = pictures.example_address(dataset, ref, split, index)
-            parts.picture(address, f"{label}: {example.path}")
+            title = f"{label}: {example.path}"
+            pictures.example_picture(dataset, ref, split, index, title, names=True)
 
 
 def _step(ref: str, split: str, index: int, count: int, label: str, icon: str) -> None:

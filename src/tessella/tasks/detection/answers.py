@@ -12,6 +12,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.detection.examples import overlap
 from tessella.tasks.task import Outputs, Query
+from tessella.tasks.thing import Thing
 
 VERB = "detect"
 HEADER: tuple[str, ...] = ("class", "score", "x0", "y0", "x1", "y1")
@@ -119,9 +120,8 @@ def drawn(picture: Pixels, answer: Any) -> Pixels:
     size = max(0.35, min(made.shape[:2]) / 900)
     for a in reversed(answer):  # the surest last, over the others
         x0, y0, x1, y1 = (round(v) for v in a["box"])
-        color = COLORS[a["index"] % len(COLORS)]
+        color, name = _color(a["index"]), _name(a)
         cv2.rectangle(made, (x0, y0), (max(x0, x1 - 1), max(y0, y1 - 1)), color, thick)
-        name = f"{a['index'] if a['label'] is None else a['label']} {a['score']:.2f}"
         (wide, high), low = cv2.getTextSize(name, cv2.FONT_HERSHEY_SIMPLEX, size, thick)
         y = y0 - low if y0 - low - high >= 0 else min(y0 + high + low, made.shape[0] - low)
         x = max(0, min(x0, made.shape[1] - wide))
@@ -129,3 +129,29 @@ def drawn(picture: Pixels, answer: Any) -> Pixels:
         at, white = (x, y), (255, 255, 255)
         cv2.putText(made, name, at, cv2.FONT_HERSHEY_SIMPLEX, size, white, thick, cv2.LINE_AA)
     return made
+
+
+def things(answer: Any) -> tuple[Thing, ...]:
+    return tuple(
+        Thing(box=tuple(a["box"]), name=_name(a), color=_color(a["index"])) for a in answer
+    )
+
+
+def marked(target: dict[str, Any], labels: tuple[str, ...]) -> tuple[Thing, ...]:
+    each = zip(target["boxes"], target["labels"], target["crowds"], strict=True)
+    return tuple(
+        Thing(
+            box=(x0, y0, x1, y1),
+            name=f"{labels[k]} (crowd)" if crowd else labels[k],
+            color=_color(k),
+        )
+        for (x0, y0, x1, y1), k, crowd in each
+    )
+
+
+def _name(one: dict[str, Any]) -> str:
+    return f"{one['index'] if one['label'] is None else one['label']} {one['score']:.2f}"
+
+
+def _color(index: int) -> tuple[int, int, int]:
+    return COLORS[index % len(COLORS)]

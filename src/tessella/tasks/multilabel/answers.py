@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.task import Outputs, Query
+from tessella.tasks.thing import Thing
 
 VERB = "classify"
 HEADER: tuple[str, ...] = ("label", "probability", "threshold")
@@ -87,3 +88,11 @@ def truth(target: tuple[int, ...], labels: tuple[str, ...]) -> str:
 
 def drawn(picture: Pixels, answer: Any) -> None:
     return None
+
+
+def things(answer: Any) -> tuple[Thing, ...]:
+    return ()
+
+
+def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
+    return ()

@@ -13,6 +13,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.regression.examples import scale
 from tessella.tasks.task import Outputs, Query
+from tessella.tasks.thing import Thing
 
 VERB = "predict"
 HEADER: tuple[str, ...] = ("name", "value")
@@ -55,3 +56,11 @@ def truth(target: Sequence[float | None], labels: tuple[str, ...]) -> str:
 
 def drawn(picture: Pixels, answer: Any) -> None:
     return None
+
+
+def things(answer: Any) -> tuple[Thing, ...]:
+    return ()
+
+
+def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
+    return ()

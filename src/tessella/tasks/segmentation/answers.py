@@ -12,6 +12,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tessella.tasks.task import Outputs, Query
+from tessella.tasks.thing import Thing
 
 VERB = "segment"
 HEADER: tuple[str, ...] = ("class", "share of the picture")
@@ -74,3 +75,11 @@ def _described(mask: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
 
 def drawn(picture: Pixels, answer: Any) -> None:
     return None
+
+
+def things(answer: Any) -> tuple[Thing, ...]:
+    return ()
+
+
+def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
+    return ()

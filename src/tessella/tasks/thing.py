@@ -1,0 +1,20 @@
+"""Something in a picture, where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thing:
+    """Something in a picture, as it is drawn.
+
+    Attributes:
+        box: x0 y0 x1 y1 in the picture's pixels.
+        name: what is written beside it.
+        color: red, green and blue, 0 to 255.
+    """
+
+    box: tuple[float, float, float, float]
+    name: str
+    color: tuple[int, int, int]

@@ -1,0 +1,117 @@
+"""Boxes over pictures: where the target has them, and the network's beside the truth."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from selenium.webdriver.common.by import By
+
+from tessella import api
+from tessella.artifacts.dataset import Dataset
+from tessella.core.events import silent
+from tessella.data.importing import ImportSettings, import_images
+from tessella.quickstart.scattered import write_scattered
+from tessella.studio.boxes import svg
+from tessella.tasks import named
+from tessella.tasks.thing import Thing
+from tests.support.studio.browsing import enter, go, until
+from tests.support.studio.served import Served, serve, stop
+
+OVERLAY = "data:image/svg+xml;base64,"
+RECT = "{http://www.w3.org/2000/svg}rect"
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+@pytest.fixture(scope="module")
+def detecting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A studio on a dataset with boxes and a run that has learned nothing."""
+    root = tmp_path_factory.mktemp("boxes") / "work"
+    train, val = write_scattered(root / "pictures", count=6, val=3, size=64, digits=(0, 1))
+    settings = ImportSettings(task="detection", size=64, val_folder=val)
+    dataset = import_images(train, root / "datasets" / "digits", settings)
+    api.train(
+        "centernet", dataset, out=root / "runs" / "digits", epochs=1, batch_size=6,
+        network_options={"backbone": "test_resnet", "width": 8}, emit=silent,
+    )  # fmt: skip
+    process, served = serve(root, scheduler=False)
+    yield served
+    stop(process)
+
+
+def frames(source: str) -> list[list[float]]:
+    """The boxes of an overlay, x y width height, without the grounds of names."""
+    drawing = ElementTree.fromstring(b64decode(source.removeprefix(OVERLAY)))
+    rects = [r for r in drawing.iter(RECT) if r.get("fill") == "none"]
+    return [[float(r.get(n, "")) for n in ("x", "y", "width", "height")] for r in rects]
+
+
+def boxes_of(root: Path, split: str) -> list[list[list[float]]]:
+    rows = [e.label["boxes"] for e in Dataset(root / "datasets" / "digits").split(split)]
+    return [[[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in boxes] for boxes in rows]
+
+
+def test_a_dataset_s_pictures_have_their_boxes(detecting: Served) -> None:
+    with closing(detecting.client()) as client:
+        page = client.get("/data", params={"dataset": "datasets/digits"}).text
+    overlays = re.findall(rf"{re.escape(OVERLAY)}[A-Za-z0-9+/=]+", page)
+    seen = sorted(box for source in overlays for box in frames(source))
+    wanted = sorted(box for boxes in boxes_of(detecting.root, "train") for box in boxes)
+    assert len(overlays) == 6
+    assert seen == [pytest.approx(box, abs=0.01) for box in wanted]
+
+
+@pytest.mark.browser
+def test_boxes_lie_over_their_picture_and_beside_the_truth(detecting: Served, chromium) -> None:
+    enter(chromium, detecting, "/image?dataset=datasets/digits&split=val&index=1")
+    picture, overlay = until(
+        lambda: (
+            (found := chromium.find_elements(By.CSS_SELECTOR, ".boxed img"))
+            and len(found) == 2
+            and all(chromium.execute_script("return arguments[0].naturalWidth", f) for f in found)
+            and found
+        )
+    )
+    assert picture.rect == overlay.rect
+    sizes = "return [arguments[0].naturalWidth, arguments[0].naturalHeight]"
+    assert chromium.execute_script(sizes, picture) == chromium.execute_script(sizes, overlay)
+    go(chromium, detecting, "/explore?run=runs/digits")
+    until(lambda: chromium.find_elements(By.CSS_SELECTOR, ".thumb"))[0].click()
+    pair = until(
+        lambda: (
+            (found := chromium.find_elements(By.CSS_SELECTOR, ".beside .boxed"))
+            and len(found) == 2
+            and found
+        ),
+        60,
+    )
+    truth = pair[1].find_element(By.CSS_SELECTOR, "img.boxes").get_attribute("src")
+    wanted = boxes_of(detecting.root, "val")[0]
+    assert sorted(frames(truth)) == [pytest.approx(box, abs=0.01) for box in sorted(wanted)]
+
+
+def test_a_class_of_any_name_is_text() -> None:
+    name = "<script>alert(1)</script>\"'&"
+    thing = Thing(box=(90.0, 1.0, 99.0, 20.0), name=name, color=(1, 2, 3))
+    drawing = ElementTree.fromstring(svg([thing], (80, 100), names=True))
+    assert [t.text for t in drawing.iter(TEXT)] == [name]
+    assert {child.tag for child in drawing} == {RECT, TEXT}
+    (ground,) = (r for r in drawing.iter(RECT) if r.get("fill") != "none")
+    assert float(ground.get("y", "")) == 1.0  # no room above
+    assert drawing.get("viewBox") == "0 0 100 80"
+
+
+def test_what_a_detection_tells_and_what_it_learns_from_are_things() -> None:
+    answers = named("detection").answers
+    target = {"boxes": [[1.0, 2.0, 5.0, 9.0]] * 2, "labels": [1, 0], "crowds": [False, True]}
+    assert [t.name for t in answers.marked(target, ("a", "b"))] == ["b", "a (crowd)"]
+    told = [{"index": 1, "label": None, "score": 0.25, "box": [1.0, 2.0, 5.0, 9.0]}]
+    assert answers.things(told) == (
+        Thing(box=(1.0, 2.0, 5.0, 9.0), name="1 0.25", color=answers.COLORS[1]),
+    )
+    assert named("classification").answers.marked(0, ("a",)) == ()
