@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tessella.core.errors import ServeError
-from tessella.server.batcher import TRUST_NS, Batcher, Pace
+from tessella.server.batcher import BRIEF_NS, Batcher
+from tessella.server.pace import TRUST_NS, Pace
 from tessella.server.statistics import Statistics
 
 pytestmark = pytest.mark.timeout(30)
@@ -316,5 +317,172 @@ def test_outputs_that_cannot_be_split_are_computed_alone() -> None:
         gate.set()
         answers = await asyncio.gather(*tasks)
         assert [a["sum"].item() for a in answers] == [0, 2, 4]
+
+    run(test())
+
+
+# --- in the event loop's thread -------------------------------------------------------------------
+
+
+class Steady(Pace):
+    """Has a time for one sample, and learns nothing: so that a busy machine changes no test."""
+
+    def __init__(self, ns: int) -> None:
+        super().__init__()
+        super().took(1, ns)
+
+    def took(self, samples: int, ns: int) -> None:
+        pass
+
+
+class Witness(Doubler):
+    """Notes the thread of each execution, and that none runs beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+        self.running = 0
+
+    def __call__(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        self.running += 1
+        assert self.running == 1
+        self.threads.append(threading.get_ident())
+        try:
+            return super().__call__(x)
+        finally:
+            self.running -= 1
+
+
+def in_loop(engine: Callable[..., Any], ns: int, **settings: int) -> Batcher:
+    """A batcher that takes an execution of one sample for ``ns`` long; 0 has to be measured."""
+    made = batcher(engine, in_loop=True, **settings)
+    if ns:
+        made._pace = Steady(ns)
+    return made
+
+
+def test_what_one_turn_of_the_loop_brings_is_one_batch_in_its_thread() -> None:
+    async def test() -> None:
+        engine = Witness()
+        joined = in_loop(engine, 1000)
+        for _ in range(3):
+            answers = await asyncio.gather(*(joined.infer(rows(i)) for i in range(8)))
+            assert [a["y"][0, 0] for a in answers] == [2 * i for i in range(8)]
+        assert engine.batches == [8, 8, 8]
+        assert set(engine.threads) == {threading.get_ident()}
+        await joined.close(lambda: None)
+
+    run(test())
+
+
+def test_what_was_never_timed_and_what_takes_long_runs_in_the_engines_thread() -> None:
+    async def test() -> None:
+        engine = Witness()
+        unknown = in_loop(engine, 0)
+        await unknown.infer(rows(1))
+        assert threading.get_ident() not in engine.threads
+        assert unknown._pace.expected_ns(1, 8) > 0
+        slow = in_loop(engine, 3 * BRIEF_NS // 4)  # one is brief, two are not
+        await asyncio.gather(*(slow.infer(rows(i)) for i in range(4)))
+        assert threading.get_ident() not in engine.threads
+        await slow.infer(rows(1))
+        assert engine.threads[-1] == threading.get_ident()
+        patient = in_loop(engine, 1000, max_delay_us=100)
+        await patient.infer(rows(1))
+        assert engine.threads[-1] != threading.get_ident()
+        for one in (unknown, slow, patient):
+            await one.close(lambda: None)
+
+    run(test())
+
+
+def test_a_slow_execution_does_not_hold_up_the_loop_and_brief_ones_come_back_to_it() -> None:
+    async def test() -> None:
+        engine = Witness()
+        joined = in_loop(engine, 0)
+        engine.gate.clear()  # only the loop opens it
+        first = asyncio.create_task(joined.infer(rows(1)))
+        await until(lambda: engine.batches == [1])
+        later = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        joined._pace = Steady(1000)  # as if it were brief by now
+        engine.gate.set()
+        await asyncio.gather(first, *later)
+        assert engine.batches == [1, 3]
+        assert engine.threads[1] == threading.get_ident() != engine.threads[0]
+        await joined.close(lambda: None)
+
+    run(test())
+
+
+def test_errors_deadlines_and_the_urgent_in_the_loop() -> None:
+    async def test() -> None:
+        engine = Witness()
+        joined = in_loop(engine, 1000, max_batch=2)
+        order: list[str] = []
+
+        async def ask(name: str, value: float = 1, **settings: int) -> None:
+            try:
+                await joined.infer(rows(value), **settings)
+            except (ArithmeticError, ServeError) as error:
+                name += f" {type(error).__name__}"
+            order.append(name)
+
+        asked = [ask("low", priority=3), ask("bad", -1), ask("high", priority=1), ask("default")]
+        gone = asyncio.create_task(ask("gone"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(*asked)
+        assert order == ["high", "bad ArithmeticError", "default", "low"]
+        order.clear()
+        joined._pace = Pace()
+        joined._pace.took(1, 1000)
+        late = asyncio.create_task(ask("late", timeout_us=1_000_000))
+        await asyncio.sleep(0)
+        joined._pace.took(1, 10**13)
+        await late
+        assert order == ["late ServeError"]
+        await joined.close(lambda: None)
+
+    run(test())
+
+
+def test_closing_finishes_what_the_loop_was_to_run() -> None:
+    async def test() -> None:
+        engine = Witness()
+        joined = in_loop(engine, 0, max_batch=1)
+        await joined.infer(rows(0))  # so that there is a thread
+        joined._pace = Steady(1000)
+        tasks = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        released: list[int] = []
+        await joined.close(lambda: released.append(len(engine.batches)))
+        assert [t.result()["y"][0, 0] for t in tasks] == [0, 2, 4]
+        assert released == [4]
+        with pytest.raises(ServeError, match="unloaded"):
+            await joined.infer(rows(1))
+
+    run(test())
+
+
+def test_executions_that_change_between_loop_and_thread_lose_nothing() -> None:
+    async def test() -> None:
+        engine = Witness()
+        joined = in_loop(engine, BRIEF_NS // 4)  # up to four are brief
+        rng = np.random.default_rng(0)
+
+        async def client(number: int) -> None:
+            for i in range(60):
+                answer = await joined.infer(rows(number + i, 1 + number % 2))
+                assert answer["y"].tolist() == [[2 * (number + i)] * 2] * (1 + number % 2)
+                if rng.random() < 0.3:
+                    await asyncio.sleep(0.001 * rng.random())
+
+        await asyncio.gather(*(client(i) for i in range(8)))
+        here = [t == threading.get_ident() for t in engine.threads]
+        assert any(here)
+        assert not all(here)
+        assert sum(engine.batches) == 60 * (4 + 2 * 4)
+        await joined.close(lambda: None)
 
     run(test())

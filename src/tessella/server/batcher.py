@@ -3,6 +3,8 @@
 One thread runs an engine; while it computes, requests gather, and the next execution takes
 as many as fit, the urgent ones first. Requests that are larger than an execution are cut, and the
 others pass in between. What cannot be answered in the time that its client has is refused at once.
+Executions that are as short as what the event loop does for a request run in the loop's own thread:
+so all requests that one look at the sockets has brought are joined, and no thread has to wake.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from time import perf_counter_ns
-from typing import cast
+from typing import Protocol
 
 import numpy as np
 
 from tessella.core.errors import ServeError
+from tessella.server.pace import Pace
 from tessella.server.statistics import Computation, Stages, Statistics
 
 Arrays = dict[str, np.ndarray]
@@ -29,10 +32,19 @@ PRIORITIES = (1, 2, 3)  # 1 runs before 2 before 3, as in Triton
 DEFAULT_PRIORITY = 2
 # A request without a deadline takes its turn as if it had this one, so that nobody waits for ever.
 PATIENCE_NS = 10**9
-# How long one piece of a large request may hold up the others. 32 ResNet-50 images take a CPU
-# 0.4 s; at 100 ms a piece they lose 3 % of their rate.
-TURN_NS = 100 * 10**6
-TRUST_NS = 10**9  # how long a measured time alone may refuse requests of an idle engine
+# What may run in the event loop's thread, and so holds up everything else there: less than Python's
+# own turn of a thread (5 ms). Two threads that wake each other cost a LeNet's request 0.3 ms.
+BRIEF_NS = 4 * 10**6
+
+
+class Waiter(Protocol):
+    """Who waits for the outputs on an event loop; an ``asyncio.Future`` is one."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, outputs: Arrays, /) -> None: ...
+
+    def set_exception(self, error: BaseException, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class Request:
     """Inputs that wait for an engine, and later their outputs or the error.
 
     Attributes:
-        deliver: called in the engine's thread with all requests of an execution that share it.
+        deliver: called with all requests of an execution that share it, in the thread that ran it.
         deadline_ns: when the answer has to be there, on ``perf_counter``'s clock; None is whenever.
         answer: what an event loop waits for; None where ``deliver`` is all.
         tag: what ``deliver`` knows it by.
@@ -51,7 +63,7 @@ class Request:
     priority: int = DEFAULT_PRIORITY
     deadline_ns: int | None = None
     stages: Stages = field(default_factory=Stages)
-    answer: asyncio.Future[Arrays] | None = None
+    answer: Waiter | None = None
     tag: tuple[int, ...] = ()
     outputs: Arrays | None = None
     error: BaseException | None = None
@@ -78,6 +90,7 @@ class Batcher:
         max_delay_us: how long an execution may wait for more requests; 0 joins only what waits.
         max_waiting: requests that may wait; more are refused.
         has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
+        in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop.
     """
 
     def __init__(
@@ -89,9 +102,11 @@ class Batcher:
         max_waiting: int,
         statistics: Statistics,
         has_thread: bool = True,
+        in_loop: bool = False,
     ) -> None:
         self._engine = engine
         self._has_thread = has_thread
+        self._in_loop = in_loop and has_thread and not max_delay_us
         self._max_batch = max_batch
         self._max_delay_ns = max_delay_us * 1000
         self._max_waiting = max_waiting
@@ -108,6 +123,8 @@ class Batcher:
         self._release: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._has_turn = False  # the event loop will call ``_turn``
         self._deliver: Callable[[list[Request]], object] = _settle
 
     async def infer(
@@ -128,12 +145,30 @@ class Batcher:
             ServeError: 503, too many requests wait; 429, there is no time for this one.
             Exception: whatever the engine raised for this request.
         """
+        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
+        return await answer
+
+    def begin(
+        self,
+        arrays: Arrays,
+        answer: Waiter,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> None:
+        """As ``infer``, for a waiter that the event loop tells the outputs or the error.
+
+        Raises:
+            ServeError: as ``infer``; the waiter is told nothing then.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             # One function for all requests: an execution wakes the loop once, for all its answers.
-            wake = cast(Callable[..., object], loop.call_soon_threadsafe)
-            self._loop, self._deliver = loop, partial(wake, _settle)
-        answer: asyncio.Future[Arrays] = loop.create_future()
+            with self._changed:
+                self._loop, self._loop_thread = loop, threading.get_ident()
+                self._deliver = partial(_tell, loop, self._loop_thread)
         request = Request(
             arrays=arrays,
             deliver=self._deliver,
@@ -143,7 +178,6 @@ class Batcher:
             answer=answer,
         )
         self.submit(request)
-        return await answer
 
     def submit(self, request: Request) -> None:
         """Let a request wait for its turn; ``request.deliver`` is called when it is over.
@@ -167,23 +201,56 @@ class Batcher:
             if request.deadline_ns is not None:
                 self._require_time(request, now_ns)
             self._push(request, request.deadline_ns or now_ns + PATIENCE_NS)
-            if self._thread is None and self._has_thread:
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                self._thread.start()
-            elif self._is_idle:
-                self._changed.notify()
+            self._wake()
 
     async def close(self, release: Callable[[], None]) -> None:
         """Finish what waits, then ``release`` the engine in the thread that ran it, if one did."""
         with self._changed:
             self._release = release
-            self._changed.notify()
+            self._changed.notify_all()
             unused = self._thread is None and not self._waiting and not self._is_running
         if unused:
             self._end()
         await asyncio.to_thread(self._ended.wait)
 
     # --- the queue, under the lock ----------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Have what waits run; who is running already looks again when that is over."""
+        if not self._waiting or self._is_running or self._has_turn:
+            return
+        if threading.get_ident() == self._loop_thread and self._is_brief():
+            assert self._loop is not None
+            self._has_turn = True
+            self._loop.call_soon(self._turn)
+        elif self._thread is None and self._has_thread:
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
+        elif self._is_idle:
+            self._changed.notify()
+
+    def _is_brief(self) -> bool:
+        """Whether the next execution belongs into the event loop's thread: as far as those before
+        tell, it does not hold it up.
+        """
+        if not self._in_loop or self._loop is None or self._release is not None:
+            return False
+        samples = min(self._samples, self._max_batch)
+        return 0 < self._pace.expected_ns(samples, self._max_batch) <= BRIEF_NS
+
+    def _is_for_thread(self) -> bool:
+        """Whether the engine's thread has something to do: an execution, or the end."""
+        if self._is_running or self._has_turn:
+            return False
+        if not self._waiting:
+            return self._release is not None
+        if self._is_brief():
+            assert self._loop is not None
+            if not self._loop.is_closed():
+                self._has_turn = True
+                self._loop.call_soon_threadsafe(self._turn)
+                return False
+        return True
 
     def _push(self, request: Request, turn_ns: int) -> None:
         self._arrivals += 1
@@ -214,8 +281,10 @@ class Batcher:
         assert request.deadline_ns is not None
         return self._waiting[0][:2] <= (request.priority, request.deadline_ns)
 
-    def _take(self) -> list[Piece]:
-        """The next execution: the first that waits, and those behind it that can join."""
+    def _take(self) -> tuple[list[Piece], list[Request]]:
+        """The next execution: the first that waits, and those behind it that can join; and those
+        for which it is too late.
+        """
         pieces: list[Piece] = []
         late: list[Request] = []
         samples = 0
@@ -247,8 +316,7 @@ class Batcher:
             if end < request.batch:  # the rest goes behind all that wait by now
                 self._push(request, now_ns + PATIENCE_NS)
         self._statistics.waiting = len(self._waiting)
-        _deliver(late)
-        return pieces
+        return pieces, late
 
     def _company_ns(self) -> int:
         """How long to wait for more: until the batch is full, the first request has waited
@@ -269,7 +337,7 @@ class Batcher:
         """Be the thread that runs the engine."""
         while True:
             with self._changed:
-                while not self._waiting and self._release is None:
+                while not self._is_for_thread():
                     self._wait(None)
                 while self._waiting and (company_ns := self._company_ns()):
                     self._wait(company_ns / 1e9)
@@ -282,6 +350,18 @@ class Batcher:
         self._changed.wait(seconds)
         self._is_idle = False
 
+    def _turn(self) -> None:
+        """Run the next execution in the event loop's thread, which called this."""
+        with self._changed:
+            self._has_turn = False
+            if not self._is_brief():  # more have come since, or the end
+                self._changed.notify()
+                self._wake()
+                return
+        if self.step() is not None:
+            with self._changed:
+                self._wake()
+
     def step(self) -> int | None:
         """Run the next execution, if it is due.
 
@@ -289,19 +369,23 @@ class Batcher:
             In how many nanoseconds there is something to do; None if nothing waits.
         """
         with self._changed:
-            if not self._waiting:
+            if not self._waiting or self._is_running:
                 return None
             if company_ns := self._company_ns():
                 return company_ns
-            if pieces := self._take():
+            pieces, late = self._take()
+            if pieces:
                 samples = sum(end - start for _, start, end in pieces)
                 expected_ns = self._pace.expected_ns(samples, self._max_batch)
                 self._running_until_ns = perf_counter_ns() + expected_ns
                 self._is_running = True
+        _deliver(late)
         if pieces:
             self._execute(pieces)
         with self._changed:
             self._is_running = False
+            if self._release is not None:
+                self._changed.notify()  # the end is the engine's thread's, if there is one
             if self._waiting:
                 return 0
             is_last = self._thread is None and self._release is not None
@@ -373,43 +457,6 @@ class Batcher:
         return answers, spent
 
 
-class Pace:
-    """How long executions take, by the number of samples, learned from those that were."""
-
-    def __init__(self) -> None:
-        self._ns: dict[int, float] = {}
-        self._since_ns = 0
-
-    def is_old(self, now_ns: int) -> bool:
-        """Whether nothing was timed for ``TRUST_NS``: the machine may be as quick again by now."""
-        return now_ns - self._since_ns > TRUST_NS
-
-    def took(self, samples: int, ns: int) -> None:
-        self._since_ns = perf_counter_ns()
-        before = self._ns.get(samples, ns)
-        self._ns[samples] = 0.8 * before + 0.2 * ns
-
-    def expected_ns(self, samples: int, largest: int) -> int:
-        """The time for as many samples, in executions of the largest size; 0 if none was timed."""
-        if not self._ns:
-            return 0
-        full, rest = divmod(samples, largest)
-        return int(full * self._one_ns(largest) + (self._one_ns(rest) if rest else 0))
-
-    def most_samples(self, largest: int) -> int:
-        """The largest piece of a request that holds up the others for ``TURN_NS`` at most."""
-        longest_ns = self.expected_ns(largest, largest)
-        return largest if longest_ns <= TURN_NS else max(1, largest * TURN_NS // longest_ns)
-
-    def _one_ns(self, samples: int) -> float:
-        """The time of the next size up, or the largest one's in proportion."""
-        sizes = [size for size in self._ns if size >= samples]
-        if sizes:
-            return self._ns[min(sizes)]
-        size = max(self._ns)
-        return self._ns[size] * samples / size
-
-
 def _no_time(left_ns: int, needed_ns: int) -> ServeError:
     return ServeError(
         "there is no time to answer this request",
@@ -426,6 +473,14 @@ def _deliver(requests: list[Request]) -> None:
         place = requests[0].deliver
         place([r for r in requests if r.deliver is place])
         requests = [r for r in requests if r.deliver is not place]
+
+
+def _tell(loop: asyncio.AbstractEventLoop, thread: int, requests: list[Request]) -> None:
+    """Settle requests on the event loop of a thread: at once, if this is it."""
+    if threading.get_ident() == thread:
+        _settle(requests)
+    else:
+        loop.call_soon_threadsafe(_settle, requests)
 
 
 def _settle(requests: list[Request]) -> None:

@@ -97,6 +97,7 @@ class Model:
             max_waiting=limits.waiting,
             statistics=statistics,
             has_thread=has_thread,
+            in_loop=engine.manifest.fingerprint.target == "cpu",
         )
         self._users = 0
         self._unused = asyncio.Event()
