@@ -13,7 +13,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.task import TaskRecord
 from tessella.server import tickets
 from tessella.server.answers import error_answer, reply
-from tessella.server.batcher import DEFAULT_PRIORITY, Arrays
+from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Waiter
 from tessella.server.body import Receive, Scope
 from tessella.server.engine_process import GREETING
 from tessella.server.lane import (
@@ -212,11 +212,23 @@ class RemoteModel:
         stages: Stages | None = None,
     ) -> Arrays:
         """As ``Batcher.infer``."""
+        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
+        return await answer
+
+    def begin(
+        self,
+        arrays: Arrays,
+        answer: Waiter,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> None:
+        """As ``Batcher.begin``."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
-        flight = _Flight(self, Stages() if stages is None else stages)
+        flight = _Flight(self, answer, Stages() if stages is None else stages)
         self._engine.start(flight, arrays, deadline_ns, priority)
-        outputs: Arrays = await flight.answer
-        return outputs
 
 
 @dataclass(eq=False, slots=True)
@@ -224,10 +236,8 @@ class _Flight:
     """A ticket that has no answer yet."""
 
     model: RemoteModel
+    answer: Waiter
     stages: Stages
-    answer: asyncio.Future[Any] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
     place: tuple[int, int] = (0, 0)
     outputs_at: int = 0
 
@@ -261,8 +271,9 @@ class _Engine(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost.set()
         self.described.set()
-        waiting = [f.answer for f in self._flights.values()]
-        for answer in (*waiting, *self._questions.values()):
+        flights = [f.answer for f in self._flights.values()]
+        waiting: list[Waiter | asyncio.Future[Any]] = [*flights, *self._questions.values()]
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(_no_engine())
 
@@ -352,6 +363,7 @@ class _Engine(asyncio.Protocol):
         flight = self._flights.pop(number, None)
         if flight is not None:
             self._places.give_back(*flight.place)
+        answer: Waiter | asyncio.Future[Any]
         answer = self._questions.pop(number) if flight is None else flight.answer
         if not answer.done():
             answer.set_exception(error)

@@ -54,13 +54,19 @@ def status_of(error: Exception) -> int:
     return 400 if isinstance(error, UsageError | InputError | DataError) else 500
 
 
-async def reply(answer: Answer, request_headers: Headers, send: Send) -> None:
-    """Send an answer, compressed if the client accepts that."""
+async def encoded(answer: Answer, accept: bytes | None) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """All headers and the body of an answer, compressed if ``Accept-Encoding`` says so."""
     body, encoding = answer.body, None
-    if accepted := request_headers.get(b"accept-encoding"):
-        body, encoding = await compress(body, accepted)
+    if accept:
+        body, encoding = await compress(body, accept)
     headers = [*answer.headers, (b"content-length", str(len(body)).encode())]
     if encoding is not None:
         headers += [(b"content-encoding", encoding), (b"vary", b"Accept-Encoding")]
+    return headers, body
+
+
+async def reply(answer: Answer, request_headers: Headers, send: Send) -> None:
+    """Send an answer, compressed if the client accepts that."""
+    headers, body = await encoded(answer, request_headers.get(b"accept-encoding"))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -8,88 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
 
-from tessella.core.errors import InputError, ServeError, TessellaError
+from tessella.core.errors import InputError, ServeError
 from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
-from tessella.server.answers import (
-    JSON,
-    Answer,
-    Send,
-    error_answer,
-    json_answer,
-    log,
-    reply,
-    status_of,
-)
-from tessella.server.batcher import DEFAULT_PRIORITY, Arrays
-from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
+from tessella.server.answers import JSON, Answer, Send, error_answer, json_answer, log, reply
+from tessella.server.body import Disconnected, Headers, Receive, Scope
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
+from tessella.server.inference import Inference, Models, ServedModel, Watch
 from tessella.server.limits import Limits
 from tessella.server.protocol import (
     NO_REGIONS,
     InferRequest,
     Signature,
-    build_infer,
     check_tensor_bytes,
-    parse_infer,
     parse_priority,
     parse_timeout,
 )
 from tessella.server.repository import MODEL_VERSION
 from tessella.server.shared_memory import Regions
-from tessella.server.statistics import Stages, Statistics
+from tessella.server.short_way import ShortWay
 from tessella.server.tensors import require_finite
 from tessella.tasks import Query, View, verbs
 
 MANAGEMENT_BODY_BYTES = 1 << 20
 LONG_ANSWER = 1 << 20  # bytes of scores that are put into words in a thread
-
-
-class ServedModel(Protocol):
-    """What an app asks of a model."""
-
-    name: str
-    signature: Signature
-    statistics: Statistics
-
-    @property
-    def batcher(self) -> _Infers: ...
-
-    def __enter__(self) -> ServedModel: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class _Infers(Protocol):
-    async def infer(
-        self,
-        arrays: Arrays,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> Arrays: ...
-
-
-class Models(Protocol):
-    """What an app asks of a repository, here or in another process."""
-
-    def get(self, name: str, version: str | None = None) -> ServedModel: ...
-
-    def require_ready(self) -> None: ...
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class App:
@@ -99,6 +49,9 @@ class App:
         rest: an ASGI application of all that is not inference; bodies come to it whole.
         decoders: threads that decode pictures.
         regions: the shared memory in which clients may put tensors.
+
+    Attributes:
+        short_way: answers requests whose head has been here before, without this application.
     """
 
     def __init__(
@@ -114,7 +67,9 @@ class App:
         self._models = models
         self._guard = guard
         self._limits = limits
-        self._bodies = BodyReader(limits)
+        self._inference = Inference(models=models, limits=limits, regions=regions)
+        self._bodies = self._inference.bodies
+        self.short_way = ShortWay(self._inference, guard)
         self._images = ImageDecoder(limits.image, threads=decoders)
         self._rest = rest
         self._regions = regions
@@ -194,40 +149,18 @@ class App:
     async def _infer(
         self, headers: Headers, receive: Receive, name: str, version: str | None
     ) -> Answer:
-        watch = _Watch(self._models.get(name, version))  # do not read a body that nobody wants
+        watch = Watch(self._models.get(name, version))  # do not read a body that nobody wants
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
             with self._models.get(name, version) as model, watch.on(model):
-                header_length = headers.get(b"inference-header-content-length")
-                request = parse_infer(
-                    body, header_length, model.signature, self._limits, self._regions
-                )
+                json_length = headers.get(b"inference-header-content-length")
+                request = self._inference.parse(body, json_length, model)
                 outputs, _ = await self._run(model, request, watch)
-                response = build_infer(
-                    request,
-                    outputs,
-                    model.signature,
-                    name=model.name,
-                    version=MODEL_VERSION,
-                    regions=self._regions,
-                )
-                watch.lap("answer")
-        timing = (b"server-timing", watch.stages.header())
-        if response.json_bytes is None:
-            return Answer(body=response.body, headers=(JSON, timing))
-        length = str(response.json_bytes).encode()
-        return Answer(
-            body=response.body,
-            headers=(
-                (b"content-type", b"application/octet-stream"),
-                (b"inference-header-content-length", length),
-                timing,
-            ),
-        )
+                return self._inference.answer(model, request, outputs, watch)
 
     async def _run(
-        self, model: ServedModel, request: InferRequest, watch: _Watch
+        self, model: ServedModel, request: InferRequest, watch: Watch
     ) -> tuple[dict[str, np.ndarray], tuple[View, ...]]:
         """The outputs; and where the model saw each picture that came as a file."""
         arrays, views = request.arrays, tuple[View, ...]()
@@ -258,7 +191,7 @@ class App:
         query: dict[str, list[str]],
     ) -> Answer:
         """A task's answers to image files, for people and scripts without a client library."""
-        watch = _Watch(_with_verb(self._models.get(name, version), verb))
+        watch = Watch(_with_verb(self._models.get(name, version), verb))
         most_bytes = self._limits.body_bytes
         async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
@@ -329,51 +262,6 @@ class App:
                 log.exception("an answer could not be completed")
                 return
             await reply(error_answer(error), headers, send)
-
-
-class _Watch:
-    """The clock of one request: its stages, and whether it was answered.
-
-    Written out, as a generator for each of these blocks costs a tenth of a small request.
-    """
-
-    def __init__(self, model: ServedModel) -> None:
-        self.stages = Stages()
-        self._statistics = model.statistics
-        self._begun_ns = self._last_ns = time.perf_counter_ns()
-
-    def on(self, model: ServedModel) -> _Watch:
-        """Count the request, in this block, as one of this model: the one that will answer it."""
-        self._statistics = model.statistics
-        return self
-
-    def lap(self, stage: str) -> None:
-        """What passed since the last call, less what others have booked of it, was this stage."""
-        now_ns = time.perf_counter_ns()
-        booked_ns = self.stages.total - (self._last_ns - self._begun_ns)
-        setattr(
-            self.stages, stage, getattr(self.stages, stage) + now_ns - self._last_ns - booked_ns
-        )
-        self._last_ns = now_ns
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ns = time.perf_counter_ns() - self._begun_ns
-        if error is None:
-            self._statistics.succeeded(ns, self.stages)
-        else:
-            self._statistics.failed(ns, _reason(error))
-
-
-def _reason(error: BaseException) -> str:
-    """Triton's word for why a request failed."""
-    if isinstance(error, asyncio.CancelledError):
-        return "CANCELED"
-    if isinstance(error, TessellaError):
-        return "REJECTED" if status_of(error) in (429, 503) else "OTHER"
-    return "BACKEND"
 
 
 def _query(asked: dict[str, list[str]]) -> Query:

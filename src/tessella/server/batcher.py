@@ -44,7 +44,7 @@ class Waiter(Protocol):
 
     def set_result(self, outputs: Arrays, /) -> None: ...
 
-    def set_exception(self, error: BaseException, /) -> None: ...
+    def set_exception(self, error: Exception, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Request:
     answer: Waiter | None = None
     tag: tuple[int, ...] = ()
     outputs: Arrays | None = None
-    error: BaseException | None = None
+    error: Exception | None = None
     since_ns: int = 0
     batch: int = 0
     shapes: tuple[tuple[int, ...], ...] = ()  # but for the batch: only equal ones can be joined

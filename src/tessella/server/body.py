@@ -42,6 +42,22 @@ class BodyReader:
         """
         return Body(self, headers, receive, most_bytes)
 
+    def hold(self, nbytes: int) -> None:
+        """Count bytes as held, for ``held_bytes`` to be made less by who lets them go.
+
+        Raises:
+            ServeError: 503, too much is held.
+        """
+        limit = self._limits.held_bytes
+        if self.held_bytes + nbytes > limit:
+            raise ServeError(
+                "the server holds as many request bytes as it may",
+                status=503,
+                seen=f"{self.held_bytes:,} of {limit:,} bytes",
+                fix="try again in a moment, or send smaller batches",
+            )
+        self.held_bytes += nbytes
+
     async def _receive(
         self, headers: Headers, receive: Receive, most_bytes: int, account: Body
     ) -> bytearray | bytes:
@@ -108,15 +124,7 @@ class Body:
         self._reader.held_bytes -= self._nbytes
 
     def hold(self, nbytes: int) -> None:
-        limit = self._reader._limits.held_bytes
-        if self._reader.held_bytes + nbytes > limit:
-            raise ServeError(
-                "the server holds as many request bytes as it may",
-                status=503,
-                seen=f"{self._reader.held_bytes:,} of {limit:,} bytes",
-                fix="try again in a moment, or send smaller batches",
-            )
-        self._reader.held_bytes += nbytes
+        self._reader.hold(nbytes)
         self._nbytes += nbytes
 
 
@@ -171,7 +179,7 @@ def decompress(body: bytes | bytearray, most_bytes: int) -> bytes:
 
 async def compress(body: bytes, accept_encoding: bytes) -> tuple[bytes, bytes | None]:
     """The body as the client asked for it in ``Accept-Encoding``, and the encoding's name."""
-    encoding = _accepted(accept_encoding)
+    encoding = accepted(accept_encoding)
     if encoding is None or len(body) < SMALL_BYTES:
         return body, None
     if len(body) < BRIEF_BYTES:
@@ -185,7 +193,8 @@ def _compress(body: bytes, encoding: bytes) -> bytes:
     return stream.compress(body) + stream.flush()
 
 
-def _accepted(accept_encoding: bytes) -> bytes | None:
+def accepted(accept_encoding: bytes) -> bytes | None:
+    """The first encoding of ``Accept-Encoding`` in which we can answer."""
     for item in accept_encoding.lower().split(b","):
         name, _, quality = item.strip().partition(b";")
         refused = quality.strip().replace(b" ", b"").rstrip(b"0.") == b"q="

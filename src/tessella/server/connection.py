@@ -1,4 +1,5 @@
-"""One connection: uvicorn's HTTP protocol, with limits on how large and how slow a head may be.
+"""One connection: uvicorn's HTTP protocol, with limits on how large and how slow a head may be,
+and with the short way for requests whose head is known.
 
 A head is the request line and the headers. Nothing above sees a request before its head is
 complete, so nothing above can refuse one that never ends.
@@ -10,29 +11,74 @@ import asyncio
 import json
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from tessella.core.errors import ServeError
+from tessella.server.answers import Answer, encoded
+from tessella.server.body import SMALL_BYTES
 from tessella.server.limits import Limits
+from tessella.server.short_way import MOST_HEAD_BYTES, Known, ShortRequest, ShortWay
 
 Timer = asyncio.TimerHandle
+
+END = b"\r\n\r\n"
+CLOSE = (b"connection", b"close")
+# How long the short way waits for more of a body; the long way has the patience of the limits.
+GATHER_S = 0.05
 
 
 class Connection(HttpToolsProtocol):
     """Closes itself on a head that is larger or slower than ``limits`` allow."""
 
     limits = Limits()
+    short_way: ShortWay
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_bytes = 0
         self._reading_head = True
         self._deadline: Timer | None = self._start_deadline()
+        # Whether the parser has had whole requests only, and what it gets now begins with a head.
+        self._is_between = True
+        self._is_usual = True  # no upgrade, after which the parser reads no requests
+        self._new_head: bytes | None = None  # that the parser is given and may be learned
+        self._request: ShortRequest | None = None  # that is gathered or waits for its outputs
+        self._behind = b""  # what came after it
+        self._gathering: Timer | None = None
+        self._is_last = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
+        if self._gathering is not None and self._request is not None:
+            self._stop_gathering()
+            self._request.drop()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._request is not None or self._behind:
+            self._receive_more(data)
+            return
+        self._new_head = None
+        if self._is_between and self._is_usual and self._is_quiet():
+            end = data.find(END, 0, MOST_HEAD_BYTES) + len(END)
+            if end >= len(END):
+                head = data[:end]
+                known = self.short_way.find(head)
+                if known is not None and len(data) - end <= known.body_bytes:
+                    self._take(known, memoryview(data)[end:])
+                    return
+                self._new_head = head
+        self._parse(data)
+
+    def shutdown(self) -> None:
+        if self._request is not None:
+            self._is_last = True
+        else:
+            super().shutdown()
+
+    # --- the long way -----------------------------------------------------------------------------
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self._reading_head and not self.transport.is_closing():
             self._head_bytes += len(data)
@@ -41,6 +87,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_between = False
         self._head_bytes = 0
         self._reading_head = True
         if self._deadline is None:
@@ -50,6 +97,15 @@ class Connection(HttpToolsProtocol):
         self._reading_head = False
         self._stop_deadline()
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self._is_usual = False
+        elif self._new_head is not None:
+            self.short_way.learn(self._new_head, self.url, self.scope)
+        self._new_head = None
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_between = True
 
     def _start_deadline(self) -> Timer:
         return self.loop.call_later(self.limits.head_s, self._too_slow)
@@ -73,8 +129,107 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
         self.transport.close()
 
+    # --- the short way ----------------------------------------------------------------------------
 
-def connection_with(limits: Limits) -> type[Connection]:
+    def _is_quiet(self) -> bool:
+        """Whether every request so far has its answer, and the client reads them."""
+        return (
+            (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+            and not self.transport.is_closing()
+        )
+
+    def _take(self, known: Known, body: memoryview) -> None:
+        """Begin a request of the short way with what has come of its body."""
+        self._unset_keepalive_if_required()
+        self._stop_deadline()
+        self._reading_head = False
+        self._request = ShortRequest(self.short_way, known, self._respond)
+        self._gather(body)
+
+    def _gather(self, body: memoryview) -> None:
+        request = self._request
+        assert request is not None
+        try:
+            request.take(body)
+        except ServeError:
+            self._go_long_way(bytes(body))  # it says what is wrong
+            return
+        if request.missing:
+            self._gathering = self.loop.call_later(GATHER_S, self._go_long_way)
+        elif not request.run():
+            self._go_long_way()
+
+    def _receive_more(self, data: bytes) -> None:
+        if self._gathering is None or self._request is None:  # the next request, too early
+            self.flow.pause_reading()
+            self._behind += data
+            return
+        self._stop_gathering()
+        missing = self._request.missing
+        self._behind = data[missing:]
+        if self._behind:
+            self.flow.pause_reading()
+        self._gather(memoryview(data)[:missing])
+
+    def _stop_gathering(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+
+    def _go_long_way(self, more: bytes = b"") -> None:
+        """Give the parser the request from its first byte on, and what came behind it."""
+        self._stop_gathering()
+        request, self._request = self._request, None
+        if request is None or self.transport.is_closing():
+            return
+        behind, self._behind = self._behind, b""
+        request.drop()
+        self.flow.resume_reading()
+        self._parse(b"".join([request.known.head, request.content, more, behind]))
+        if self._is_last:
+            super().shutdown()
+
+    def _respond(self, answer: Answer) -> None:
+        assert self._request is not None
+        known = self._request.known
+        if known.accept_encoding and len(answer.body) >= SMALL_BYTES:
+            task = self.loop.create_task(self._encode(answer, known.accept_encoding))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        else:
+            length = (b"content-length", b"%d" % len(answer.body))
+            self._write(answer.status, (*answer.headers, length), answer.body)
+
+    async def _encode(self, answer: Answer, accept_encoding: bytes) -> None:
+        self._write(answer.status, *await encoded(answer, accept_encoding))
+
+    def _write(self, status: int, headers: Any, body: bytes) -> None:
+        """Send an answer as uvicorn would, and go on."""
+        self._request = None
+        if self.transport.is_closing():
+            return
+        lines = [STATUS_LINE[status]]
+        for name, value in (*self.server_state.default_headers, *headers):
+            lines += (name, b": ", value, b"\r\n")
+        ends = CLOSE in headers
+        if self._is_last and not ends:
+            lines.append(b"connection: close\r\n")
+        self.transport.write(b"".join([*lines, b"\r\n", body]))
+        if ends or self._is_last:
+            self.transport.close()
+        self.on_response_complete()
+        if self._behind:
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Begin with what came behind the last request."""
+        data, self._behind = self._behind, b""
+        if not self.transport.is_closing():
+            self.data_received(data)
+
+
+def connection_with(limits: Limits, short_way: ShortWay) -> type[Connection]:
     """The protocol class for these limits; uvicorn makes an instance a connection."""
-    attributes: dict[str, Any] = {"limits": limits}
+    attributes: dict[str, Any] = {"limits": limits, "short_way": short_way}
     return type("LimitedConnection", (Connection,), attributes)

@@ -53,7 +53,7 @@ def configured(app: App, limits: Limits, doors: Doors = HTTP_ONLY) -> uvicorn.Co
     """How every process of ours that takes HTTP is set up."""
     return uvicorn.Config(
         app,
-        http=connection_with(limits),
+        http=connection_with(limits, app.short_way),
         ws="none",
         lifespan="on",
         log_config=None,

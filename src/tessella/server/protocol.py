@@ -129,7 +129,7 @@ NO_REGIONS = Regions(None, DEFAULT_LIMITS)
 
 
 def parse_infer(
-    body: bytes | bytearray,
+    body: bytes | bytearray | memoryview,
     header_length: bytes | None,
     model: Signature,
     limits: Limits,

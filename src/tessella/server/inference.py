@@ -1,0 +1,174 @@
+"""What an inference request needs, however it came in: its model, its clock, its answer's body."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tessella.core.errors import TessellaError
+from tessella.server.answers import JSON, Answer, status_of
+from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Waiter
+from tessella.server.body import BodyReader
+from tessella.server.limits import Limits
+from tessella.server.protocol import (
+    NO_REGIONS,
+    InferRequest,
+    Signature,
+    build_infer,
+    parse_infer,
+)
+from tessella.server.repository import MODEL_VERSION
+from tessella.server.shared_memory import Regions
+from tessella.server.statistics import Stages, Statistics
+
+OCTETS = (b"content-type", b"application/octet-stream")
+
+
+class ServedModel(Protocol):
+    """What an app asks of a model."""
+
+    name: str
+    signature: Signature
+    statistics: Statistics
+
+    @property
+    def batcher(self) -> Infers: ...
+
+    def __enter__(self) -> ServedModel: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Infers(Protocol):
+    """What an app asks of a batcher."""
+
+    async def infer(
+        self,
+        arrays: Arrays,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> Arrays: ...
+
+    def begin(
+        self,
+        arrays: Arrays,
+        answer: Waiter,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> None: ...
+
+
+class Models(Protocol):
+    """What an app asks of a repository, here or in another process."""
+
+    def get(self, name: str, version: str | None = None) -> ServedModel: ...
+
+    def require_ready(self) -> None: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Inference:
+    """What all inference requests of a process share, and the two ends of each."""
+
+    models: Models
+    limits: Limits
+    regions: Regions = NO_REGIONS
+    bodies: BodyReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.limits)
+
+    def parse(
+        self, body: bytes | bytearray | memoryview, json_length: bytes | None, model: ServedModel
+    ) -> InferRequest:
+        """The checked request; ``json_length`` is its ``Inference-Header-Content-Length``."""
+        return parse_infer(body, json_length, model.signature, self.limits, self.regions)
+
+    def answer(
+        self,
+        model: ServedModel,
+        request: InferRequest,
+        outputs: Mapping[str, np.ndarray],
+        watch: Watch,
+    ) -> Answer:
+        """The response; all stages of the request are over with it."""
+        response = build_infer(
+            request,
+            outputs,
+            model.signature,
+            name=model.name,
+            version=MODEL_VERSION,
+            regions=self.regions,
+        )
+        watch.lap("answer")
+        timing = (b"server-timing", watch.stages.header())
+        if response.json_bytes is None:
+            return Answer(body=response.body, headers=(JSON, timing))
+        length = (b"inference-header-content-length", str(response.json_bytes).encode())
+        return Answer(body=response.body, headers=(OCTETS, length, timing))
+
+
+class Watch:
+    """The clock of one request: its stages, and whether it was answered.
+
+    Written out, as a generator for each of these blocks costs a tenth of a small request.
+
+    Args:
+        begun_ns: when its head was there, on ``perf_counter``'s clock; None is now.
+    """
+
+    def __init__(self, model: ServedModel, begun_ns: int | None = None) -> None:
+        self.stages = Stages()
+        self._statistics = model.statistics
+        begun_ns = time.perf_counter_ns() if begun_ns is None else begun_ns
+        self._begun_ns = self._last_ns = begun_ns
+
+    def on(self, model: ServedModel) -> Watch:
+        """Count the request, in this block, as one of this model: the one that will answer it."""
+        self._statistics = model.statistics
+        return self
+
+    def lap(self, stage: str) -> None:
+        """What passed since the last call, less what others have booked of it, was this stage."""
+        now_ns = time.perf_counter_ns()
+        booked_ns = self.stages.total - (self._last_ns - self._begun_ns)
+        setattr(
+            self.stages, stage, getattr(self.stages, stage) + now_ns - self._last_ns - booked_ns
+        )
+        self._last_ns = now_ns
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.ended(error)
+
+    def ended(self, error: BaseException | None) -> None:
+        """The request has its answer, or this error."""
+        ns = time.perf_counter_ns() - self._begun_ns
+        if error is None:
+            self._statistics.succeeded(ns, self.stages)
+        else:
+            self._statistics.failed(ns, _reason(error))
+
+
+def _reason(error: BaseException) -> str:
+    """Triton's word for why a request failed."""
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
+    if isinstance(error, TessellaError):
+        return "REJECTED" if status_of(error) in (429, 503) else "OTHER"
+    return "BACKEND"

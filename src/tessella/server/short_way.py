@@ -1,0 +1,244 @@
+"""The short way of an inference request: without a parser and without ASGI.
+
+Clients send the same head again and again. One that the long way (uvicorn's parser, the guard, the
+app) has read and let in is remembered, byte for byte; a request with just these bytes as its head
+then needs nothing but its body. Whatever is unusual takes the long way, which alone decides what
+is allowed; both give the same answers and count the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+from tessella.core.errors import ServeError
+from tessella.server.answers import Answer, error_answer
+from tessella.server.batcher import Arrays
+from tessella.server.body import Headers, accepted
+from tessella.server.guard import Guard, require_once
+from tessella.server.inference import Inference, ServedModel, Watch
+from tessella.server.protocol import InferRequest
+
+MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # half a megabyte at most
+MOST_BODY_BYTES = 1 << 20  # that is put together here
+# Headers of which this module knows what they mean for an inference request. With any other the
+# request takes the long way, also if that would not mind.
+USUAL = {
+    b"host", b"user-agent", b"accept", b"accept-encoding", b"authorization", b"connection",
+    b"content-length", b"content-type", b"inference-header-content-length",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What a head says.
+
+    Attributes:
+        version: of the model; None is whichever there is.
+        body_bytes: its ``Content-Length``.
+        json_length: its ``Inference-Header-Content-Length``.
+        accept_encoding: if the client takes compressed answers.
+    """
+
+    head: bytes
+    name: str
+    version: str | None
+    body_bytes: int
+    json_length: bytes | None
+    accept_encoding: bytes
+
+
+class ShortWay:
+    """The heads that this process knows, for all its connections."""
+
+    def __init__(self, inference: Inference, guard: Guard) -> None:
+        self.inference = inference
+        self._guard = guard
+        self._heads: dict[bytes, Known | None] = {}  # None: its bodies need the long way
+        self.find: Callable[[bytes], Known | None] = self._heads.get
+
+    def learn(self, head: bytes, url: bytes, scope: Mapping[str, Any]) -> None:
+        """Remember a head, if requests like it can take the short way.
+
+        Args:
+            head: the bytes that the parser was given, up to the first blank line.
+            url, scope: what it read in the first head of them.
+        """
+        if scope["method"] != "POST" or len(head) > MOST_HEAD_BYTES or head in self._heads:
+            return
+        known = self._known(head, url, scope)
+        if known is not None:
+            if len(self._heads) >= MOST_HEADS:
+                self._heads.clear()
+            self._heads[head] = known
+
+    def refuse(self, known: Known) -> None:
+        """Let the long way have the requests with this head."""
+        if known.head in self._heads:
+            self._heads[known.head] = None
+
+    def _known(self, head: bytes, url: bytes, scope: Mapping[str, Any]) -> Known | None:
+        lines: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        headers: Headers = dict(lines)
+        place = _model_of(scope["path"])
+        nbytes = _length(headers.get(b"content-length", b""))
+        if (
+            place is None
+            or nbytes is None
+            or nbytes > min(MOST_BODY_BYTES, self.inference.limits.body_bytes)
+            or scope["http_version"] != "1.1"
+            or headers.get(b"connection", b"keep-alive").lower() != b"keep-alive"
+            or len(headers) < len(lines)
+            or not headers.keys() <= USUAL
+            or not _is_all_of(head, url, lines)
+        ):
+            return None
+        try:
+            require_once(lines, headers)
+            self._guard.check(scope["method"], scope["path"], headers)
+            self.inference.models.get(*place)
+        except ServeError:
+            return None
+        accept = headers.get(b"accept-encoding", b"")
+        return Known(
+            head=head,
+            name=place[0],
+            version=place[1],
+            body_bytes=nbytes,
+            json_length=headers.get(b"inference-header-content-length"),
+            accept_encoding=accept if accepted(accept) is not None else b"",
+        )
+
+
+def _model_of(path: str) -> tuple[str, str | None] | None:
+    """Name and version of the model that a path runs; None if it does something else."""
+    match path.split("/")[1:]:
+        case ["v2", "models", name, "infer"]:
+            return name, None
+        case ["v2", "models", name, "versions", version, "infer"]:
+            return name, version
+    return None
+
+
+def _length(text: bytes) -> int | None:
+    return int(text) if text.isdigit() and len(text) <= 9 else None
+
+
+def _is_all_of(head: bytes, url: bytes, lines: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether these bytes are one request line and these headers, each ended by CR LF, and nothing
+    else: then the parser cannot have taken another place for the end of the head.
+    """
+    first, *rest, end, after = head.split(b"\r\n")
+    if first != b"POST " + url + b" HTTP/1.1" or end or after:
+        return False
+    told = [line.partition(b":") for line in rest]
+    return [(name.lower(), value.strip(b" \t")) for name, _, value in told] == list(lines)
+
+
+class ShortRequest:
+    """A request on the short way: it gathers its body, and waits for its outputs.
+
+    Args:
+        respond: called once with the answer, in the event loop.
+    """
+
+    __slots__ = (
+        "_begun_ns", "_held", "_is_answered", "_model", "_request", "_respond", "_watch", "_way",
+        "content", "known",
+    )  # fmt: skip
+
+    def __init__(self, way: ShortWay, known: Known, respond: Callable[[Answer], None]) -> None:
+        self.known = known
+        self.content: bytearray | memoryview = memoryview(b"")
+        self._begun_ns = perf_counter_ns()
+        self._way = way
+        self._respond = respond
+        self._held = 0
+        self._is_answered = False
+        self._model: ServedModel
+        self._request: InferRequest
+        self._watch: Watch
+
+    @property
+    def missing(self) -> int:
+        """The bytes of the body that have not come."""
+        return self.known.body_bytes - len(self.content)
+
+    def take(self, data: memoryview) -> None:
+        """Add what has come of the body.
+
+        Raises:
+            ServeError: the server holds as much as it may.
+        """
+        self._way.inference.bodies.hold(len(data))
+        self._held += len(data)
+        if not self.content:
+            self.content = data if len(data) == self.known.body_bytes else bytearray(data)
+        else:
+            self.content += data  # type: ignore[operator]
+
+    def drop(self) -> None:
+        """Nobody answers it here: its body is not held any more."""
+        self._way.inference.bodies.held_bytes -= self._held
+        self._held = 0
+
+    def run(self) -> bool:
+        """Have the whole request answered; False if that takes the long way."""
+        inference, known = self._way.inference, self.known
+        try:
+            model = inference.models.get(known.name, known.version)
+        except Exception as error:
+            self._answer(error_answer(error))
+            return True
+        self._watch = watch = Watch(model, self._begun_ns)
+        watch.lap("receive")
+        self._model = model.__enter__()
+        try:
+            self._request = request = inference.parse(self.content, known.json_length, model)
+            if request.images:
+                model.__exit__()
+                self._way.refuse(known)
+                return False
+            watch.lap("decode")
+            model.batcher.begin(
+                request.arrays,
+                self,
+                timeout_us=request.timeout_us,
+                priority=request.priority,
+                stages=watch.stages,
+            )
+        except Exception as error:
+            self.set_exception(error)
+        return True
+
+    # --- what a batcher asks of who waits ---------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it has its answer; who goes away is computed for, as on the long way."""
+        return self._is_answered
+
+    def set_result(self, outputs: Arrays, /) -> None:
+        """Answer with the outputs."""
+        try:
+            self._watch.lap("queue")
+            answer = self._way.inference.answer(self._model, self._request, outputs, self._watch)
+        except Exception as error:
+            self.set_exception(error)
+            return
+        self._end(None, answer)
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Answer with an error."""
+        self._end(error, error_answer(error))
+
+    def _end(self, error: Exception | None, answer: Answer) -> None:
+        self._watch.ended(error)
+        self._model.__exit__()
+        self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        self._is_answered = True
+        self.drop()
+        self._respond(answer)
