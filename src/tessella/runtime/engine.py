@@ -261,10 +261,13 @@ class Engine:
     def _tensor(self, spec: TensorSpec, array: Array) -> torch.Tensor:
         """The input as a contiguous tensor that fits ``spec``, without a copy where possible."""
         if isinstance(array, np.ndarray):
-            spec.check(shape=array.shape, dtype=str(array.dtype))
             if not (array.flags.writeable and array.flags.c_contiguous):
                 array = np.array(array, order="C")
-            array = torch.from_numpy(array)
+            try:
+                array = torch.from_numpy(array)
+            except (TypeError, ValueError):  # torch has no such type: then no plan has it
+                spec.check(shape=array.shape, dtype=str(array.dtype))
+                raise
         if not isinstance(array, torch.Tensor):
             raise InputError(
                 f"input {spec.name!r} is neither a NumPy array nor a torch tensor",

@@ -289,7 +289,6 @@ class Batcher:
         late: list[Request] = []
         samples = 0
         now_ns = perf_counter_ns()
-        most = self._pace.most_samples(self._max_batch)
         while self._waiting:
             request = self._waiting[0][-1]
             left = request.batch - request.begun
@@ -302,7 +301,9 @@ class Batcher:
                     request.error = _no_time(request.deadline_ns - now_ns, needed_ns)
                     late.append(self._pop())
                     continue
-            size = left if left <= self._max_batch and not request.begun else min(left, most)
+            size = left
+            if left > self._max_batch or request.begun:
+                size = min(left, self._pace.most_samples(self._max_batch))
             joins = not pieces or (
                 samples + size <= self._max_batch and request.shapes == pieces[0][0].shapes
             )
@@ -444,8 +445,8 @@ class Batcher:
     def _compute(self, pieces: list[Piece]) -> tuple[list[Arrays], Computation]:
         """Join the inputs, run the engine and split the outputs."""
         begin_ns = perf_counter_ns()
-        names = pieces[0][0].arrays
-        joined = {n: _join([r.arrays[n][start:end] for r, start, end in pieces]) for n in names}
+        first = pieces[0][0].arrays
+        joined = {n: _join([r.arrays[n][start:end] for r, start, end in pieces]) for n in first}
         joined_ns = perf_counter_ns()
         outputs = self._engine(**joined)
         ran_ns = perf_counter_ns()
@@ -500,7 +501,8 @@ def _join(parts: list[np.ndarray]) -> np.ndarray:
     """One writable, aligned array: an array from a body may be unaligned and read-only."""
     if len(parts) > 1:
         return np.concatenate(parts)
-    return np.require(parts[0], requirements=["C", "A", "W"])
+    (part,) = parts
+    return part if part.flags.carray else np.array(part, order="C")
 
 
 def _split(outputs: Mapping[str, np.ndarray], batches: list[int]) -> list[Arrays]:

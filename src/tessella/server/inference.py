@@ -135,6 +135,7 @@ class Watch:
         self._statistics = model.statistics
         begun_ns = time.perf_counter_ns() if begun_ns is None else begun_ns
         self._begun_ns = self._last_ns = begun_ns
+        self._booked_ns = 0
 
     def on(self, model: ServedModel) -> Watch:
         """Count the request, in this block, as one of this model: the one that will answer it."""
@@ -144,11 +145,11 @@ class Watch:
     def lap(self, stage: str) -> None:
         """What passed since the last call, less what others have booked of it, was this stage."""
         now_ns = time.perf_counter_ns()
-        booked_ns = self.stages.total - (self._last_ns - self._begun_ns)
-        setattr(
-            self.stages, stage, getattr(self.stages, stage) + now_ns - self._last_ns - booked_ns
-        )
-        self._last_ns = now_ns
+        stages = self.stages
+        booked_ns = stages.copy + stages.compute  # by batchers; nobody books others
+        passed_ns = now_ns - self._last_ns - booked_ns + self._booked_ns
+        setattr(stages, stage, getattr(stages, stage) + passed_ns)
+        self._last_ns, self._booked_ns = now_ns, booked_ns
 
     def __enter__(self) -> None:
         pass

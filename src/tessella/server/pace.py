@@ -16,6 +16,7 @@ class Pace:
     def __init__(self) -> None:
         self._ns: dict[int, float] = {}
         self._since_ns = 0
+        self._expected: dict[tuple[int, int], int] = {}  # since the last time that was taken
 
     def is_old(self, now_ns: int) -> bool:
         """Whether nothing was timed for ``TRUST_NS``: the machine may be as quick again by now."""
@@ -25,13 +26,18 @@ class Pace:
         self._since_ns = perf_counter_ns()
         before = self._ns.get(samples, ns)
         self._ns[samples] = 0.8 * before + 0.2 * ns
+        self._expected.clear()
 
     def expected_ns(self, samples: int, largest: int) -> int:
         """The time for as many samples, in executions of the largest size; 0 if none was timed."""
         if not self._ns:
             return 0
-        full, rest = divmod(samples, largest)
-        return int(full * self._one_ns(largest) + (self._one_ns(rest) if rest else 0))
+        known = self._expected.get((samples, largest))
+        if known is None:
+            full, rest = divmod(samples, largest)
+            known = int(full * self._one_ns(largest) + (self._one_ns(rest) if rest else 0))
+            self._expected[samples, largest] = known
+        return known
 
     def most_samples(self, largest: int) -> int:
         """The largest piece of a request that holds up the others for ``TURN_NS`` at most."""
@@ -40,6 +46,8 @@ class Pace:
 
     def _one_ns(self, samples: int) -> float:
         """The time of the next size up, or the largest one's in proportion."""
+        if samples in self._ns:
+            return self._ns[samples]
         sizes = [size for size in self._ns if size >= samples]
         if sizes:
             return self._ns[min(sizes)]

@@ -6,6 +6,7 @@ Element types that NumPy lacks (BF16, FP8) are float32 on the NumPy side.
 
 from __future__ import annotations
 
+import functools
 import math
 from itertools import chain
 from typing import Any
@@ -76,6 +77,7 @@ def to_binary(array: np.ndarray, dtype: DType) -> bytes:
     return array.astype(_little_endian(dtype), copy=False).tobytes()
 
 
+@functools.cache
 def _little_endian(dtype: DType) -> np.dtype:
     return np.dtype(dtype.numpy).newbyteorder("<")
 
