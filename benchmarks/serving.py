@@ -4,6 +4,9 @@ A LeNet on a CPU, one image a request and an answer of ten scores, both as binar
 of one process, servers of several, and a bare ASGI application in uvicorn that reads the same bytes
 and answers the same bytes without a network. All of them wait while one is asked, in rounds; wrk
 runs on the same cores. The table has medians over the rounds.
+
+In each round the engine is timed, too, with a batch of as many images as there are clients: so the
+table says what a request costs beside its share of the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +35,7 @@ from tessella import compiler
 from tessella.artifacts.plan import Plan
 from tessella.core.spec import DimRange
 from tessella.graph import capture
+from tessella.runtime import Engine, load
 from tessella.server import serve
 from tessella.server.listening import HttpServer, bind
 
@@ -61,7 +66,8 @@ def main() -> None:
         "load": round(os.getloadavg()[2], 1),  # over 15 minutes: that of others, too
     }
     write(args.out, made)
-    print(markdown(list(rows[0]), [list(row.values()) for row in rows]))
+    columns = [name for name in rows[0] if name != "rounds"]
+    print(markdown(columns, [[row[name] for name in columns] for row in rows]))
     print(f"wrote {args.out}")
 
 
@@ -85,10 +91,14 @@ def measure(
         servers[BARE] = stack.enter_context(_serving("bare", folder / "answer"))
         assert _answer(servers[BARE], body) == answers[0]
         script = _script(folder, body)
+        torch.set_num_threads(1)  # as the servers have
+        engine = stack.enter_context(load(folder / "network.plan"))
         for _ in range(rounds):
             for count in clients:
+                own_us = engine_us(engine, min(count, BATCH.max))
                 for name, url in servers.items():
                     one = _wrk(url, script, clients=count, seconds=seconds)
+                    one["engine_us"] = 0.0 if name == BARE else own_us
                     found.setdefault((name, count), []).append(one)
     return [_row(name, count, found) for name, count in found]
 
@@ -103,8 +113,25 @@ def _row(name: str, clients: int, found: dict[tuple[str, int], list[dict[str, fl
         "p50_ms": round(statistics.median(one["p50_ms"] for one in mine), 2),
         "p99_ms": round(statistics.median(one["p99_ms"] for one in mine), 2),
         "ratio": round(statistics.median(ratios), 3),
+        "engine_us": round(statistics.median(one["engine_us"] for one in mine)),
+        "beside_us": round(
+            statistics.median(1e6 / one["requests_per_s"] - one["engine_us"] for one in mine)
+        ),
         "rounds": mine,
     }
+
+
+def engine_us(engine: Engine, batch: int, *, seconds: float = 0.2) -> float:
+    """Microseconds that the engine takes for one image of a batch: the median over some time."""
+    (spec,) = engine.inputs
+    images = {spec.name: np.zeros(spec.at(batch), np.float32)}
+    taken_ns: list[int] = []
+    until_ns = time.perf_counter_ns() + 1e9 * seconds
+    while not taken_ns or time.perf_counter_ns() < until_ns:
+        begun_ns = time.perf_counter_ns()
+        engine(**images)
+        taken_ns.append(time.perf_counter_ns() - begun_ns)
+    return statistics.median(taken_ns) / batch / 1e3
 
 
 def _save_plan(path: Path) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving import parse
+from benchmarks.serving import engine_us, parse
+from tests.support.engines import Scores
 
 # As wrk 4.1.0 printed it.
 TEXT = """\
@@ -34,3 +35,10 @@ def test_rate_and_latencies() -> None:
 def test_a_run_with_errors_is_no_measurement(line: str) -> None:
     with pytest.raises(ValueError, match="not every request"):
         parse(TEXT + line)
+
+
+def test_the_engines_time_is_that_of_one_image() -> None:
+    engine = Scores(delay_s=0.004)
+    assert engine_us(engine, 1, seconds=0) >= 4000  # type: ignore[arg-type]
+    assert engine_us(engine, 8, seconds=0.01) >= 500  # type: ignore[arg-type]
+    assert engine.batches[:2] == [1, 8]
