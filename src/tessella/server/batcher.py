@@ -69,9 +69,13 @@ class Request:
     error: Exception | None = None
     since_ns: int = 0
     batch: int = 0
-    shapes: tuple[tuple[int, ...], ...] = ()  # but for the batch: only equal ones can be joined
     begun: int = 0  # samples that have been given to the engine
     parts: list[Arrays] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the inputs by name, but for the batch: only requests of equal ones can be joined."""
+        return [self.arrays[name].shape[1:] for name in sorted(self.arrays)]
 
     def gave_up(self) -> bool:
         """Whether nobody waits for the answer any more."""
@@ -112,7 +116,8 @@ class Batcher:
         self._max_waiting = max_waiting
         self._statistics = statistics
         self._pace = Pace()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
         self._samples = 0  # that wait
         self._arrivals = 0
@@ -166,7 +171,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             # One function for all requests: an execution wakes the loop once, for all its answers.
-            with self._changed:
+            with self._lock:
                 self._loop, self._loop_thread = loop, threading.get_ident()
                 self._deliver = partial(_tell, loop, self._loop_thread)
         request = Request(
@@ -187,8 +192,7 @@ class Batcher:
         """
         request.since_ns = now_ns = perf_counter_ns()
         request.batch = len(next(iter(request.arrays.values())))
-        request.shapes = tuple(a.shape[1:] for _, a in sorted(request.arrays.items()))
-        with self._changed:
+        with self._lock:
             if self._release is not None:
                 raise ServeError("the model was unloaded", status=503, fix="send it again")
             if len(self._waiting) >= self._max_waiting:
@@ -205,7 +209,7 @@ class Batcher:
 
     async def close(self, release: Callable[[], None]) -> None:
         """Finish what waits, then ``release`` the engine in the thread that ran it, if one did."""
-        with self._changed:
+        with self._lock:
             self._release = release
             self._changed.notify_all()
             unused = self._thread is None and not self._waiting and not self._is_running
@@ -287,6 +291,7 @@ class Batcher:
         """
         pieces: list[Piece] = []
         late: list[Request] = []
+        shapes: list[tuple[int, ...]] = []
         samples = 0
         now_ns = perf_counter_ns()
         while self._waiting:
@@ -304,11 +309,10 @@ class Batcher:
             size = left
             if left > self._max_batch or request.begun:
                 size = min(left, self._pace.most_samples(self._max_batch))
-            joins = not pieces or (
-                samples + size <= self._max_batch and request.shapes == pieces[0][0].shapes
-            )
-            if not joins:
-                break
+            if pieces:
+                shapes = shapes or pieces[0][0].shapes
+                if samples + size > self._max_batch or request.shapes != shapes:
+                    break
             self._pop()
             pieces.append((request, request.begun, request.begun + size))
             request.begun += size
@@ -337,7 +341,7 @@ class Batcher:
     def _run(self) -> None:
         """Be the thread that runs the engine."""
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._is_for_thread():
                     self._wait(None)
                 while self._waiting and (company_ns := self._company_ns()):
@@ -353,14 +357,14 @@ class Batcher:
 
     def _turn(self) -> None:
         """Run the next execution in the event loop's thread, which called this."""
-        with self._changed:
+        with self._lock:
             self._has_turn = False
             if not self._is_brief():  # more have come since, or the end
                 self._changed.notify()
                 self._wake()
                 return
         if self.step() is not None:
-            with self._changed:
+            with self._lock:
                 self._wake()
 
     def step(self) -> int | None:
@@ -369,7 +373,7 @@ class Batcher:
         Returns:
             In how many nanoseconds there is something to do; None if nothing waits.
         """
-        with self._changed:
+        with self._lock:
             if not self._waiting or self._is_running:
                 return None
             if company_ns := self._company_ns():
@@ -383,7 +387,7 @@ class Batcher:
         _deliver(late)
         if pieces:
             self._execute(pieces)
-        with self._changed:
+        with self._lock:
             self._is_running = False
             if self._release is not None:
                 self._changed.notify()  # the end is the engine's thread's, if there is one
@@ -411,7 +415,7 @@ class Batcher:
                 return
             request = pieces[0][0]
             request.error = error
-            with self._changed:
+            with self._lock:
                 self._drop(request)
             _deliver([request])
             return
@@ -472,8 +476,9 @@ def _deliver(requests: list[Request]) -> None:
     """Give the requests back, all of one place together."""
     while requests:
         place = requests[0].deliver
-        place([r for r in requests if r.deliver is place])
-        requests = [r for r in requests if r.deliver is not place]
+        others = [r for r in requests if r.deliver is not place]
+        place([r for r in requests if r.deliver is place] if others else requests)
+        requests = others
 
 
 def _tell(loop: asyncio.AbstractEventLoop, thread: int, requests: list[Request]) -> None:
