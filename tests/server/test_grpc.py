@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from tessella.core.errors import UsageError
 from tessella.core.open_inference import MESSAGES, SERVICE
-from tessella.server import Doors, Server, grpc_front
+from tessella.server import Doors, Limits, Server, grpc_front
 from tests.support.engines import LABELS, Echo, Pair, Scores, expected_scores, repository
 
 IMAGES = np.random.default_rng(1).normal(size=(3, 3, 8, 8)).astype(np.float32)
@@ -287,3 +287,18 @@ def test_without_grpcio_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(grpc_front, "grpc", None)
     with pytest.raises(UsageError, match=r"tessella\[grpc\]"):
         Server(repository({}), doors=Doors(grpc_port=0))
+
+
+def test_messages_count_among_the_bytes_that_are_held() -> None:
+    limits = Limits(held_bytes=3 * IMAGES.nbytes)
+    engine = Scores()
+    models = repository({"flowers": engine}, limits=limits)
+    with Server(models, limits=limits, doors=Doors(grpc_port=0)) as running:
+        with triton.InferenceServerClient(running.grpc_address) as client:
+            for _ in range(5):  # message and body fit, one after the other
+                client.infer("flowers", [image_input()])
+            with pytest.raises(InferenceServerException, match="as many request bytes") as caught:
+                client.infer("flowers", [image_input(np.concatenate([IMAGES] * 2))])
+            assert "UNAVAILABLE" in caught.value.status()
+            client.infer("flowers", [image_input()])
+    assert engine.batches == [3] * 6

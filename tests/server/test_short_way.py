@@ -118,7 +118,7 @@ class Place:
 
     @property
     def held_bytes(self) -> int:
-        return self.app._inference.bodies.held_bytes
+        return self.app.bodies.held_bytes
 
     def counts(self) -> list[str]:
         """The metrics that are no durations."""
@@ -453,9 +453,9 @@ def test_the_bytes_of_all_requests_are_limited(taken: list[bool]) -> None:
         answers = []
         for place in (there, here):
             await say(place.connect(), raw())
-            place.app._inference.bodies.hold(IMAGE.nbytes + 1)
+            place.app.bodies.hold(IMAGE.nbytes + 1)
             answers.append(await say(place.connect(), raw()))
-            place.app._inference.bodies.held_bytes = 0
+            place.app.bodies.held_bytes = 0
             answers[-1] += await say(place.connect(), raw())
         assert answers[0] == answers[1]
         assert answers[0].startswith(b"HTTP/1.1 503")

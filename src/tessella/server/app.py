@@ -51,6 +51,7 @@ class App:
         regions: the shared memory in which clients may put tensors.
 
     Attributes:
+        bodies: counts the bytes of all requests that are held, of whichever door.
         short_way: answers requests whose head has been here before, without this application.
     """
 
@@ -68,7 +69,7 @@ class App:
         self._guard = guard
         self._limits = limits
         self._inference = Inference(models=models, limits=limits, regions=regions)
-        self._bodies = self._inference.bodies
+        self.bodies = self._inference.bodies
         self.short_way = ShortWay(self._inference, guard)
         self._images = ImageDecoder(limits.image, threads=decoders)
         self._rest = rest
@@ -151,7 +152,7 @@ class App:
     ) -> Answer:
         watch = Watch(self._models.get(name, version))  # do not read a body that nobody wants
         most_bytes = self._limits.body_bytes
-        async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
+        async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
             with self._models.get(name, version) as model, watch.on(model):
                 json_length = headers.get(b"inference-header-content-length")
@@ -193,7 +194,7 @@ class App:
         """A task's answers to image files, for people and scripts without a client library."""
         watch = Watch(_with_verb(self._models.get(name, version), verb))
         most_bytes = self._limits.body_bytes
-        async with self._bodies.read(headers, receive, most_bytes=most_bytes) as body:
+        async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
             with self._models.get(name, version) as model, watch.on(model):
                 spec = _only_image(model)
@@ -251,9 +252,7 @@ class App:
             await send(message)
 
         try:
-            async with self._bodies.read(
-                headers, receive, most_bytes=MANAGEMENT_BODY_BYTES
-            ) as body:
+            async with self.bodies.read(headers, receive, most_bytes=MANAGEMENT_BODY_BYTES) as body:
                 await self._rest(scope, body_again, watched)
         except Disconnected:
             return

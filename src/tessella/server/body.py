@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from tessella.core.errors import InputError, ServeError
@@ -41,6 +42,19 @@ class BodyReader:
             Disconnected: the client went away.
         """
         return Body(self, headers, receive, most_bytes)
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """Count bytes as held in this block.
+
+        Raises:
+            ServeError: as ``hold``.
+        """
+        self.hold(nbytes)
+        try:
+            yield
+        finally:
+            self.held_bytes -= nbytes
 
     def hold(self, nbytes: int) -> None:
         """Count bytes as held, for ``held_bytes`` to be made less by who lets them go.

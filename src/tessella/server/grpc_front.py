@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tessella.core.errors import TessellaError, UsageError
+from tessella.core.errors import ServeError, TessellaError, UsageError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
 from tessella.server.answers import error_answer, log
+from tessella.server.app import App
 from tessella.server.doors import Doors
 from tessella.server.grpc_messages import (
     HEALTH,
@@ -44,7 +45,6 @@ _CODES = {
     409: "ALREADY_EXISTS", 413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL",
     501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 507: "RESOURCE_EXHAUSTED",
 }  # fmt: skip
-App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +173,15 @@ class GrpcFront:
                 yield response
 
     async def _answer_infer(self, content: bytes, context: Any) -> _Answer:
+        """The answer to a message, which is held until then beside the body that is made of it."""
+        try:
+            with self._app.bodies.holding(len(content)):
+                return await self._answer_held(content, context)
+        except ServeError as error:
+            made = error_answer(error)
+            return _Answer(status=made.status, headers=dict(made.headers), body=made.body)
+
+    async def _answer_held(self, content: bytes, context: Any) -> _Answer:
         remaining_s = context.time_remaining()
         # Without a deadline gRPC says so with None, or with one of many years.
         remaining_us = None if remaining_s is None or remaining_s > 1e8 else int(1e6 * remaining_s)
