@@ -39,6 +39,10 @@ shared memory against that chip's limits. No kernel of ours has run on them: nei
 times are known. Libraries (cuDNN, cuBLASLt, cuSPARSELt, ATen) are asked there as on Hopper; what
 they refuse, a build leaves out.
 
+On a chip of this table that you have, `tessella doctor --report` runs all kernels, compares each
+with float64, times it beside torch's, and writes a file to send us: see
+[the report](kernel-report.md). Nobody has sent one yet.
+
 | target | GPUs | shared memory of a block | what it has | our kernels |
 | --- | --- | --- | --- | --- |
 """

@@ -104,15 +104,18 @@ def wrong(inspection: Inspection, problem: Problem) -> str | None:
 
 
 def _wrong(error: float, problem: Problem) -> str | None:
-    if error <= _tolerance(problem):  # and no NaN
+    if error <= tolerance(problem):  # and no NaN
         return None
     beside = error == math.inf
     why = "writes beside its slice" if beside else f"deviates from float64 by {error:.1e}"
     return f"wrong: {why}"
 
 
-def _tolerance(problem: Problem) -> float:
-    """The tolerance of the coarsest element type of a problem, and the rounding of fp8."""
+def tolerance(problem: Problem) -> float:
+    """The largest error over the largest value that a right kernel may show.
+
+    It is that of the coarsest element type of a problem, and the rounding of fp8.
+    """
     dtypes = {meta.dtype for meta in (*problem.inputs, *problem.outputs) if meta is not None}
     if "float32" in dtypes and problem.math == "tf32":
         dtypes.add("tf32")

@@ -1,0 +1,221 @@
+"""One kernel on one problem: its answer beside float64's, its time beside that of torch.
+
+It runs in a process that may end (``child``), so it says what it is about to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tessella.core.memory import is_out_of_memory
+from tessella.device.ahead_of_time import kernel_cache, using_kernels
+from tessella.device.float32_math import float32_math
+from tessella.device.packing import forget
+from tessella.kernels import catalog
+from tessella.kernels.catalog import Config, Kernel
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.search.find import bind
+from tessella.search.inspection import deviates, exact_answers, inspect, tolerance, wrong
+from tessella.search.kernel_report.problems import draw, problems_of
+from tessella.search.kernel_report.record import Row
+from tessella.search.timing import Run, Timing, measure
+
+Doing = Callable[[str], None]
+
+BUDGET_S = 0.05  # to time a kernel and its peer
+KEPT = 8  # problems whose numbers are kept: float64's answer takes longer than most kernels
+
+
+class Gone(Exception):
+    """The GPU is lost to this process: no call of it survives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A problem with its numbers on a device, and float64's answer."""
+
+    problem: Problem
+    constants: dict[int, torch.Tensor]
+    inputs: list[torch.Tensor]
+    exact: tuple[torch.Tensor, ...]
+
+
+class Bench:
+    """A device, and the numbers of the problems on it.
+
+    Args:
+        doing: called with what begins.
+    """
+
+    def __init__(self, target: str, device: torch.device, doing: Doing) -> None:
+        self._target, self._device, self._doing = target, device, doing
+        self._problems = problems_of(target)
+        self._subject = functools.lru_cache(KEPT)(self._drawn)
+
+    def try_kernel(self, row: Kernel, name: str, place: int) -> tuple[Row, int]:
+        """What a kernel does with a problem, and how many configurations it has for it.
+
+        Args:
+            name: of the problem.
+            place: of the configuration among those that the kernel proposes.
+
+        Raises:
+            ImportError: its module needs what is not installed.
+            Gone: the kernel crashed the GPU.
+        """
+        problem = self._problems[name]
+        family = operation(problem.op).family
+        told = Row(kernel=row.id, source=row.source, family=family, problem=name, outcome="refused")
+        self._doing("when asked whether it takes the problem")
+        if why := row.refusal(problem):
+            return replace(told, why=why), 0
+        configs = row.configs(problem)
+        if place >= len(configs):
+            return replace(told, why="it has no configuration for this problem"), 0
+        told = replace(told, config=configs[place])
+        self._doing("in the float64 reference")
+        asked = self._subject(name)
+        self._doing("when it ran")
+        try:
+            with self._running(problem):
+                return self._compared(row, asked, told), len(configs)
+        except torch.AcceleratorError as error:
+            raise Gone(str(error).splitlines()[0]) from error
+        except Exception as error:  # told in the row, whatever it is
+            return replace(told, outcome="failed", why=_said(error)), len(configs)
+        finally:
+            forget(asked.constants.values())
+
+    def _drawn(self, name: str) -> Subject:
+        problem = self._problems[name]
+        with torch.inference_mode():
+            constants, inputs = draw(problem, self._device)
+            exact = exact_answers(problem, constants, inputs)
+        return Subject(problem=problem, constants=constants, inputs=inputs, exact=exact)
+
+    @contextlib.contextmanager
+    def _running(self, problem: Problem) -> Iterator[None]:
+        """A context in which kernels run as they do in a plan."""
+        with (
+            using_kernels(kernel_cache(self._target)),
+            torch.inference_mode(),
+            float32_math(problem.math),
+        ):
+            yield
+
+    def _compared(self, row: Kernel, asked: Subject, told: Row) -> Row:
+        """The row of a kernel that takes the problem."""
+        bound = self._bound(row, asked, told.config)
+        if why := _other_results(bound.run_first(), asked.problem):
+            return replace(told, outcome="wrong", why=why)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        found = inspect(bound.run_first, asked.exact, bound.out, sliced=False)
+        told = replace(
+            told,
+            outcome="right",
+            error=found.max_rel_error if math.isfinite(found.max_rel_error) else None,
+            bound=tolerance(asked.problem),
+            repeatable=found.repeatable,
+            registers=found.registers,
+            shared_bytes=found.shared_bytes,
+            occupancy=found.occupancy,
+        )
+        if why := wrong(found, asked.problem):
+            return replace(told, outcome="wrong", why=why.removeprefix("wrong: "))
+        runs = {row.id: bound.run} | self._beside(row, asked)
+        self._doing("when it was timed")
+        return _timed(told, measure(runs, device=self._device, budget_s=BUDGET_S))
+
+    def _beside(self, row: Kernel, asked: Subject) -> dict[str, Run]:
+        """What torch has for the problem; nothing where that is the kernel itself, or is wrong."""
+        if row.source == "aten":
+            return {}
+        rows = catalog.candidates(asked.problem.op, self._target)
+        others = (other for other in rows if other.source == "aten")
+        peer = next((one for one in others if one.refusal(asked.problem) is None), None)
+        if peer is None:
+            return {}
+        self._doing(f"when {peer.id} ran beside it")
+        try:
+            bound = self._bound(peer, asked, peer.configs(asked.problem)[0])
+            made = _results(bound.run_first())
+        except (RuntimeError, ValueError, TypeError):
+            return {}
+        return {} if deviates(asked.problem, made, asked.exact) else {peer.id: bound.run}
+
+    def _bound(self, row: Kernel, asked: Subject, config: Config) -> _Bound:
+        call, buffers = bind(row, asked.problem, asked.constants, self._device, config)
+        inputs, place = list(asked.inputs), _overwritten(row, asked.problem)
+        if place is not None:
+            inputs[place] = inputs[place].clone()
+
+        def run() -> Any:
+            return call(*inputs, **buffers)
+
+        def run_first() -> Any:
+            if place is not None:  # what earlier calls have overwritten
+                inputs[place].copy_(asked.inputs[place])
+            return run()
+
+        return _Bound(run=run, run_first=run_first, out=buffers.get("out"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bound:
+    """A kernel as a call without arguments, and where its result goes if it is told."""
+
+    run: Run
+    run_first: Run  # of inputs that no earlier call has overwritten
+    out: torch.Tensor | None
+
+
+def _overwritten(row: Kernel, problem: Problem) -> int | None:
+    """Which of the inputs that are no constants a kernel takes for its result."""
+    if row.overwritten is None:
+        return None
+    before = range(row.overwritten)
+    return sum(problem.meta(i) is not None and i not in problem.constant for i in before)
+
+
+def _timed(told: Row, timings: dict[str, Timing]) -> Row:
+    """The row with the kernel's time, and that of the peer if there is one."""
+    own, *others = timings.items()
+    timing = own[1]
+    told = replace(told, time_us=timing.time_us, spread_us=timing.spread_us, noisy=timing.noisy)
+    for peer, its in others:
+        ratio = round(its.time_us / max(timing.time_us, 1e-3), 3)
+        noisy = told.noisy or its.noisy
+        told = replace(told, peer=peer, peer_us=its.time_us, ratio=ratio, noisy=noisy)
+    return told
+
+
+def _other_results(made: Any, problem: Problem) -> str | None:
+    """Why results are not of the shape and type that was asked for, or None."""
+    results = _results(made)
+    if len(results) != len(problem.outputs):
+        return f"made {len(results)} results, not {len(problem.outputs)}"
+    for tensor, meta in zip(results, problem.outputs, strict=True):
+        if not meta.matches(tensor):
+            seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
+            return f"made {seen} instead of {meta}"
+    return None
+
+
+def _results(made: Any) -> tuple[torch.Tensor, ...]:
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+
+def _said(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "out of memory"
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
