@@ -2,6 +2,10 @@
 
 From the CUDA C++ Programming Guide, technical specifications by compute capability, and from
 ``cuda_occupancy.h`` of the toolkit. Nothing here imports torch.
+
+Rates are from NVIDIA's data sheets of V100 SXM2, T4, A100 SXM 40 GB, A10, L4, H100 SXM and HGX B200
+(those of L4, H100 and B200 state sparse products, twice the dense ones), and from the white paper
+"NVIDIA RTX Blackwell GPU Architecture" for the RTX 5090.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _HOPPER: frozenset[Feature] = _BLACKWELL | {"wgmma"}
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The most that one GPU does a second, by NVIDIA's data sheet: no GPU reaches all of it.
+    """The most that one GPU does a second, by its maker: no GPU reaches all of it.
 
     Products are dense and add up in 32 bits. Who has no tensor cores for a type multiplies it as
     float32.
@@ -131,15 +135,19 @@ ARCHITECTURES = {
         shared_bytes=228 << 10,
     ),
     "sm_100": Architecture(
-        chips="B100, B200",
-        rates=Rates(memory_gb=8000, float32=75, tf32=1100, float16=2250, int8=4500, fp8=4500),
+        chips="B200, B100",
+        rates=Rates(memory_gb=7700, float32=75, tf32=1100, float16=2250, int8=4500, fp8=4500),
         has=_BLACKWELL,
         multiprocessors=148,
         shared_bytes=228 << 10,
     ),
     "sm_120": Architecture(
         chips="RTX 50, RTX PRO 6000",
-        rates=Rates(memory_gb=1792, float32=105, tf32=105, float16=210, int8=838, fp8=419),
+        # The white paper halves fp8 that adds up in 32 bits, as it does float16, to 419. Measured
+        # by cuBLASLt it is not: 774 on an RTX 5090 (github.com/xzwgit/gpu-flops-bench), and 185,
+        # eight times float32's peak, on an RTX 5060 Ti (github.com/QuantumDrizzy/BLACKWALL). An RTX
+        # 4090 does halve it (354 to int8's 676); the L4, by which sm_89 is estimated, does not.
+        rates=Rates(memory_gb=1792, float32=105, tf32=105, float16=210, int8=838, fp8=838),
         has=_BLACKWELL,
         multiprocessors=188,
         warps=48,
