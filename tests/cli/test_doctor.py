@@ -96,11 +96,25 @@ def test_a_machine_that_stops_leaves_a_file(tessella: Tessella, machine, monkeyp
     assert report["devices"][0]["rows"]
 
 
+def test_what_a_stranger_wrote_moves_no_cursor(tessella: Tessella, machine) -> None:
+    machine(answers)
+    assert tessella("doctor", "r.json", "--report").code == 0
+    assert tessella("doctor", "r.json", "--report").code == 0  # a report may be replaced
+    report = json.loads(Path("r.json").read_text())
+    report["devices"][0]["trouble"] = "[/red] \x1b]0;mine\x07 [bold]x"
+    report["devices"][0]["chip"]["name"] = "a \x1b[2J chip"
+    Path("r.json").write_text(json.dumps(report))
+    said = tessella("doctor", "r.json", "--read").out
+    assert "[/red] �]0;mine� [bold]x" in said
+    assert "\x1b" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("r.json",), "add --report"),
         (("--report", "--read"), "give one of them"),
+        (("file", "--report"), "no report"),
         (("--report", "--minutes", "0"), "--minutes is above zero"),
         (("--report", "--minutes", "nan"), "--minutes is above zero"),
         (("file/r.json", "--report"), "could not be written"),

@@ -18,13 +18,14 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Group
+from rich.text import Text
 from typer import Argument, Option
 
 from tessella.artifacts.files import write_atomic
 from tessella.cli.output import Json, Output, grid, output
 from tessella.core.count import counted
 from tessella.core.device import default_target, fingerprint
-from tessella.core.errors import UsageError
+from tessella.core.errors import TessellaError, UnknownVersion, UsageError
 from tessella.core.record import to_plain
 from tessella.kernels import catalog
 from tessella.search.kernel_report.record import KernelReport, Row, read_report
@@ -49,6 +50,10 @@ def register(app: typer.Typer) -> None:
 REPORT = Path("tessella-report.json")
 SAVED_S = 10.0  # a machine that hangs for good leaves a file that is at most so old
 FAULTS = ("wrong", "failed", "crashed", "timed out")
+HEAD = (
+    "family", "right", "wrong", "failed", "crashed", "timed out", "refused",
+    "ours slower than torch",
+)  # fmt: skip
 MOST_FAULTS = 30  # that are listed; the file has all
 
 
@@ -93,6 +98,7 @@ def _report(out: Output, path: Path, minutes: float) -> None:
     """Try every kernel, write what is known now and then, and in the end."""
     if not 0 < minutes < math.inf:
         raise UsageError("--minutes is above zero", seen=minutes, fix="for example --minutes 5")
+    _require_ours(path)
     registered = {row.module for row in catalog.rows() if row.id not in catalog.BY_ID}
     survey = Survey(minutes, sorted(registered - {"__main__"}))
     _save(path, survey.report())  # or say now that it cannot be written
@@ -104,6 +110,22 @@ def _report(out: Output, path: Path, minutes: float) -> None:
     out.note(f"{path}: send us this file. It names neither you nor this machine, nor any path")
     if report.ended == "stopped":
         raise KeyboardInterrupt
+
+
+def _require_ours(path: Path) -> None:
+    """Refuse to replace a file that is no report."""
+    if not path.exists():
+        return
+    try:
+        read_report(path)
+    except UnknownVersion:
+        return
+    except TessellaError as error:
+        raise UsageError(
+            "there is another file of this name, which is no report",
+            seen=path,
+            fix="give another name, or remove it",
+        ) from error
 
 
 def _now_and_then(save: Callable[[], None]) -> Callable[[], None]:
@@ -125,34 +147,39 @@ def _save(path: Path, report: KernelReport) -> None:
 
 def _show(out: Output, report: KernelReport) -> None:
     """A table of families for each device, then what went wrong and what was not run."""
-    shown: list[Group | str] = []
+    shown: list[Group | Text] = []
     for device in report.devices:
         chip = device.chip
         name = device.device if chip is None else f"{device.device}: {chip.name}, {chip.arch}"
+        lines: list[str] = []
         families = dict.fromkeys(row.family for row in device.rows)
         rows = [_family(f, [row for row in device.rows if row.family == f]) for f in families]
         if rows:
             rows.append(_family("all", list(device.rows)))
-            head = ("family", "right", "wrong", "failed", "crashed", "timed out", "refused",
-                    "ours slower than torch")  # fmt: skip
-            shown.append(grid(head, rows, title=name))
+            shown.append(grid(HEAD, rows, title=_printable(name)))
         else:
-            shown.append(f"{name}: nothing was run")
+            shown.append(Text(f"{_printable(name)}: nothing was run", style="italic"))
         if device.trouble is not None:
-            shown.append(f"  {device.trouble}")
+            lines.append(f"  {device.trouble}")
         faults = [row for row in device.rows if row.outcome in FAULTS]
-        shown += [
+        lines += [
             f"  {row.outcome}: {row.kernel} on {row.problem}: {row.why}"
             for row in faults[:MOST_FAULTS]
         ]
         if len(faults) > MOST_FAULTS:
-            shown.append(f"  … {len(faults) - MOST_FAULTS} more are in the file")
+            lines.append(f"  … {len(faults) - MOST_FAULTS} more are in the file")
         if device.left_out:
             left = counted(len(device.left_out), "case")
-            shown.append(f"  left out: {left}, first {device.left_out[0]}; more --minutes do more")
+            lines.append(f"  left out: {left}, first {device.left_out[0]}; more --minutes do more")
         for why, kernels in device.not_run.items():
-            shown.append(f"  not run: {counted(len(kernels), 'kernel')}: {why}")
+            lines.append(f"  not run: {counted(len(kernels), 'kernel')}: {why}")
+        shown += [Text(_printable(line)) for line in lines]
     out.result(to_plain(report), Group(*shown))
+
+
+def _printable(line: str) -> str:
+    """A line without what would move the cursor: a stranger may have written it."""
+    return "".join(c if c.isprintable() else "�" for c in line)
 
 
 def _family(name: str, rows: list[Row]) -> tuple[object, ...]:
@@ -164,7 +191,7 @@ def _family(name: str, rows: list[Row]) -> tuple[object, ...]:
             best[key] = max(row.ratio, best.get(key, 0.0))
     counts = [sum(r.outcome == o for r in rows) for o in ("right", *FAULTS, "refused")]
     slower = sum(ratio < 1 for ratio in best.values())
-    return (name, *counts, f"{slower} of {len(best)}" if best else "")
+    return (_printable(name), *counts, f"{slower} of {len(best)}" if best else "")
 
 
 def _check(out: Output) -> None:
