@@ -17,11 +17,12 @@ from tessella.core.record import to_plain
 from tessella.device.machine import aimed_at
 from tessella.device.x86 import code
 from tessella.kernels import catalog
-from tessella.search.kernel_report import record, survey
+from tessella.search.kernel_report import record, survey, trying
 from tessella.search.kernel_report.privacy import Privacy
 from tessella.search.kernel_report.problems import draw, problems_of
 from tessella.search.kernel_report.process import Ended, Process
 from tessella.search.kernel_report.record import DeviceReport, KernelReport, Row, read_report
+from tessella.search.timing import Timing
 from tests.support.kernels import planted, scripted_process
 
 planted.unregister()  # importing it registers them, for the child processes
@@ -249,6 +250,20 @@ def test_a_device_that_no_process_can_use_is_told(on_gpu, greets, starts, troubl
     assert report.ended == "complete"
 
 
+def test_a_peer_that_cannot_be_timed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(runs, **options):
+        if len(runs) > 1:
+            raise RuntimeError("it waits, which a graph cannot")
+        return {name: Timing(time_us=2.0, spread_us=0.1) for name in runs}
+
+    monkeypatch.setattr(trying, "measure", measure)
+    doing: list[str] = []
+    bench = trying.Bench("cpu", CPU, doing.append)
+    row, _ = bench.try_kernel(catalog.kernel("max_pool2d.shifted"), "max_pool2d float32", 0)
+    assert (row.outcome, row.time_us, row.peer, row.peer_us) == ("right", 2.0, None, None)
+    assert doing[-2:] == ["when max_pool2d.aten ran beside it", "when it was timed"]
+
+
 def test_words_are_hidden_and_ours_are_not(private: tuple[str, ...]) -> None:
     privacy = Privacy.of_this_machine()
     for text in (
@@ -264,6 +279,8 @@ def test_words_are_hidden_and_ours_are_not(private: tuple[str, ...]) -> None:
     ):  # fmt: skip
         assert privacy.text(text) == text
     assert privacy.text("two\nlines") == "two lines"
+    assert privacy.text("not\udcff a letter").encode()
+    assert len(privacy.text("long " * 1000)) < 500
     assert privacy.name("zebulon's own 64-core") == "<user>'s own 64-core"
 
 

@@ -21,6 +21,7 @@ USER_VARIABLES = ("USER", "LOGNAME", "USERNAME", "LNAME", "SUDO_USER", "MAIL")
 HOST_VARIABLES = ("HOSTNAME", "HOST", "COMPUTERNAME")
 SHORT = 3  # letters: names up to here are hidden as words only, as they are parts of other words
 LEAST_VALUE = 6  # letters of an environment variable's value: shorter ones say nothing
+MOST_LETTERS = 400  # of a message
 # ~/x, ./x, /x and x/y.z, with whatever stands before the first slash
 PATH = re.compile(r"[\w.~+@%$-]*(?:[/\\]+[\w.~+@%$-]+)+[/\\]?")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
@@ -65,14 +66,15 @@ class Privacy:
         return text
 
     def text(self, text: str) -> str:
-        """A message without any of it, on one line."""
+        """A message without any of it, on one line, and not too long."""
+        text = text.encode(errors="replace").decode()  # a path's bytes may be no letters
         for folder in self.folders:
             text = text.replace(folder, "<path>")
         for value in self.values:
             text = text.replace(value, "<environment>")
         text = ADDRESS.sub("<address>", text)
         text = PATH.sub("<path>", self.name(text))
-        return " ".join(re.sub(r"(?:<path>[/\\]*)+", "<path>", text).split())
+        return " ".join(re.sub(r"(?:<path>[/\\]*)+", "<path>", text).split())[:MOST_LETTERS]
 
 
 def _account() -> list[str]:
