@@ -43,9 +43,10 @@ def test_every_kernel_takes_one_of_the_problems(target: str) -> None:
             for row in catalog.KERNELS
             if row.runs_on(target)
             and not (row.isa and code.refusal(row.isa))
+            and (row.source != "cusparselt" or torch.backends.cusparselt.is_available())
             and all(row.op != p.op or row.refusal(p) for p in problems.values())
         }
-    assert missed == WITHOUT - ({"cat.in_place"} - missed)
+    assert missed == WITHOUT, "give search/kernel_report/problems.py one that they take"
     assert all(name.split()[0] == problem.op for name, problem in problems.items())
 
 
