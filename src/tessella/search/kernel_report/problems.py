@@ -296,6 +296,11 @@ def _pooling(gpu: bool) -> Named:
     yield f"7x7 {x.dtype}", _problem("adaptive_avg_pool2d", x, format=LAST, output_size=(7, 7))
     planes = replace(x, format="contiguous")
     yield f"NCHW {x.dtype}", _problem("adaptive_avg_pool2d", planes, output_size=(1, 1))
+    size: dict[str, Any] = {"size": (112, 112), "mode": "nearest", "antialias": False}
+    more: dict[str, Any] = {"scale_factor": None, "align_corners": None}
+    yield f"nearest {x.dtype}", _problem("interpolate", x, format=LAST, **size, **more)
+    places = _meta(1, 15, 24, 24, format=LAST)  # a detector's: centres, sides and ten classes
+    yield "float32", _problem("peak_boxes", places, down=1 / 24, along=1 / 24, most=100)
 
 
 def _norms(gpu: bool) -> Named:
