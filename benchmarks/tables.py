@@ -90,7 +90,7 @@ def page() -> str:
     for name, machine, about in PLANS:
         parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
-    parts += [*_detection(), *_serving(), *_coverage(), *_catalog()]
+    parts += [*_training(), *_detection(), *_serving(), *_coverage(), *_catalog()]
     return "\n".join(parts)
 
 
@@ -250,6 +250,28 @@ def _published() -> Iterator[str]:
 
 
 # --- a detector -----------------------------------------------------------------------------------
+
+
+def _training() -> Iterator[str]:
+    """Images a second of steps and of what feeds them, beside plain loops of torch."""
+    yield "## Training a ResNet-50: `train-sm_90.json`\n"
+    yield (
+        "Batches of 256 pictures of 224×224, made from JPEG files of 500×375 with 16 cores. *Step*:"
+        " one batch that stays on the GPU; *torch* is a plain loop (channels last, autocast, fused"
+        " optimizer), *torch.compile* the same loop with it in its default mode (`max-autotune`"
+        " took more than five minutes to compile). *Loading* and *training* read a dataset of"
+        " pixels or of PNG files.\n"
+    )
+    runs = _runs("train-sm_90.json")
+    lines = [
+        (row["what"], row["who"], f"{row['images_per_s']:,.0f}", number)
+        for number, run in enumerate(runs, 1)
+        for row in run["rows"]
+    ]
+    yield markdown(("what", "who", "images/s", "run"), lines) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}"
+    yield ""
 
 
 def _detection() -> Iterator[str]:
