@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models.resnet import Bottleneck
 
+from tessella.artifacts.run import Recipe
+from tessella.core.errors import UsageError
 from tessella.nn import fused as module_of
-from tessella.nn.fused import fused, normed
+from tessella.nn.fused import fused
+from tessella.nn.fused_calls import normed
+from tessella.training.captured import fuses
 
 
 class Net(nn.Module):
@@ -171,3 +178,18 @@ def test_an_interruption_counts():
     assert module_of.interruptions() == before
     fused(prepared(Asks()))(x)
     assert module_of.interruptions() > before
+
+
+def test_without_triton_torch_trains(monkeypatch):
+    """A torch without CUDA comes without it."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else found(name)
+    )
+    with pytest.raises(UsageError, match="Triton"):
+        fused(nn.BatchNorm2d(8))
+    assert not fuses(Recipe(network="", dataset=""), torch.device("cuda"))
+    code = (
+        "import sys; sys.modules['triton'] = None\nimport tessella.training.loop, tessella.nn.fused"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

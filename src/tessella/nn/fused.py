@@ -8,27 +8,23 @@ in torch, as does what Dynamo does not capture.
 
 from __future__ import annotations
 
-import functools
+import importlib
+import importlib.util
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.autograd.function import once_differentiable
+from torch import fx, nn
 
-from tessella.kernels.norm import batch
-from tessella.kernels.norm.batch import Activation, Norm
-from tessella.kernels.pool import trained
+from tessella.core.errors import UsageError
 
-_ACTIVATIONS: dict[Any, Activation] = {
+_ACTIVATIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", F.relu_: "relu", torch.relu_: "relu", "relu": "relu",
     "relu_": "relu", F.relu6: "relu6", F.silu: "silu",
-}  # fmt: skip
-_TORCHS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    None: lambda x: x, "relu": F.relu, "relu6": F.relu6, "silu": F.silu
 }  # fmt: skip
 _MODULES = 256  # of a class that a process captures: a search's trials, say
 _BATCH_NORM = inspect.signature(F.batch_norm)
@@ -44,16 +40,34 @@ def fused(module: nn.Module) -> nn.Module:
 
     Numbers differ from torch's by rounding: 16-bit values are not rounded between a norm, a sum and
     an activation. Tensors that are not of channels_last, or lie where Triton does not run, are
-    normalized by torch.
+    normalized by torch, and what Dynamo fails at runs as it is.
+
+    Raises:
+        UsageError: there is no Triton.
     """
+    if not can_fuse():
+        raise UsageError("norms are fused by Triton, which is not installed", fix="leave fuse out")
     settings = torch._dynamo.config  # torch imports it when it is asked for
     settings.recompile_limit = max(settings.recompile_limit, _MODULES)
+    settings.suppress_errors = True
     return cast(nn.Module, torch.compile(module, backend=_backend, dynamic=False))
+
+
+def can_fuse() -> bool:
+    """Whether Triton is here, which a torch without CUDA comes without."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def interruptions() -> int:
     """How often Dynamo could not go on capturing in this process, and let Python run instead."""
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
+    counts = torch._dynamo.utils.counters
+    failed = counts["frames"]["total"] - counts["frames"]["ok"]
+    return failed + sum(counts["graph_break"].values())
+
+
+def _calls() -> ModuleType:
+    """What graphs call; it needs Triton."""
+    return importlib.import_module("tessella.nn.fused_calls")
 
 
 def _backend(graph: fx.GraphModule, examples: Iterable[Any]) -> Callable[..., Any]:
@@ -81,7 +95,7 @@ def fuse(graph: fx.GraphModule) -> int:
     return len(made)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What a batch norm of a graph is given; nodes, but for the last two."""
 
     input: Any
@@ -93,7 +107,7 @@ class _Found(NamedTuple):
     eps: float
 
 
-def _norm_of(node: fx.Node) -> _Found | None:
+def _norm_of(node: fx.Node) -> Found | None:
     """A batch norm with a batch's statistics whose input nobody else reads or changes."""
     if node.op != "call_function" or node.target is not F.batch_norm:
         return None
@@ -103,10 +117,10 @@ def _norm_of(node: fx.Node) -> _Found | None:
     takes_statistics = named.pop("training") is True and isinstance(named["momentum"], float)
     if not takes_statistics or None in (named["weight"], named["bias"]):
         return None
-    return _Found(**named) if len(named["input"].users) == 1 else None
+    return Found(**named) if len(named["input"].users) == 1 else None
 
 
-def _fuse_at(graph: fx.Graph, norm: fx.Node, found: _Found) -> tuple[fx.Node, list[fx.Node]]:
+def _fuse_at(graph: fx.Graph, norm: fx.Node, found: Found) -> tuple[fx.Node, list[fx.Node]]:
     """One call for a batch norm and what follows it alone, and the nodes that it replaces."""
     chain, second, residual, activation = [norm], None, None, None
     follower = _only_user(norm)
@@ -125,7 +139,9 @@ def _fuse_at(graph: fx.Graph, norm: fx.Node, found: _Found) -> tuple[fx.Node, li
         chain += [follower] if activation is not None else []
     with graph.inserting_before(chain[-1]):
         norms = [found, second] if second is not None else [found]
-        made = graph.call_function(normed, ([tuple(n) for n in norms], residual, activation, False))
+        made = graph.call_function(
+            _calls().normed, ([tuple(n) for n in norms], residual, activation, False)
+        )
     chain[-1].replace_all_uses_with(made)
     for node in reversed(chain):
         graph.erase_node(node)
@@ -136,7 +152,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _activation(node: fx.Node, of: fx.Node) -> Activation:
+def _activation(node: fx.Node, of: fx.Node) -> str | None:
     return _ACTIVATIONS.get(node.target) if node.args[:1] == (of,) else None
 
 
@@ -172,7 +188,7 @@ def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
     if named.pop("return_indices") or named.pop("ceil_mode"):
         return
     with graph.inserting_before(node):
-        made = graph.call_function(pooled, kwargs=dict(named))
+        made = graph.call_function(_calls().pooled, kwargs=dict(named))
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -180,7 +196,8 @@ def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
 def _split_branches(graph: fx.Graph, made: fx.Node) -> None:
     """Where a result goes two ways, its gradients arrive apart and are added on the way back."""
     users = list(made.users)
-    readers = {torch.conv2d, F.adaptive_avg_pool2d, pooled, torch._C._nn.linear, normed}
+    ours = {_calls().normed, _calls().pooled}
+    readers = ours | {torch.conv2d, F.adaptive_avg_pool2d, torch._C._nn.linear}
     if len(users) < 2 or not all(user.target in readers for user in users):
         return
     made.args = (*made.args[:-1], True)
@@ -204,112 +221,3 @@ def _count_batches_at_once(graph: fx.Graph) -> None:
         graph.call_function(torch._foreach_add_, ([node.args[0] for node in counts], 1))
     for node in counts:
         graph.erase_node(node)
-
-
-# --- what a graph calls -----------------------------------------------------------------------
-
-
-def normed(
-    given: Sequence[Sequence[Any]],
-    residual: Tensor | None,
-    activation: Activation,
-    twice: bool,
-) -> Any:
-    """``activation(sum of batch norms + residual)`` by the statistics of a batch, with gradients.
-
-    Args:
-        given: one norm or two, each as in ``_Found``.
-        twice: return the result two times, so that its gradients come from two sides.
-    """
-    found = [_Found(*norm) for norm in given]
-    x = found[0].input
-    alike = [norm.input for norm in found] + ([] if residual is None else [residual])
-    ours = all(batch.runs(t) and t.shape == x.shape and t.dtype == x.dtype for t in alike) and all(
-        norm.weight.dtype == norm.bias.dtype == torch.float32 for norm in found
-    )
-    if ours:
-        how = [(n.running_mean, n.running_var, n.momentum, n.eps) for n in found]
-        tensors = [t for n in found for t in (n.input, n.weight, n.bias)]
-        made = _Normed.apply(how, activation, twice, residual, *tensors)
-        return made if twice else made[0]
-    parts = [
-        F.batch_norm(
-            n.input, n.running_mean, n.running_var, n.weight, n.bias, True, n.momentum, n.eps
-        )
-        for n in found
-    ]
-    parts += [] if residual is None else [residual]
-    y = _TORCHS[activation](functools.reduce(torch.add, parts))
-    return (y, y) if twice else y
-
-
-class _Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        how: list[tuple[Any, ...]],
-        activation: Activation,
-        twice: bool,
-        residual: Tensor | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        norms = [
-            Norm(*triple, (mean, variance) if mean is not None else None, momentum, eps)
-            for triple, (mean, variance, momentum, eps) in zip(_triples(tensors), how, strict=True)
-        ]
-        y, found, bits = batch.normalize(norms, residual=residual, activation=activation)
-        ctx.set_materialize_grads(False)
-        ctx.activation, ctx.joins, ctx.count = activation, residual is not None, len(norms)
-        ctx.save_for_backward(bits, *tensors, *(t for statistics in found for t in statistics))
-        return (y, y.view_as(y)) if twice else (y,)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        given = [
-            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
-        ]
-        if not given:
-            nothing: list[Any] = [None] * (4 + 3 * ctx.count)
-            return tuple(nothing)
-        bits, *saved = ctx.saved_tensors
-        tensors, numbers = saved[: 3 * ctx.count], saved[3 * ctx.count :]
-        norms = [Norm(*triple) for triple in _triples(tensors)]
-        found = [batch.Statistics(*numbers[2 * n : 2 * n + 2]) for n in range(ctx.count)]
-        made, joined = batch.backward(
-            given, norms, found, bits, residual=ctx.joins, activation=ctx.activation
-        )
-        returned: tuple[Any, ...] = (None, None, None, joined, *(t for one in made for t in one))
-        return returned
-
-
-def _triples(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Each norm's input, weight and bias."""
-    return list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
-
-
-def pooled(
-    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1
-) -> Tensor:
-    """Max pooling of [N, C, H, W] with gradients; ours where the tensor is of channels_last."""
-    window = trained.Window.of(kernel_size, stride, padding, dilation)
-    if window is None or not trained.runs(input, window):
-        return F.max_pool2d(input, kernel_size, stride, padding, dilation)
-    made: Tensor = _Pooled.apply(input, window)
-    return made
-
-
-class _Pooled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, window: trained.Window) -> Tensor:
-        y, places = trained.max_pool(x, window)
-        ctx.save_for_backward(places)
-        ctx.window, ctx.shape = window, x.shape
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        return trained.max_pool_backward(gradient, places, ctx.shape, ctx.window), None

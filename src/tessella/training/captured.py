@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import TrainError
 from tessella.core.memory import is_out_of_memory
-from tessella.nn.fused import interruptions
+from tessella.nn.fused import can_fuse, interruptions
 from tessella.training.parallel import World
 
 WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and Dynamo captures
@@ -23,7 +23,8 @@ def fuses(recipe: Recipe, device: torch.device) -> bool:
     """Whether a training's batch norms are fused: as its recipe says, by default on a GPU."""
     if recipe.fuse is not None:
         return recipe.fuse
-    return device.type == "cuda" and recipe.backend == "torch" and not recipe.recompute
+    possible = device.type == "cuda" and can_fuse()
+    return possible and recipe.backend == "torch" and not recipe.recompute
 
 
 def captures(recipe: Recipe, world: World) -> bool:
