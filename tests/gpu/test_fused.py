@@ -119,6 +119,25 @@ def test_what_cannot_be_captured_runs():
     assert all(p.grad is not None for p in net.parameters())
 
 
+def test_a_recording_that_fails_is_forgotten():
+    """The network is one graph; what is done with its answer is not."""
+    net = network()
+    call = fused(net)
+
+    def work(x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(call(x), labels)
+        loss.backward()
+        assert float(loss.detach()) > 0
+        return loss.detach()
+
+    captured = Captured(work, net.parameters())
+    labels = torch.arange(6, device="cuda") % 5
+    for step in range(WARM + 3):
+        torch.manual_seed(step)
+        assert captured(images(6), labels).isfinite()
+    assert captured.refused
+
+
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 2e-2), ("bf16", 0.25)])
 def test_a_training_has_torchs_curve(tmp_path, precision, rel):
     dataset: Path = write_dataset(tmp_path / "stripes", train=40, val=18)

@@ -73,6 +73,8 @@ class Captured:
             return measured
         if self._graph is None:
             self._graph = self._capture(images, targets)
+        if self._graph is None:
+            return self._eagerly(images, targets)
         self._images.copy_(images)
         self._targets.copy_(targets)
         self._graph.replay()
@@ -85,11 +87,11 @@ class Captured:
             parameter.grad = None
         return self._work(images, targets)
 
-    def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
-        """Record the pass; nothing of it is computed yet.
+    def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph | None:
+        """Record the pass; nothing of it is computed yet. None where it cannot be recorded.
 
         Raises:
-            TrainError: it cannot be recorded. Torch's random numbers are not to be had afterwards.
+            TrainError: torch is not what it was afterwards.
         """
         self._images, self._targets = torch.empty_like(images), torch.empty_like(targets)
         for parameter in self._parameters:
@@ -102,10 +104,23 @@ class Captured:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise TrainError(
-                "a step could not be recorded as a CUDA graph",
-                seen=str(error).splitlines()[0][:200],
-                fix="train with fuse=False",
-            ) from error
+            self.refused = str(error).splitlines()[0][:200]
+            _forget_recording(images.device, self.refused)
+            return None
         self._gradients = [parameter.grad for parameter in self._parameters]
         return graph
+
+
+def _forget_recording(device: torch.device, seen: str) -> None:
+    """Give torch's random numbers a new state: the old one waits for the end of a recording.
+
+    Its seed is lost, which each step sets.
+    """
+    try:
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+        torch.rand(1, device=device)
+    except RuntimeError as error:
+        raise TrainError(
+            "a step could not be recorded as a CUDA graph", seen=seen, fix="train with fuse=False"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,9 +41,18 @@ def balanced(counts: Sequence[int], images: int) -> None:
 
 def standardized(targets: Tensor, numbers: Numbers) -> Tensor:
     """Targets [B, K] in standard deviations from the mean, float32."""
-    scales = (torch.from_numpy(scale(numbers, name, targets.shape[1])) for name in SCALES)
-    mean, std = (values.to(targets.device) for values in scales)
+    mean, std = (
+        _on_device(tuple(scale(numbers, name, targets.shape[1]).tolist()), targets.device)
+        for name in SCALES
+    )
     return ((targets.double() - mean) / std).float()
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers in float64, copied once: a CUDA graph cannot wait for the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def loss(outputs: Tensor, targets: Tensor, settings: LossSettings) -> Tensor:
