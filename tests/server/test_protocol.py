@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tessella.core.errors import InputError, ServeError
 from tessella.server import Limits
-from tessella.server.protocol import InferRequest, build_infer, parse_infer, signature
+from tessella.server.protocol import InferRequest, parse_infer, signature
+from tessella.server.responses import build_infer
 from tests.support.engines import Pair, Scores
 
 LIMITS = Limits()

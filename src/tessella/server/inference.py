@@ -15,14 +15,9 @@ from tessella.server.answers import JSON, Answer, status_of
 from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Waiter
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
-from tessella.server.protocol import (
-    NO_REGIONS,
-    InferRequest,
-    Signature,
-    build_infer,
-    parse_infer,
-)
+from tessella.server.protocol import NO_REGIONS, InferRequest, Signature, parse_infer
 from tessella.server.repository import MODEL_VERSION
+from tessella.server.responses import build_infer
 from tessella.server.shared_memory import Regions
 from tessella.server.statistics import Stages, Statistics
 

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's infer request and response, with Triton's binary tensors.
+"""The Open Inference Protocol's infer request, with Triton's binary tensors.
 
 A body is JSON, or JSON and then the raw bytes of the tensors that name a ``binary_data_size``; the
 header ``Inference-Header-Content-Length`` is the length of the JSON. Sizes, shapes and names from a
@@ -20,7 +20,6 @@ from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
-from tessella.server.classification import ranked
 from tessella.server.images import as_encoded_images
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.shared_memory import Place, Regions
@@ -29,9 +28,6 @@ from tessella.server.tensors import (
     from_json,
     parse_shape,
     strings_from_binary,
-    strings_to_binary,
-    to_binary,
-    to_json,
 )
 from tessella.tasks import of
 from tessella.tasks.task import Answers
@@ -113,7 +109,7 @@ class InferRequest:
         labels: whether the answer names the model's labels.
         timeout_us: when an answer is of no use any more; None is never.
         priority: one of ``PRIORITIES``; the lowest runs first.
-        texts: the JSON of its answer, by the shapes of the outputs: filled by ``build_infer`` where
+        texts: the JSON of its answer, by the shapes of the outputs: filled by ``responses`` where
             nothing else decides it, for all requests of a head.
     """
 
@@ -191,7 +187,6 @@ def parse_infer(
 
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # of one model: half a megabyte at most
-MOST_TEXTS = 4  # of answers, for each of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +309,6 @@ def _no_constant(name: str) -> float:
 
 # Made once: json.loads and json.dumps make a new one at each call that has options.
 _STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
-_COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def _object(holder: dict[str, Any], key: str, what: str) -> dict[str, Any]:
@@ -521,86 +515,3 @@ def _parse_raw(content: memoryview, model: Signature, limits: Limits) -> InferRe
     nbytes = len(content)
     _keep(nbytes, request, ((spec.name, dtype(spec.dtype), shape, 0, nbytes),), model, limits)
     return request
-
-
-# --- responses ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferResponse:
-    """A body, and the length of its JSON if binary tensors follow."""
-
-    body: bytes
-    json_bytes: int | None
-
-
-def build_infer(
-    request: InferRequest,
-    outputs: Mapping[str, np.ndarray],
-    model: Signature,
-    *,
-    name: str,
-    version: str,
-    regions: Regions = NO_REGIONS,
-) -> InferResponse:
-    """The response in the form that the request wants: JSON, JSON and binary tensors, or tensors
-    in shared memory.
-    """
-    if request.texts is not None:
-        shapes = tuple(outputs[o.name].shape for o in request.outputs)
-        if (known := request.texts.get(shapes)) is not None:
-            tensors = [
-                to_binary(outputs[o.name], dtype(model.outputs[o.name].dtype))
-                for o in request.outputs
-            ]
-            return InferResponse(body=b"".join([known, *tensors]), json_bytes=len(known))
-    entries, parts = [], []
-    # What a network makes of a client's numbers is the client's: NaN, 0 as a divisor, 1e30.
-    status = 422 if request.arrays else 500
-    for requested in request.outputs:
-        entry, part = _build_output(requested, outputs[requested.name], model, status)
-        if (place := requested.place) is not None and part is not None:
-            regions.write(place, part)
-            entry["parameters"] = {
-                "shared_memory_region": place.region,
-                "shared_memory_offset": place.offset,
-                "shared_memory_byte_size": len(part),
-            }
-            part = None
-        entries.append(entry)
-        if part is not None:
-            parts.append(part)
-    document: dict[str, Any] = {"model_name": name, "model_version": version}
-    if request.id is not None:
-        document["id"] = request.id
-    if request.labels:
-        document["parameters"] = {"labels": model.labels}
-    document["outputs"] = entries
-    text = _COMPACT.encode(document).encode()
-    if request.texts is not None and len(request.texts) < MOST_TEXTS:
-        request.texts[shapes] = text
-    any_binary = any(o.binary and o.place is None for o in request.outputs)
-    return InferResponse(
-        body=b"".join([text, *parts]) if parts else text,
-        json_bytes=len(text) if any_binary else None,
-    )
-
-
-def _build_output(
-    requested: RequestedOutput, array: np.ndarray, model: Signature, status: int
-) -> tuple[dict[str, Any], bytes | None]:
-    element = dtype(model.outputs[requested.name].dtype)
-    entry: dict[str, Any] = {"name": requested.name}
-    if requested.classification is not None:
-        rows = ranked(array, requested.classification, model.labels)
-        strings = [s for row in rows for s in row]
-        entry |= {"datatype": "BYTES", "shape": [len(rows), len(rows[0])]}
-        if not requested.binary:
-            return entry | {"data": strings}, None
-        part = strings_to_binary([s.encode() for s in strings])
-    else:
-        entry |= {"datatype": element.wire, "shape": list(array.shape)}
-        if not requested.binary:
-            return entry | {"data": to_json(array, name=requested.name, status=status)}, None
-        part = to_binary(array, element)
-    return entry | {"parameters": {"binary_data_size": len(part)}}, part
