@@ -215,7 +215,7 @@ def _program(
         emit(phase("target", f"the program for {target}"))
     untuned = request.untuned or (len(request.targets) > 1 and not is_here(target))
     kinds = {request.precision, *map(plain_precision, (request.precisions or {}).values())}
-    _warn_of_slow(network, kinds, target, emit)
+    _warn_of_slow(network, kinds, target, emit, callers=5)  # a generator is one
     rounded = sorted(kinds & set(compiler.KINDS))
     plan = compiler.compile_graph(
         network.graph,
@@ -233,12 +233,18 @@ def _program(
     return finished(plan, emit)
 
 
-def _warn_of_slow(network: Opened, precisions: Iterable[str], target: str, emit: Emit) -> None:
-    """Tell of precisions in which this processor is slower; Python's callers by a warning."""
+def _warn_of_slow(
+    network: Opened, precisions: Iterable[str], target: str, emit: Emit, *, callers: int
+) -> None:
+    """Tell of precisions in which this processor is slower; Python's callers by a warning.
+
+    Args:
+        callers: how many functions up is whoever called this module.
+    """
     for text in compiler.warnings_for(network.graph, precisions, target):
         emit(warning(text))
         if emit is silent:
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=1 + callers)
 
 
 def _search(call: CompileCall, emit: Emit) -> compiler.Front:
@@ -246,7 +252,7 @@ def _search(call: CompileCall, emit: Emit) -> compiler.Front:
     request, arguments = call.request, call.arguments
     target = request.target or default_target()
     network = _open(call, emit)
-    _warn_of_slow(network, {request.precision}, target, emit)
+    _warn_of_slow(network, {request.precision}, target, emit, callers=3)
     data, calibration = arguments["data"], arguments["calibration"]
     if isinstance(data, str | Path):
         data = Dataset(data)

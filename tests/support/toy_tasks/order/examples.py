@@ -2,6 +2,7 @@
 
 from tessella.tasks.regression.examples import (
     NAMES,
+    SMOOTHED,
     blank,
     column,
     contradiction,
@@ -16,6 +17,6 @@ from tessella.tasks.regression.examples import (
 )
 
 __all__ = [
-    "NAMES", "blank", "column", "contradiction", "feature", "find", "lacking", "occurs",
+    "NAMES", "SMOOTHED", "blank", "column", "contradiction", "feature", "find", "lacking", "occurs",
     "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip
