@@ -26,7 +26,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.task import TaskRecord
 from tessella.server import tickets
 from tessella.server.answers import error_answer, reply
-from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Waiter
+from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Infers, Waiter
 from tessella.server.body import Receive, Scope
 from tessella.server.engine_process import GREETING
 from tessella.server.lane import (
@@ -179,7 +179,7 @@ class Link:
             self._engine.write(tickets.frame(b"s", json.dumps(told).encode()))
 
 
-class RemoteModel:
+class RemoteModel(Infers):
     """A model in the engine's process. Takes what an app asks of a model and of its batcher."""
 
     def __init__(
@@ -203,19 +203,6 @@ class RemoteModel:
         """The bytes that the outputs of a batch take at most, each aligned."""
         return batch * self._output_bytes + ALIGNMENT * len(self.signature.outputs)
 
-    async def infer(
-        self,
-        arrays: Arrays,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> Arrays:
-        """As ``Batcher.infer``."""
-        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
-        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
-        return await answer
-
     def begin(
         self,
         arrays: Arrays,
@@ -225,7 +212,7 @@ class RemoteModel:
         priority: int = DEFAULT_PRIORITY,
         stages: Stages | None = None,
     ) -> None:
-        """As ``Batcher.begin``."""
+        """As ``Infers.begin``."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
         flight = _Flight(self, answer, Stages() if stages is None else stages)
         self._engine.start(flight, arrays, deadline_ns, priority)

@@ -85,7 +85,48 @@ class Request:
 Piece = tuple[Request, int, int]  # of a request, the samples from the first to the second number
 
 
-class Batcher:
+class Infers(Protocol):
+    """Computes requests: in this process, or in the one with the engines."""
+
+    async def infer(
+        self,
+        arrays: Arrays,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> Arrays:
+        """The engine's outputs for these inputs, computed alone or in a batch with other requests.
+
+        Args:
+            timeout_us: when the answer is of no use any more, from now on.
+            stages: where the time went is added to it.
+
+        Raises:
+            ServeError: 503, too many requests wait; 429, there is no time for this one.
+            Exception: whatever the engine raised for this request.
+        """
+        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
+        return await answer
+
+    def begin(
+        self,
+        arrays: Arrays,
+        answer: Waiter,
+        *,
+        timeout_us: int | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        stages: Stages | None = None,
+    ) -> None:
+        """As ``infer``, for a waiter that the event loop tells the outputs or the error.
+
+        Raises:
+            ServeError: as ``infer``; the waiter is told nothing then.
+        """
+
+
+class Batcher(Infers):
     """Runs an engine for many requests. Requests may come from any thread.
 
     Args:
@@ -132,28 +173,6 @@ class Batcher:
         self._has_turn = False  # the event loop will call ``_turn``
         self._deliver: Callable[[list[Request]], object] = _settle
 
-    async def infer(
-        self,
-        arrays: Arrays,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> Arrays:
-        """The engine's outputs for these inputs, computed alone or in a batch with other requests.
-
-        Args:
-            timeout_us: when the answer is of no use any more, from now on.
-            stages: where the time went is added to it.
-
-        Raises:
-            ServeError: 503, too many requests wait; 429, there is no time for this one.
-            Exception: whatever the engine raised for this request.
-        """
-        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
-        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
-        return await answer
-
     def begin(
         self,
         arrays: Arrays,
@@ -163,11 +182,7 @@ class Batcher:
         priority: int = DEFAULT_PRIORITY,
         stages: Stages | None = None,
     ) -> None:
-        """As ``infer``, for a waiter that the event loop tells the outputs or the error.
-
-        Raises:
-            ServeError: as ``infer``; the waiter is told nothing then.
-        """
+        """As ``Infers.begin``."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             # One function for all requests: an execution wakes the loop once, for all its answers.

@@ -12,7 +12,7 @@ import numpy as np
 
 from tessella.core.errors import TessellaError
 from tessella.server.answers import JSON, Answer, status_of
-from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Waiter
+from tessella.server.batcher import Infers
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
 from tessella.server.protocol import NO_REGIONS, InferRequest, Signature, parse_infer
@@ -37,29 +37,6 @@ class ServedModel(Protocol):
     def __enter__(self) -> ServedModel: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-
-class Infers(Protocol):
-    """What an app asks of a batcher."""
-
-    async def infer(
-        self,
-        arrays: Arrays,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> Arrays: ...
-
-    def begin(
-        self,
-        arrays: Arrays,
-        answer: Waiter,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> None: ...
 
 
 class Models(Protocol):

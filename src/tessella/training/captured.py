@@ -1,6 +1,6 @@
 """A forward and backward pass as one CUDA graph: a step costs the host one launch.
 
-A ResNet-50's step is some 900 launches, 45 to 60 ms of a slow core beside 40 ms of the GPU.
+A ResNet-50's launches take 45 to 60 ms of a slow core, beside 39 ms of an H100 (FP16, 256 images).
 """
 
 from __future__ import annotations
