@@ -50,6 +50,7 @@ from tessella.training.prepare import begin
 from tessella.training.trainer import Trainer
 
 CLASSES, SIDES, STORED, SEEN = 10, (375, 500), 256, 224
+STORES: tuple[Store, ...] = ("pixels", "original", "png")
 ROUNDS = 5
 DEVICE = torch.device("cuda")
 Row = dict[str, Any]
@@ -61,10 +62,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precisions", default="bf16,fp16")
     parser.add_argument("--seconds", type=float, default=8, help="of each training and loading")
+    parser.add_argument("--stores", default=",".join(STORES))
     parser.add_argument("--without", default="", help="parts: import,loading,step,training,compile")
     parser.add_argument("--out", type=Path, default=RESULTS / "train-sm_90.json")
     args = parser.parse_args()
-    without = set(args.without.split(","))
+    without, stores = set(args.without.split(",")), args.stores.split(",")
     rows: list[Row] = []
 
     def told(row: Row) -> None:
@@ -77,20 +79,20 @@ def main() -> None:
         root = Path(folder)
         nbytes = write_pictures(root / "jpeg", args.pictures)
         print(f"{args.pictures} JPEG files of {nbytes / 1e3:.0f} kB")
-        for store in ("pixels", "png"):
+        for store in stores:
             began = time.perf_counter()
             import_images(root / "jpeg", root / store, settings(store))
             seconds = time.perf_counter() - began
             told({"what": "import", "who": store, "images_per_s": args.pictures / seconds})
         if "loading" not in without:
-            for row in loading(root, args.batch, args.seconds):
+            for row in loading(root, stores, args.batch, args.seconds):
                 told(row)
         for precision in args.precisions.split(","):
             if "step" not in without:
                 for row in stepping(root, args.batch, precision, compiled="compile" not in without):
                     told(row)
             if "training" not in without:
-                for store in ("pixels", "png"):
+                for store in stores:
                     told(training(root, store, args.batch, precision, args.seconds))
     head = ["what", "who", "images_per_s", "data_wait"]
     print(markdown(head, [[row.get(name) for name in head] for row in rows]))
@@ -127,17 +129,17 @@ def write_pictures(root: Path, count: int) -> float:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def loading(root: Path, batch: int, seconds: float) -> Iterator[Row]:
+def loading(root: Path, stores: list[Store], batch: int, seconds: float) -> Iterator[Row]:
     """Images a second on the GPU, from each kind of storage, and the peer's."""
     threads = len(os.sched_getaffinity(0))
-    for store in ("pixels", "png"):
+    for store in stores:
         dataset = Dataset(root / store)
         feed = Feed(dataset.preprocess, DEVICE, torch.channels_last)
-        stream = feed.stream(endless(dataset, batch, threads))
+        stream = feed.stream(endless(dataset, batch, threads, feed.decodes))
         rate = images_per_s((fed.images for fed in stream), seconds)
         yield {"what": "loading", "who": f"tessella, {store}", "images_per_s": rate}
     files = sorted((root / "jpeg").rglob("*.jpg"))
-    record = Dataset(root / "png").preprocess
+    record = Dataset(root / stores[0]).preprocess
     loader = DataLoader(
         Files(files * 8, record),
         batch_size=batch,
@@ -152,7 +154,7 @@ def loading(root: Path, batch: int, seconds: float) -> Iterator[Row]:
     yield {"what": "loading", "who": "DataLoader, JPEG to float32", "images_per_s": rate}
 
 
-def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
+def endless(dataset: Dataset, batch: int, threads: int, decodes: bool) -> Iterator[Batch]:
     return chain.from_iterable(
         batches(
             dataset.train,
@@ -163,6 +165,7 @@ def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
             training=True,
             workers=threads,
             for_gpu=True,
+            decodes=decodes,
         )
         for epoch in range(1 << 20)
     )
@@ -244,7 +247,7 @@ def _our_step(root: Path, batch: int, precision: Precision) -> Callable[[], obje
         recipe(root, "pixels", batch, precision), root / f"step-{precision}", resume=False
     )
     trainer = Trainer(run.info, dataset.train.info, alone())
-    fed = next(trainer.feed.stream(endless(dataset, batch, 8)))
+    fed = next(trainer.feed.stream(endless(dataset, batch, 8, False)))
     return lambda: trainer.step(fed.images, fed.labels, done=0, rate=0.01, momentum=0.9)
 
 

@@ -360,7 +360,7 @@ def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
     return scaled.astype(np.uint8 if record.depth == 8 else np.uint16)
 
 
-Store = Literal["png", "pixels"]
+Store = Literal["png", "pixels", "original"]
 
 
 def encode(pixels: Pixels, store: Store = "png") -> bytes:

@@ -19,7 +19,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget
 from tessella.core.decoding import Decoder
 from tessella.core.errors import DataError
-from tessella.core.headers import bits_of, sides_of
+from tessella.core.headers import bits_of, is_plain, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, encode
 from tessella.data.in_order import in_order
@@ -141,7 +141,9 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
     shape = f"{pixels.dtype}{pixels.shape}".encode()
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
     count, sums, squares = sums_of(pixels)
-    stored, sides = encode(pixels, store), sides_of(content)
+    sides = sides_of(content)
+    keeps = store == "original" and _is_kept(content, sides, pixels)
+    stored = content if keeps else encode(pixels, "png" if store == "original" else store)
     return Picture(
         content=stored,
         facts=Facts(
@@ -155,6 +157,12 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
             sides=sides,
         ),
     )
+
+
+def _is_kept(content: bytes, sides: tuple[int, int] | None, pixels: Pixels) -> bool:
+    """Whether a file is stored as it is: a plain JPEG of any size, or a plain file of this one."""
+    is_jpeg = content.startswith(b"\xff\xd8")
+    return is_plain(content) and (is_jpeg or sides == pixels.shape[:2])
 
 
 def _enlarged(sides: tuple[int, int] | None, pixels: Pixels) -> float:

@@ -187,6 +187,7 @@ class Training:
                 training=True,
                 workers=self._workers,
                 for_gpu=self._world.device.type == "cuda",
+                decodes=self._trainer.feed.decodes,
             )
             epoch, start = epoch + 1, 0
 

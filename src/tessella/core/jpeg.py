@@ -1,0 +1,89 @@
+"""JPEG files that a GPU decodes to the pixels of the host: baseline, grey or YCbCr, upright."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from tessella.core.headers import HEAD_BYTES
+
+_BASELINE, _SCAN, _QUANTIZATION, _EXIF, _ADOBE = 0xFFC0, 0xFFDA, 0xFFDB, 0xFFE1, 0xFFEE
+_KNOWN = (0xFFC4, _QUANTIZATION, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))
+_IDS = ((1, 2, 3), (0, 1, 2))  # of Y, Cb and Cr; libjpeg takes others for RGB, or guesses
+# sampling factors of Y where those of Cb and Cr are 1 × 1; to the right, to below
+_SAMPLINGS = ((1, 1), (2, 1), (2, 2))
+NARROWEST = 5  # libjpeg interpolates no chroma that is narrower than 3
+
+
+class Frame(NamedTuple):
+    """What the header of a JPEG says of its planes.
+
+    Attributes:
+        height, width: of the picture and its luma.
+        across, down: the luma's samples for each of the chroma's, 1 or 2; 0 for grey.
+    """
+
+    height: int
+    width: int
+    across: int
+    down: int
+
+    @property
+    def chroma(self) -> tuple[int, int]:
+        """Height and width of each plane of chroma; 0 for grey."""
+        if not self.across:
+            return 0, 0
+        return -(-self.height // self.down), -(-self.width // self.across)
+
+
+def frame_of(content: bytes) -> Frame | None:
+    """The frame of a JPEG that a GPU may decode; None of all else, which the host decodes.
+
+    That is: one scan of 8 bits by Huffman's code; grey, 4:4:4, 4:2:2 or 4:2:0, in YCbCr as libjpeg
+    reads the markers; no EXIF block, which may turn the picture.
+    """
+    if not content.startswith(b"\xff\xd8"):
+        return None
+    place, frame, ids = 2, None, b""
+    try:
+        while place < HEAD_BYTES:
+            marker, nbytes = struct.unpack_from(">HH", content, place)
+            if marker == _SCAN:
+                in_scan = content[place + 4]
+                whole = frame is not None and in_scan == len(ids)
+                return frame if whole else None
+            if marker == _BASELINE and frame is None:
+                frame, ids = _frame(content, place)
+                if frame is None:
+                    return None
+            elif marker == _ADOBE:
+                if not _is_ycbcr(content, place, nbytes):
+                    return None
+            elif marker == _EXIF or marker not in _KNOWN:
+                return None
+            if nbytes < 2:
+                return None
+            place += 2 + nbytes
+    except (struct.error, IndexError):  # it ends before its header does
+        pass
+    return None
+
+
+def _frame(content: bytes, place: int) -> tuple[Frame | None, bytes]:
+    nbytes, bits, height, width, components = struct.unpack_from(">HBHHB", content, place + 2)
+    ids = content[place + 10 : place + 10 + 3 * components : 3]
+    factors = [divmod(f, 16) for f in content[place + 11 : place + 10 + 3 * components : 3]]
+    if bits != 8 or nbytes != 8 + 3 * components or not height or width < NARROWEST:
+        return None, ids
+    if components == 1:
+        return Frame(height, width, 0, 0), ids
+    known = components == 3 and tuple(ids) in _IDS and factors[1:] == [(1, 1), (1, 1)]
+    if not known or factors[0] not in _SAMPLINGS:
+        return None, ids
+    return Frame(height, width, *factors[0]), ids
+
+
+def _is_ycbcr(content: bytes, place: int, nbytes: int) -> bool:
+    """Whether an APP14 segment is not Adobe's, or says YCbCr."""
+    adobe = content[place + 4 : place + 9] == b"Adobe" and nbytes >= 14
+    return not adobe or content[place + 15] == 1

@@ -1,0 +1,179 @@
+"""nvJPEG, as far as a batch of files goes: their planes of luma and chroma, as libjpeg has them.
+
+Through ctypes, of CUDA's own library: torchvision's way to it, which is deprecated, makes a tensor
+a file and repeats each sample of chroma, where every host decoder interpolates (3 of 255 apart on
+average at 4:2:0). Luma and chroma themselves are equal to the bit; ``kernels.pictures`` goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessella.core.errors import KernelError, UsageError
+from tessella.core.jpeg import Frame
+
+# numbers of nvjpeg.h
+_DEFAULT, _HYBRID_GPU, _HARDWARE = 0, 2, 3
+_PLANES = 1  # NVJPEG_OUTPUT_YUV
+_SUCCESS, _ARCH_MISMATCH = 0, 6
+_MOST_PLANES = 4
+_PITCH, _ROWS = 64, 16  # planes are padded to whole blocks of 8 × 8, also of two for each of chroma
+_IMAGE = np.dtype([("plane", np.uint64, _MOST_PLANES), ("pitch", np.uint64, _MOST_PLANES)])
+
+
+class Planes(NamedTuple):
+    """Decoded files in one block of memory.
+
+    Attributes:
+        memory: uint8, one-dimensional, on the GPU.
+        starts: int64, [N, 3]: where the planes Y, Cb and Cr of each file begin.
+        pitches: int64, [N, 2]: bytes from row to row, of Y and of Cb and Cr.
+    """
+
+    memory: Tensor
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    pitches: np.ndarray[Any, np.dtype[np.int64]]
+
+
+class JpegDecoder:
+    """Decodes batches of JPEG files on one GPU, in the current stream; for one thread.
+
+    Args:
+        hardware: whether the GPU's own decoders are asked, where it has them (A100, H100 and
+            later of that class); otherwise, and on all others, kernels decode.
+
+    Raises:
+        UsageError: there is no nvJPEG.
+        KernelError: it does not run here.
+    """
+
+    def __init__(self, device: torch.device, *, hardware: bool = True) -> None:
+        self._device, self._library = device, _library()
+        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
+        self._size = 0
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # the context is there before the library asks for it
+            status = _ARCH_MISMATCH
+            for backend in (_HARDWARE, _HYBRID_GPU, _DEFAULT)[0 if hardware else 1 :]:
+                status = self._library.nvjpegCreateEx(
+                    backend, None, None, 0, ctypes.byref(self._handle)
+                )
+                self.backend = backend
+                if status == _SUCCESS:
+                    break
+            _check(status, "nvJPEG does not start")
+            status = self._library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state))
+            _check(status, "nvJPEG does not start")
+
+    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Planes:
+        """The planes of some files, whose frames ``core.jpeg.frame_of`` read.
+
+        Raises:
+            KernelError: one of the files is damaged.
+        """
+        count = len(files)
+        starts, pitches, nbytes = _places(frames)
+        with torch.cuda.device(self._device):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            images = np.zeros(count, _IMAGE)
+            images["plane"][:, :3] = (starts + memory.data_ptr()).astype(np.uint64)
+            images["pitch"][:, :3] = pitches[:, [0, 1, 1]]
+            if count != self._size:
+                status = self._library.nvjpegDecodeBatchedInitialize(
+                    self._handle, self._state, count, 1, _PLANES
+                )
+                _check(status, "nvJPEG takes no batch of this size")
+                self._size = count
+            status = self._library.nvjpegDecodeBatched(
+                self._handle,
+                self._state,
+                (ctypes.c_char_p * count)(*files),
+                (ctypes.c_size_t * count)(*map(len, files)),
+                images.ctypes.data_as(ctypes.c_void_p),
+                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            )
+            if status != _SUCCESS:
+                self._size = 0  # the state may hold half of a batch
+            _check(status, "nvJPEG cannot decode a picture of this batch")
+        return Planes(memory, starts, pitches)
+
+    def close(self) -> None:
+        """Give back what the library holds."""
+        if self._state:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                self._library.nvjpegJpegStateDestroy(self._state)
+                self._library.nvjpegDestroy(self._handle)
+            self._state = ctypes.c_void_p()
+
+
+def _places(frames: Sequence[Frame]) -> tuple[Any, Any, int]:
+    sizes = np.array([(*frame[:2], *frame.chroma) for frame in frames], np.int64)
+    rows = -(-sizes[:, 0::2] // _ROWS) * _ROWS
+    pitches = -(-sizes[:, 1::2] // _PITCH) * _PITCH
+    planes = (rows * pitches)[:, [0, 1, 1]].reshape(-1)
+    ends = np.cumsum(planes)
+    return (ends - planes).reshape(-1, 3), pitches, int(ends[-1])
+
+
+def _check(status: int, what: str) -> None:
+    if status != _SUCCESS:
+        raise KernelError(what, seen=f"status {status} of nvjpeg.h")
+
+
+def has_nvjpeg() -> bool:
+    """Whether the library is there."""
+    try:
+        _library()
+    except UsageError:
+        return False
+    return True
+
+
+@functools.cache
+def _library() -> Any:
+    for name in _candidates():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        pointer = ctypes.c_void_p
+        library.nvjpegCreateEx.argtypes = (ctypes.c_int, pointer, pointer, ctypes.c_uint, pointer)
+        library.nvjpegJpegStateCreate.argtypes = pointer, pointer
+        library.nvjpegJpegStateDestroy.argtypes = (pointer,)
+        library.nvjpegDestroy.argtypes = (pointer,)
+        library.nvjpegDecodeBatchedInitialize.argtypes = (
+            pointer, pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+        )  # fmt: skip
+        library.nvjpegDecodeBatched.argtypes = (
+            pointer, pointer, pointer, pointer, pointer, pointer,
+        )  # fmt: skip
+        return library
+    raise UsageError(
+        "nvJPEG is not installed, which decodes JPEG files on the GPU",
+        fix="pip install nvidia-nvjpeg, of the CUDA that torch was built with",
+    )
+
+
+def _candidates() -> Iterator[str]:
+    """The package of its own, the system's CUDA, the copy that torchvision brings."""
+    for package, pattern in (
+        ("nvidia", "*/lib/libnvjpeg.so.*"),
+        ("torchvision", "../torchvision.libs/libnvjpeg*.so*"),
+    ):
+        spec = importlib.util.find_spec(package)
+        for folder in () if spec is None else spec.submodule_search_locations or ():
+            found = sorted(Path(folder).glob(pattern))
+            yield from map(str, found)
+        if package == "nvidia":
+            yield from ("libnvjpeg.so.13", "libnvjpeg.so.12")

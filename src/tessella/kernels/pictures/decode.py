@@ -1,0 +1,60 @@
+"""JPEG files to the pixels of a preprocessing record, on a GPU and to the bit as on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessella.core import preprocess
+from tessella.core.errors import KernelError
+from tessella.core.jpeg import Frame
+from tessella.core.preprocess import Preprocess
+from tessella.device.nvjpeg import JpegDecoder
+from tessella.kernels.pictures.fit import fitted
+
+# decoded at a time: planes and pixels take 5.5 bytes each, so 370 MB
+MOST_PIXELS = 1 << 26
+
+
+class PictureDecoder:
+    """Decodes and fits batches of JPEG files, in the current stream; for one thread.
+
+    Attributes:
+        damaged: how many files the GPU did not decode, so that the host did.
+    """
+
+    def __init__(self, record: Preprocess, device: torch.device) -> None:
+        self._record, self._device = record, device
+        self._decoder = JpegDecoder(device)
+        self.damaged = 0
+
+    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
+        """Pixels, uint8 [N, H, W, C] of the record's size.
+
+        Raises:
+            DataError: the host cannot decode a file, either.
+        """
+        parts = [self._some(files[few], frames[few]) for few in _few(frames)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _some(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
+        try:
+            return fitted(self._decoder(files, frames), frames, self._record)
+        except KernelError:  # libjpeg goes on where a file is damaged; which one, nvJPEG hides
+            self.damaged += len(files)
+            made = np.stack([preprocess.fitted(content, self._record) for content in files])
+            return torch.from_numpy(made).to(self._device)
+
+
+def _few(frames: Sequence[Frame]) -> Iterator[slice]:
+    """Cuts a batch where its pictures together have ``MOST_PIXELS``."""
+    first, pixels = 0, 0
+    for place, frame in enumerate(frames):
+        pixels += frame.height * frame.width
+        if pixels > MOST_PIXELS and place > first:
+            yield slice(first, place)
+            first, pixels = place, frame.height * frame.width
+    yield slice(first, len(frames))

@@ -1,0 +1,154 @@
+"""From the planes of JPEG files to the pixels that a preprocessing record wants, on a GPU.
+
+The stages ``decode`` and ``fit`` of ``core.preprocess`` after the entropy code and the cosine
+transform, which nvJPEG does: chroma between its samples, colours, size. To the bit what libjpeg and
+Pillow make, in two passes over the pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tessella.core.integers import ceil_div, power_of_two
+from tessella.core.jpeg import Frame
+from tessella.core.preprocess import Preprocess, full_scale, placement
+from tessella.device.launch import launch
+from tessella.device.nvjpeg import Planes
+from tessella.kernels.pictures.fit_device import colour_kernel, fit_kernel
+
+_BLOCK, _WARPS = 256, 2
+_BITS = 22  # of Pillow's weights after the point
+Taps = npt.NDArray[np.int32]
+
+
+def fits(record: Preprocess) -> bool:
+    """Whether a record's pixels are made here: 8 bits, grey or RGB."""
+    return record.depth == 8 and record.channels in (1, 3)
+
+
+def fitted(planes: Planes, frames: Sequence[Frame], record: Preprocess) -> Tensor:
+    """Pixels of the record's height × width, uint8 [N, H, W, C]."""
+    sides, taps = _sides(frames, record)
+    count, device = len(frames), planes.memory.device
+    sizes = np.array(frames, np.int64)
+    ends = np.cumsum(sizes[:, 0] * sizes[:, 1])
+    firsts = np.concatenate([[0], ends[:-1]])[:, None]
+    table = np.concatenate([planes.starts, planes.pitches, firsts, sizes, sides], axis=1)
+    there, weights = (_moved(torch.from_numpy(t), device) for t in (table, taps))
+    pixels = torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
+    rows = int((sizes[:, 0] * -(-sizes[:, 1] // _BLOCK)).max())
+    launch(
+        colour_kernel, (rows, count), planes.memory, there, pixels,
+        LUMA=record.channels == 1, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+    shape = count, record.height, record.width, record.channels
+    out = torch.empty(shape, dtype=torch.uint8, device=device)
+    block = min(_BLOCK, power_of_two(record.width))
+    launch(
+        fit_kernel, (record.height * ceil_div(record.width, block), count),
+        pixels, there, weights, out, record.height, record.width,
+        CHANNELS=record.channels, GREY=(full_scale(record.depth) + 1) // 2,
+        BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _moved(data: Tensor, device: torch.device) -> Tensor:
+    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data
+
+
+def _sides(frames: Sequence[Frame], record: Preprocess) -> tuple[Any, Taps]:
+    """How ``fit_kernel`` brings each picture to its size, int64 [N, 5]; and all taps.
+
+    The five: where the taps of the first and the second pass begin, how many each place has, and
+    whether the first pass goes along the columns.
+    """
+    ways: dict[tuple[int, int], tuple[int, ...]] = {}
+    parts: list[Taps] = []
+    end = 0
+    for size in {frame[:2]: None for frame in frames}:
+        *passes, upright = _passes(*size, record)
+        begins = end, end + passes[0].size
+        parts += (made.reshape(-1) for made in passes)
+        end += passes[0].size + passes[1].size
+        ways[size] = (*begins, *(made.shape[1] - 1 for made in passes), upright)
+    return np.array([ways[frame[:2]] for frame in frames], np.int64), np.concatenate(parts)
+
+
+@functools.lru_cache(maxsize=1024)  # 10 KB a size where sides shrink to half
+def _passes(height: int, width: int, record: Preprocess) -> tuple[Taps, Taps, bool]:
+    """The taps of both passes over a picture, and whether the first goes along its columns."""
+    place = placement(height, width, record)
+    low, top, high, bottom = place.box
+    along_rows = taps(width, low, high, place.width, place.left, record.width)
+    along_columns = taps(height, top, bottom, place.height, place.top, record.height)
+    if columns_first((height, width), (place.height, place.width)):
+        return along_columns, along_rows, True
+    return along_rows, along_columns, False
+
+
+def columns_first(sides: tuple[int, int], wanted: tuple[int, int]) -> bool:
+    """Whether the installed Pillow resizes a picture along its columns first.
+
+    Since one of its versions it does where the height shrinks by more than twice what the width
+    does; each pass rounds, so that the order shows in some pixels, by 1.
+    """
+    lower, narrower = (have - want for have, want in zip(sides, wanted, strict=True))
+    return lower > max(0, 2 * narrower) and _pillow_has_an_order()
+
+
+@functools.cache
+def _pillow_has_an_order() -> bool:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 8), np.uint8)
+    made = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR))
+    return bool((made == _resized(_resized(pixels, 16).T, 16).T).all())
+
+
+def _resized(pixels: npt.NDArray[np.uint8], wanted: int) -> npt.NDArray[np.uint8]:
+    """A pass along the columns of [H, W], in NumPy."""
+    size = len(pixels)
+    made = taps(size, 0.0, size, wanted, 0, wanted)
+    places = made[:, :1] + np.arange(made.shape[1] - 1)
+    total = np.einsum("hkw,hk->hw", pixels[places].astype(np.int64), made[:, 1:].astype(np.int64))
+    return np.clip((total + (1 << _BITS - 1)) >> _BITS, 0, 255).astype(np.uint8)
+
+
+def taps(size: int, low: float, high: float, shown: int, before: int, wanted: int) -> Taps:
+    """Pillow's bilinear weights for one side, int32 [wanted, 1 + K]: first pixel, then K weights.
+
+    Args:
+        size: pixels of the picture.
+        low, high: the part that is shown, in these pixels.
+        shown, before, wanted: places that it gets, of padding before it, and in all; a place of
+            padding has the first pixel −1.
+    """
+    # Pillow takes the part as float32; all else is float64
+    begin, length = np.float32(low), np.float64(np.float32(min(high, size)) - np.float32(low))
+    scale = length / shown
+    stretch = max(scale, 1.0)
+    centres = np.float64(begin) + (np.arange(shown) + 0.5) * scale
+    first = np.maximum((centres - stretch + 0.5).astype(np.int64), 0)
+    last = np.minimum((centres + stretch + 0.5).astype(np.int64), size)
+    most = int((last - first).max())
+    begins = np.minimum(first, size - most)  # so that all of them lie inside
+    places = begins[:, None] + np.arange(most)
+    distances = np.abs((places - centres[:, None] + 0.5) * (1.0 / stretch))
+    within = (places >= first[:, None]) & (places < last[:, None]) & (distances < 1.0)
+    weights = np.where(within, 1.0 - distances, 0.0)
+    total = np.zeros(shown)
+    for column in weights.T:  # in Pillow's order: a sum in pairs may round otherwise
+        total += column
+    weights /= total[:, None]
+    made = np.zeros((wanted, 1 + weights.shape[1]), np.int32)
+    made[:, 0] = -1
+    made[before : before + shown, 0] = begins
+    made[before : before + shown, 1:] = (weights * (1 << _BITS) + 0.5).astype(np.int32)
+    return made
