@@ -14,7 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -137,14 +137,22 @@ def serve(answer: Answer) -> None:
 def _within(
     budget: Budget, answer: Answer, order: Order, content: bytes
 ) -> tuple[Order, memoryview | bytes | None]:
+    with limited(budget):
+        return answer(order, content, budget)
+
+
+@contextlib.contextmanager
+def limited(budget: Budget) -> Iterator[None]:
+    """Run within the limits, which begin anew here: for one picture of an order that names many."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = _virtual_bytes() + budget.nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
     signal.setitimer(signal.ITIMER_REAL, budget.seconds)  # unhandled: it ends the process
-    made = answer(order, content, budget)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-    return made
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def _virtual_bytes() -> int:

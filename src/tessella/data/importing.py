@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +21,8 @@ from tessella.artifacts.dataset import (
     unfinished_of,
     write_info,
 )
-from tessella.artifacts.files import require_place, write_folder
-from tessella.artifacts.shards import Example, SplitInfo, SplitWriter
+from tessella.artifacts.files import Member, require_place, write_folder
+from tessella.artifacts.shards import HASH_BYTES, Example, Rows, SplitInfo, SplitWriter
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.preprocess import Preprocess, ResizeMode, Store, full_scale
@@ -34,18 +33,17 @@ from tessella.data.duplicates import Duplicates
 from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
 from tessella.data.moments import Moments
 from tessella.data.notes import notes_on
-from tessella.data.odd_sizes import MAX_ODD, OddSizes
-from tessella.data.parts import write_parts
-from tessella.data.reading import Facts, Picture, read_all
+from tessella.data.odd_sizes import MAX_ODD, OddSizes, Sides
+from tessella.data.parts import Part, Plan, planned, write_parts
+from tessella.data.reading import ENLARGED, Picture, read_all
 from tessella.data.sources import read_labels
 from tessella.data.split_folders import SPLIT_FOLDERS, split_folders, told_of
 from tessella.data.splitting import TRAIN
-from tessella.data.unfinished import Unfinished, discard, left_of
-from tessella.tasks import Source, Task, column_of, named
+from tessella.data.unfinished import Unfinished, discard, left_of, shard_of
+from tessella.tasks import Task, column_of, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
-ENLARGED = 2.0  # a picture that is stored so many times larger than it is, is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,45 +257,40 @@ class _Tally:
         if len(self.skipped) < MAX_SKIPPED:
             self.skipped.append(file)
 
-    def add(self, facts: Facts, source: Source, split: int, number: int, depth: int) -> None:
-        """A picture of a dataset that stores so many bits; ``number``: its source's."""
-        of_class = source.label if isinstance(source.label, int) else None
-        self.duplicates.add(facts.digest, split, number, of_class)
-        if facts.sides is not None:
-            self.odd_sizes.add(number, facts.sides)
-        self.deeper += facts.bits > depth
-        if facts.enlarged > ENLARGED:
-            self.enlarged.append(source.path)
-        if split == TRAIN:
-            self.moments.add(facts.count, facts.sums, facts.squares)
+    def add(self, number: int, listing: Listing, sha256: bytes, sides: Sides | None) -> None:
+        """A picture of the dataset by its number in the listing."""
+        label = listing.sources[number].label
+        of_class = label if isinstance(label, int) else None
+        self.duplicates.add(sha256, int(listing.splits[number]), number, of_class)
+        if sides is not None:
+            self.odd_sizes.add(number, sides)
+
+    def add_part(self, plan: Plan, part: Part, listing: Listing) -> None:
+        hashes, kept = part.hashes, (n for i, n in enumerate(plan.files) if i not in part.skipped)
+        for row, (number, sides) in enumerate(zip(kept, part.sides, strict=True)):
+            self.add(number, listing, hashes[HASH_BYTES * row : HASH_BYTES * (row + 1)], sides)
+        for place, reason in part.skipped.items():
+            path = listing.sources[plan.files[place]].path
+            self.skip(SkippedFile(path=path, reason=reason))
+        self.deeper += part.deeper
+        self.enlarged += [listing.sources[plan.files[place]].path for place in part.enlarged]
+        if plan.split == TRAIN:
+            self.moments.add(part.sums)
 
 
 def _import_listing(
     source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
 ) -> Dataset:
-    classes, task = len(listing.classes), named(settings.task)
-    column = column_of(task, listing.classes)
-    emit(phase("import", f"{len(listing.sources):,} images of {classes:,} classes"))
+    emit(phase("import", f"{len(listing.sources):,} images of {len(listing.classes):,} classes"))
+    known_by = fingerprint(listing, _settings_hash(settings))
 
     def fill(folder: Path) -> None:
-        writers = {
-            split: SplitWriter(folder, name, column)
-            for split, name in SPLIT_NAMES.items()
-            if (listing.splits == split).any()
-        }
-        try:
-            if unfinished is None:
-                tally = _write_pictures(writers, listing, settings, emit)
-            else:
-                tally = _write_parts(unfinished, writers, listing, settings, emit)
-        except BaseException:
-            for writer in writers.values():
-                writer.abandon()
-            raise
-        splits = {SPLIT_NAMES[split]: writer.close() for split, writer in writers.items()}
-        _check_enough(splits, listing, tally, task)
-        hashes = {SPLIT_NAMES[split]: w.row_hashes.hexdigest() for split, w in writers.items()}
-        write_info(folder, _describe(source, settings, listing, splits, hashes, tally))
+        if unfinished is None:
+            written = _write_pictures(folder, listing, settings, emit)
+        else:
+            written = _write_parts(unfinished, listing, settings, emit)
+        _check_enough(written, listing, named(settings.task))
+        write_info(folder, _describe(source, settings, listing, written, known_by))
 
     unfinished: Unfinished | None = None
     if len(listing.sources) <= reading.FEW:
@@ -305,7 +298,6 @@ def _import_listing(
             discard(out)
         write_folder(out, fill)
     else:
-        known_by = fingerprint(listing, _settings_hash(settings))
         with Unfinished(unfinished_of(out), known_by) as unfinished:
             write_folder(out, fill, unfinished=unfinished.folder)
     dataset = Dataset(out)
@@ -314,11 +306,26 @@ def _import_listing(
     return dataset
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """What an import wrote: by name each split, the hash of its rows, and what was counted."""
+
+    splits: dict[str, SplitInfo]
+    hashes: dict[str, str]
+    tally: _Tally
+
+
 def _write_pictures(
-    writers: dict[int, SplitWriter], listing: Listing, settings: ImportSettings, emit: Emit
-) -> _Tally:
+    folder: Path, listing: Listing, settings: ImportSettings, emit: Emit
+) -> _Written:
     """Few files, read by threads of this process."""
     tally, told = _begun(listing, settings), _Told(len(listing.sources), emit)
+    column = column_of(named(settings.task), listing.classes)
+    writers = {
+        split: SplitWriter(folder, name, column)
+        for split, name in SPLIT_NAMES.items()
+        if (listing.splits == split).any()
+    }
     pictures = read_all(
         listing.sources,
         settings.record(),
@@ -326,61 +333,86 @@ def _write_pictures(
         store=settings.store,
         stored=named(settings.task).examples.stored,
     )
-    for number, picture in enumerate(pictures):
-        source, split = listing.sources[number], int(listing.splits[number])
-        if isinstance(picture, Picture):
-            example = Example(content=picture.content, label=picture.label, path=source.path)
-            writers[split].add(example, picture.facts.sha256)
-            tally.add(picture.facts, source, split, number, settings.depth)
-        else:
-            tally.skip(picture)
-        told(number + 1)
-    return tally
+    try:
+        for number, picture in enumerate(pictures):
+            if isinstance(picture, Picture):
+                _write_picture(writers, picture, number, listing, tally, settings.depth)
+            else:
+                tally.skip(picture)
+            told(number + 1)
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+    return _Written(
+        splits={SPLIT_NAMES[split]: writer.close() for split, writer in writers.items()},
+        hashes={SPLIT_NAMES[split]: w.row_hashes.hexdigest() for split, w in writers.items()},
+        tally=tally,
+    )
+
+
+def _write_picture(
+    writers: dict[int, SplitWriter], picture: Picture, number: int, listing: Listing,
+    tally: _Tally, depth: int,
+) -> None:  # fmt: skip
+    facts, split = picture.facts, int(listing.splits[number])
+    example = Example(content=picture.content, label=picture.label, path=picture.path)
+    writers[split].add(example, facts.sha256)
+    tally.add(number, listing, facts.sha256, facts.sides)
+    tally.deeper += facts.bits > depth
+    tally.enlarged += [picture.path] if facts.enlarged > ENLARGED else []
+    if split == TRAIN:
+        tally.moments.add(facts.sums)
 
 
 def _write_parts(
-    unfinished: Unfinished, writers: dict[int, SplitWriter], listing: Listing,
-    settings: ImportSettings, emit: Emit,
-) -> _Tally:  # fmt: skip
+    unfinished: Unfinished, listing: Listing, settings: ImportSettings, emit: Emit
+) -> _Written:
     """Many files, read and written by processes; behind the parts that are there already."""
     tally, told = _begun(listing, settings), _Told(len(listing.sources), emit)
-    splits, examples = listing.splits.tolist(), named(settings.task).examples
+    task, record = named(settings.task), settings.record()
+    column = column_of(task, listing.classes)
+    plans = planned(listing.splits, record)
+    rows = {plan.split: Rows(SPLIT_NAMES[plan.split], column) for plan in plans}
+    shards: dict[int, dict[str, Member]] = {split: {} for split in rows}
     number = 0
 
-    def count(outcomes: Sequence[Facts | SkippedFile]) -> None:
+    def count(plan: Plan, part: Part, labels: list[Any]) -> None:
         nonlocal number
-        for outcome in outcomes:
-            if isinstance(outcome, SkippedFile):
-                tally.skip(outcome)
-            else:
-                source = listing.sources[number]
-                tally.add(outcome, source, splits[number], number, settings.depth)
-            number += 1
+        tally.add_part(plan, part, listing)
+        rows[plan.split].add(part.hashes, labels)
+        if part.shard is not None:
+            shards[plan.split][shard_of(plan)] = part.shard
+        number += len(plan.files)
         told(number)
 
     if unfinished.is_of_another:
         emit(phase("import", "other files or settings than those of the import that stopped here: "
                    "begins anew"))  # fmt: skip
-    done = unfinished.go_on(writers, splits)
-    for outcomes in done:
-        count(outcomes)
+    done = unfinished.go_on(plans)
+    for plan, (part, labels) in zip(plans, done, strict=False):
+        count(plan, part, labels)
     if done:
         emit(phase("import", f"goes on behind {number:,} images"))
-    for part in write_parts(
+    made = write_parts(
         listing.sources,
-        splits,
-        settings.record(),
-        stored=examples.stored,
-        column=examples.column(),
+        plans[len(done) :],
+        record,
+        stored=task.examples.stored,
+        column=column,
         folder=unfinished.folder,
         workers=_workers(settings),
         store=settings.store,
-        done=len(done),
-    ):
-        unfinished.append(part, writers, splits[number : number + len(part.outcomes)])
-        count(part.outcomes)
+    )
+    for plan, (part, labels, file) in zip(plans[len(done) :], made, strict=True):
+        unfinished.append(part, file, plan)
+        count(plan, part, labels)
     unfinished.remove()
-    return tally
+    return _Written(
+        splits={SPLIT_NAMES[split]: r.info(shards[split]) for split, r in rows.items()},
+        hashes={SPLIT_NAMES[split]: r.hash.hexdigest() for split, r in rows.items()},
+        tally=tally,
+    )
 
 
 def _begun(listing: Listing, settings: ImportSettings) -> _Tally:
@@ -406,9 +438,8 @@ class _Told:
             self._emit(progress("import", done, self._total))
 
 
-def _check_enough(
-    splits: dict[str, SplitInfo], listing: Listing, tally: _Tally, task: Task
-) -> None:
+def _check_enough(written: _Written, listing: Listing, task: Task) -> None:
+    splits, tally = written.splits, written.tally
     first = (
         f"; the first: {tally.skipped[0].path}: {tally.skipped[0].reason}" if tally.skipped else ""
     )
@@ -430,17 +461,13 @@ def _check_enough(
 
 
 def _describe(
-    source: Path,
-    settings: ImportSettings,
-    listing: Listing,
-    splits: dict[str, SplitInfo],
-    hashes: dict[str, str],
-    tally: _Tally,
+    source: Path, settings: ImportSettings, listing: Listing, written: _Written, known_by: str
 ) -> DatasetInfo:
-    """The ``dataset.json`` record; ``hashes`` are those of each split's rows."""
+    """The ``dataset.json`` record; ``known_by`` is the fingerprint of settings and files."""
+    tally = written.tally
     mean, std = tally.moments.mean_std(full_scale(settings.depth))
-    splits = {name: split for name, split in splits.items() if split.count}
-    hashes = {name: value for name, value in hashes.items() if name in splits}
+    splits = {name: split for name, split in written.splits.items() if split.count}
+    hashes = {name: written.hashes[name] for name in splits}
 
     def place(number: int) -> str:
         return f"{SPLIT_NAMES[int(listing.splits[number])]}:{listing.sources[number].path}"
@@ -474,7 +501,7 @@ def _describe(
             already=listing.notes,
         ),
         task=named(settings.task).record(),
-        import_hash=fingerprint(listing, _settings_hash(settings)),
+        import_hash=known_by,
         settings=_split_by(settings),
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tessella.core.pictures import Pixels
 
+Sums = tuple[int, list[int], list[int]]  # samples a channel; sums and sums of squares of each
 _COUNTED = 1 << 24  # OpenCV counts in float32
 _VALUES = np.arange(256)
 _EXACT_ROWS = 1 << 20  # so many squares of 16 bits add up to less than 2**53: float64 is exact
@@ -22,8 +23,14 @@ class Moments:
         self._sums = [0] * channels
         self._squares = [0] * channels
 
-    def add(self, count: int, sums: list[int], squares: list[int]) -> None:
-        """Add the result of ``sums_of`` for one image."""
+    @property
+    def sums(self) -> Sums:
+        """What was added, as ``add`` takes it."""
+        return self._count, self._sums, self._squares
+
+    def add(self, sums_of_some: Sums) -> None:
+        """Add the result of ``sums_of`` for one image, or the sums of many."""
+        count, sums, squares = sums_of_some
         self._count += count
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
         self._squares = [a + b for a, b in zip(self._squares, squares, strict=True)]
@@ -39,7 +46,7 @@ class Moments:
         return mean, std
 
 
-def sums_of(pixels: Pixels) -> tuple[int, list[int], list[int]]:
+def sums_of(pixels: Pixels) -> Sums:
     """Samples a channel, and each channel's sum and sum of squares, of HWC integers."""
     flat = pixels.reshape(-1, pixels.shape[2])
     sums, squares = [0] * flat.shape[1], [0] * flat.shape[1]

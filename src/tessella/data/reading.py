@@ -23,10 +23,11 @@ from tessella.core.headers import bits_of, is_plain, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, encode
 from tessella.data.in_order import in_order
-from tessella.data.moments import sums_of
+from tessella.data.moments import Sums, sums_of
 from tessella.tasks import Source
 
 MAX_FILE_BYTES = 1 << 30
+ENLARGED = 2.0  # a picture that is stored so many times larger than it is, is told
 FEW = 64  # files for each process: a start costs as much as reading 50 JPEGs of 500 × 375
 # Scientific pictures are larger than what a server takes: 2²⁸ pixels of 16-bit RGB, some copies.
 BUDGET = Budget(pixels=MAX_PIXELS, nbytes=8 << 30, seconds=120.0)
@@ -39,39 +40,18 @@ class Facts:
     """What an import notes of a picture.
 
     Attributes:
-        sha256: of the stored content.
-        digest: 16 bytes of a hash of the pixels.
-        count, sums, squares: see ``moments.sums_of``.
+        sha256: of the stored content: equal where the pixels are, as both are stored alike.
+        sums: see ``moments.sums_of``.
         bits: of a sample in the file, as far as its header tells.
         enlarged: by what factor, at most of both sides; 1 where the header does not tell.
         sides: height and width of the picture in the file, where the header tells them.
     """
 
     sha256: bytes
-    digest: bytes
-    count: int
-    sums: list[int]
-    squares: list[int]
+    sums: Sums
     bits: int = 8
     enlarged: float = 1.0
     sides: tuple[int, int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "sha256": self.sha256.hex(), "digest": self.digest.hex()}
-
-
-def facts_in(plain: dict[str, Any]) -> Facts:
-    """The facts that ``Facts.to_json`` wrote; a confined process's answer is taken apart here."""
-    return Facts(
-        sha256=bytes.fromhex(plain["sha256"]),
-        digest=bytes.fromhex(plain["digest"]),
-        count=int(plain["count"]),
-        sums=list(map(int, plain["sums"])),
-        squares=list(map(int, plain["squares"])),
-        bits=int(plain["bits"]),
-        enlarged=float(plain["enlarged"]),
-        sides=None if plain["sides"] is None else (plain["sides"][0], plain["sides"][1]),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +60,12 @@ class Picture:
 
     Attributes:
         content: lossless file bytes in the record's size.
+        path: its name in the dataset.
         label: the target as the dataset holds it; None until it is known.
     """
 
     content: bytes
+    path: str
     facts: Facts
     label: Any = None
 
@@ -138,20 +120,15 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
     except (OSError, ValueError) as error:  # ValueError: a NUL in a listed path
         reason = getattr(error, "strerror", None) or str(error)
         return SkippedFile(path=path, reason=f"the file cannot be opened: {reason}")
-    shape = f"{pixels.dtype}{pixels.shape}".encode()
-    digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=shape).digest()
-    count, sums, squares = sums_of(pixels)
     sides = sides_of(content)
     keeps = store == "original" and _is_kept(content, sides, pixels)
     stored = content if keeps else encode(pixels, "png" if store == "original" else store)
     return Picture(
         content=stored,
+        path=path,
         facts=Facts(
             sha256=hashlib.sha256(stored).digest(),
-            digest=digest,
-            count=count,
-            sums=sums,
-            squares=squares,
+            sums=sums_of(pixels),
             bits=bits_of(content),
             enlarged=_enlarged(sides, pixels),
             sides=sides,

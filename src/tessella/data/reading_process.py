@@ -1,64 +1,106 @@
-"""The program of a confined process that reads the files of a part, and writes their images."""
+"""The program of a confined process that reads the files of a part, and writes their shard."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import cv2  # before the limit and the first alarm
 import pyarrow as pa
 import tifffile  # noqa: F401
 
+from tessella.artifacts import shards
 from tessella.artifacts.dataset import SkippedFile
-from tessella.artifacts.shards import record_batch, target_array, write_batch
-from tessella.core.confined import Budget, Order, serve
+from tessella.artifacts.shards import IMAGE, Example, ShardWriter
+from tessella.core.confined import Budget, Order, limited, serve
 from tessella.core.decoding import record_of, told
 from tessella.core.errors import DataError
 from tessella.core.pictures import Pixels
-from tessella.core.preprocess import fitted
-from tessella.data.reading import Picture, Read, read
-
-_MADE: list[tuple[str, Read]] = []  # of the part at hand, with their names
+from tessella.core.preprocess import Preprocess, fitted
+from tessella.data.moments import Moments
+from tessella.data.parts import Part, note_place
+from tessella.data.reading import ENLARGED, Facts, Read, read
 
 
 def _answer(order: Order, content: bytes, budget: Budget) -> tuple[Order, None]:
-    return (_read(order, budget) if "file" in order else _write(order, content)), None
+    labels = pa.ipc.open_stream(content).read_all()
+    schema = pa.schema([IMAGE, labels.schema.field(0)], labels.schema.metadata)
+    at = os.open(order["at"], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    made = _Making(order, schema)
+    try:
+        for place, label in zip(made.places, labels.column(0).to_pylist(), strict=True):
+            note_place(at, place)
+            with limited(budget):
+                found = _read(order["files"][place], order["paths"][place], made, budget)
+            note_place(at, len(order["files"]))
+            made.add(place, found, label)
+        return made.part().to_json(), None
+    except OSError as error:
+        return {"errno": error.errno, "failed": error.strerror}, None
+    finally:
+        os.close(at)
 
 
-def _read(order: Order, budget: Budget) -> Order:
+def _read(file: str, path: str, made: _Making, budget: Budget) -> Read:
     def decode(content: bytes) -> Pixels:
-        record = record_of(order["record"])
         try:
-            return fitted(content, record, name="the file", most_pixels=budget.pixels)
+            return fitted(content, made.record, name="the file", most_pixels=budget.pixels)
         except DataError as error:
             told(error, "the file", budget)
             raise
 
-    made = read(order["file"], order["path"], decode, order["store"])
-    _MADE.append((order["path"], made))
-    return {"reason": made.reason} if isinstance(made, SkippedFile) else made.facts.to_json()
+    return read(file, path, decode, made.store)
 
 
-def _write(order: Order, content: bytes) -> Order:
-    """A record batch for each split with the images that were read and their targets."""
-    labels = pa.ipc.open_stream(content).read_all().column(0).combine_chunks()
-    written = []
-    for split, file in order["files"].items():
-        chosen = [
-            (i, path, made.content)
-            for i, (path, made) in enumerate(_MADE)
-            if isinstance(made, Picture) and order["splits"][i] == int(split)
-        ]
-        if not chosen:
-            continue
-        numbers, paths, contents = map(list, zip(*chosen, strict=True))
-        own = labels.take(target_array(numbers, pa.int64()))
-        try:
-            write_batch(Path(file), record_batch(contents, paths, own))
-        except OSError as error:
-            return {"errno": error.errno, "failed": error.strerror}
-        written.append(int(split))
-    _MADE.clear()
-    return {"written": written}
+class _Making:
+    """A part that grows: the rows that are not written yet, and the facts so far."""
+
+    def __init__(self, order: Order, schema: pa.Schema) -> None:
+        self.record: Preprocess = record_of(order["record"])
+        self.store = order["store"]
+        self._skipped = {int(place): str(why) for place, why in order["skipped"].items()}
+        self.places = [n for n in range(len(order["files"])) if n not in self._skipped]
+        self._path, self._schema = Path(order["shard"]), schema
+        self._writer: ShardWriter | None = None
+        self._rows: list[Example] = []
+        self._nbytes = 0
+        self._facts: list[Facts] = []
+        self._deeper, self._enlarged = 0, list[int]()
+        self._moments = Moments(self.record.channels)
+
+    def add(self, place: int, found: Read, label: object) -> None:
+        if isinstance(found, SkippedFile):
+            self._skipped[place] = found.reason
+            return
+        facts = found.facts
+        self._facts.append(facts)
+        self._moments.add(facts.sums)
+        self._deeper += facts.bits > self.record.depth
+        self._enlarged += [place] if facts.enlarged > ENLARGED else []
+        self._rows.append(Example(content=found.content, label=label, path=found.path))
+        self._nbytes += len(found.content)
+        if len(self._rows) == shards.ROWS_PER_BATCH or self._nbytes >= shards.BYTES_PER_BATCH:
+            self._write()
+
+    def part(self) -> Part:
+        """All of it, with its shard closed."""
+        if self._rows:
+            self._write()
+        return Part(
+            skipped=self._skipped,
+            hashes=b"".join(facts.sha256 for facts in self._facts),
+            sides=[facts.sides for facts in self._facts],
+            sums=self._moments.sums,
+            deeper=self._deeper,
+            enlarged=self._enlarged,
+            shard=None if self._writer is None else self._writer.close(),
+        )
+
+    def _write(self) -> None:
+        if self._writer is None:
+            self._writer = ShardWriter(self._path, self._schema)
+        self._writer.write(self._rows)
+        self._rows, self._nbytes = [], 0
 
 
 if __name__ == "__main__":

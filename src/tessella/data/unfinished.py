@@ -1,7 +1,7 @@
-"""What a killed import leaves: shards as far as they came, and a journal of their parts.
+"""What a killed import leaves: the shards of its parts, and a journal of them.
 
 Who goes on trusts neither blindly: every image that the journal names is read again and compared
-with its hash; from the first difference on the import begins anew.
+with its hash; where one differs, the import begins anew.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import pyarrow as pa
-
-from tessella.artifacts.dataset import SkippedFile, unfinished_of
-from tessella.artifacts.shards import SplitWriter
-from tessella.core.errors import ArtifactError, UsageError
+from tessella.artifacts.dataset import unfinished_of
+from tessella.artifacts.files import check_member
+from tessella.artifacts.shards import read_shard, shard_name
+from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.data.listing import SPLIT_NAMES
-from tessella.data.parts import Part
-from tessella.data.reading import Facts, facts_in
+from tessella.data.parts import Part, Plan, part_in
 
 JOURNAL = "journal.jsonl"
-Outcomes = list[Facts | SkippedFile]
-Rows = list[tuple[bytes, Any]]  # SHA-256 of the content, and target
+FORMAT = 2  # of the journal: a line holds a ``Part``
+Made = tuple[Part, list[Any]]  # a part, and the targets of the images in its shard
 
 
 def left_of(out: Path) -> int | None:
@@ -71,7 +69,8 @@ class Unfinished:
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        self.folder, self._heading = folder, {"fingerprint": fingerprint}
+        self.folder = folder
+        self._heading = {"fingerprint": fingerprint, "format": FORMAT}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = (folder / JOURNAL).open("a+", encoding="utf-8")
@@ -104,38 +103,25 @@ class Unfinished:
         first = self._file.readline()
         return first.endswith("\n") and first.strip() != json.dumps(self._heading)
 
-    def go_on(self, writers: Mapping[int, SplitWriter], splits: Sequence[int]) -> list[Outcomes]:
-        """Set the writers behind the parts that are there, and give what was found in these."""
-        parts = self._read()
-        found, rows = [[_outcome(o) for o in part["outcomes"]] for part in parts], None
-        if parts:
-            rows = self._checked(writers, found, parts[-1]["places"], splits)
-        if rows is None:
+    def go_on(self, plans: Sequence[Plan]) -> list[Made]:
+        """The parts that are there already: the first of the plans."""
+        made = self._checked(plans, self._read())
+        if not made:
             self._begin()
-            return []
-        for split, writer in writers.items():
-            shards, offset = parts[-1]["places"][str(split)]
-            writer.go_on(shards, offset, rows[split])
-        return found
+        return made
 
-    def append(self, part: Part, writers: Mapping[int, SplitWriter], splits: Sequence[int]) -> None:
-        """Join a part to the shards, and note that it is there."""
-        for split, file in part.files.items():
-            chosen = zip(splits, part.outcomes, part.labels, strict=True)
-            rows = [(o.sha256, v) for s, o, v in chosen if s == split and isinstance(o, Facts)]
-            writers[split].append(file, rows)
-            file.unlink()
-        places = {split: writer.place() for split, writer in writers.items()}
-        outcomes = [
-            {"path": o.path, "reason": o.reason} if isinstance(o, SkippedFile) else o.to_json()
-            for o in part.outcomes
-        ]
-        self._file.write(json.dumps({"outcomes": outcomes, "places": places}) + "\n")
+    def append(self, part: Part, file: Path, plan: Plan) -> None:
+        """Give a part's file the name of its shard, and note that it is there."""
+        if part.shard is not None:
+            file.replace(self.folder / shard_of(plan))
+        self._file.write(json.dumps(part.to_json()) + "\n")
         self._file.flush()
 
     def remove(self) -> None:
-        """The import is complete."""
+        """The import is complete: only shards are left."""
         (self.folder / JOURNAL).unlink()
+        for path in self.folder.glob("part-*"):  # of a process that outlived a killed import
+            path.unlink(missing_ok=True)
 
     def _begin(self) -> None:
         for path in self.folder.iterdir():
@@ -162,38 +148,34 @@ class Unfinished:
             return []
         return lines[1:]
 
-    def _checked(
-        self, writers: Mapping[int, SplitWriter], found: list[Outcomes],
-        places: Mapping[str, Sequence[int]], splits: Sequence[int],
-    ) -> dict[int, Rows] | None:  # fmt: skip
-        """Hash and target of the images in the shards; None where they are not the journal's."""
-        wanted: dict[int, list[bytes]] = {split: [] for split in writers}
-        outcomes = [outcome for part in found for outcome in part]
-        for split, outcome in zip(splits, outcomes, strict=False):
-            if isinstance(outcome, Facts):
-                wanted[split].append(outcome.sha256)
-        rows: dict[int, Rows] = {}
+    def _checked(self, plans: Sequence[Plan], lines: list[dict[str, Any]]) -> list[Made]:
+        """The journal's parts with their targets; none where the shards are not the journal's."""
+        made = []
         try:
-            for split in writers:
-                rows[split] = list(self._rows(SPLIT_NAMES[split], *places[str(split)]))
-        except (OSError, KeyError, pa.ArrowException):
-            return None
-        same = all([h for h, _ in rows[split]] == wanted[split] for split in writers)
-        return rows if same else None
+            for plan, line in zip(plans, lines, strict=False):
+                part = part_in(line)
+                if len(part.sides) + len(part.skipped) != len(plan.files):
+                    return []
+                labels = self._labels(part, self.folder / shard_of(plan))
+                if labels is None:
+                    return []
+                made.append((part, labels))
+        except (OSError, KeyError, TypeError, ValueError, TessellaError):
+            return []
+        return made
 
-    def _rows(self, name: str, shards: int, offset: int) -> Iterator[tuple[bytes, Any]]:
-        for number in range(shards):
-            path = self.folder / f"{name}-{number:05d}.arrow"
-            is_last = offset and number == shards - 1
-            with path.open("rb+" if is_last else "rb") as file:
-                if is_last:
-                    file.truncate(offset)
-                stream = pa.ipc.open_stream(pa.memory_map(str(path)))
-                for batch in stream:
-                    contents, labels = batch.column(0).field("bytes"), batch.column(1)
-                    for content, label in zip(contents, labels, strict=True):
-                        yield hashlib.sha256(content.as_buffer()).digest(), label.as_py()
+    def _labels(self, part: Part, path: Path) -> list[Any] | None:
+        """The targets in a part's shard; None where that is another one."""
+        if part.shard is None:
+            return []
+        check_member(path, part.shard)
+        table, _ = read_shard(path)
+        contents = table.column("image").combine_chunks().field("bytes")
+        hashes = [hashlib.sha256(content.as_buffer()).digest() for content in contents]
+        labels: list[Any] = table.column("label").to_pylist()
+        return labels if b"".join(hashes) == part.hashes else None
 
 
-def _outcome(plain: dict[str, Any]) -> Facts | SkippedFile:
-    return SkippedFile(**plain) if "reason" in plain else facts_in(plain)
+def shard_of(plan: Plan) -> str:
+    """The name of a part's shard."""
+    return shard_name(SPLIT_NAMES[plan.split], plan.number)
