@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 
 from tessella.core.preprocess import Preprocess
 
@@ -43,8 +44,8 @@ def is_plain(content: bytes, record: Preprocess | None = None) -> bool:
 def sides_of(content: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG, PNG or BMP whose header is plain, as it tells them; else None."""
     try:
-        if content.startswith(b"\xff\xd8"):
-            return _jpeg_sides(content)
+        if (frame := jpeg_frame(content)) is not None:
+            return frame.height, frame.width
         if content.startswith(_PNG):
             return _png_sides(content)
         if content.startswith(b"BM"):
@@ -60,13 +61,37 @@ def _bmp_sides(content: bytes) -> tuple[int, int] | None:
     return (abs(height), width) if nbytes >= 40 and bits >= 8 and compression == 0 else None
 
 
-def _jpeg_sides(content: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG whose header is in order and whose scans are few, else None."""
+@dataclass(frozen=True, kw_only=True)
+class JpegFrame:
+    """What the header of a JPEG says.
+
+    Attributes:
+        components: 1 (grey), 3 (RGB, nearly always as YCbCr) or 4 (CMYK).
+        progressive: whether its scans refine the whole picture, or one walks it from top to bottom.
+        turned: whether its metadata may say that it is to be turned; else it is upright.
+    """
+
+    height: int
+    width: int
+    components: int
+    progressive: bool
+    turned: bool
+
+
+def jpeg_frame(content: bytes) -> JpegFrame | None:
+    """What a JPEG says whose header is in order and whose scans are few; None of any other file."""
+    try:
+        return _jpeg_frame(content) if content.startswith(b"\xff\xd8") else None
+    except struct.error:  # it ends before the walk does
+        return None
+
+
+def _jpeg_frame(content: bytes) -> JpegFrame | None:
     place, frame, exif = 2, None, False
     while place < HEAD_BYTES:
         marker, nbytes = struct.unpack_from(">HH", content, place)
         if marker == _SCAN and frame is not None:
-            return _sides_of_scans(content, place, frame)
+            return _with_scans(content, place, *frame)
         if marker in _SEQUENTIAL or marker == _PROGRESSIVE:
             if frame is not None:
                 return None
@@ -83,15 +108,23 @@ def _jpeg_sides(content: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _sides_of_scans(
-    content: bytes, place: int, frame: tuple[int, int, int, int]
-) -> tuple[int, int] | None:
-    marker, height, width, components = frame
+def _with_scans(
+    content: bytes, place: int, marker: int, height: int, width: int, components: int
+) -> JpegFrame | None:
+    """The frame of a picture whose first scan begins at a place, if its scans are few."""
     (first,) = struct.unpack_from("B", content, place + 4)
     single = marker != _PROGRESSIVE and first == components
     # In entropy-coded data a zero follows every 0xFF, so no scan is missed.
     scans = 1 if single else content.count(b"\xff\xda", place)
-    return (height, width) if height * width * scans <= PLAIN_SCANS else None
+    if height * width * scans > PLAIN_SCANS:
+        return None
+    return JpegFrame(
+        height=height,
+        width=width,
+        components=components,
+        progressive=not single,
+        turned=any(content.find(word, 0, place) >= 0 for word in (b"Exif", b"rientation")),
+    )
 
 
 def _is_sound_exif(block: bytes) -> bool:

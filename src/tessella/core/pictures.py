@@ -82,6 +82,12 @@ def out_of_memory(name: str, content: bytes) -> DataError:
     )
 
 
+def orientation_of(content: bytes) -> int:
+    """The EXIF orientation, 1 to 8, of a file that Pillow opens; of any other an error."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        return int(image.getexif().get(_ORIENTATION, 1))
+
+
 def _check_sides(sides: tuple[int, ...], name: str, most: int, most_pixels: int) -> None:
     """Refuse sides whose product is 0 or above ``most``, and a side that is too long."""
     shape = "×".join(map(str, sides))
@@ -118,7 +124,7 @@ def _read_opened(image: Image.Image, content: bytes, name: str, most_pixels: int
         pixels = _read_png16(content, name)
     else:
         pixels = _pixels_of(image, name)
-    return _upright(pixels, orientation)
+    return upright(pixels, orientation)
 
 
 def _pixels_of(image: Image.Image, name: str) -> Pixels:
@@ -171,7 +177,7 @@ def _from_bgr(pixels: Pixels) -> Pixels:
     return pixels[:, :, None] if pixels.ndim == 2 else pixels[:, :, 2::-1]
 
 
-def _upright(pixels: Pixels, orientation: int) -> Pixels:
+def upright(pixels: Pixels, orientation: int) -> Pixels:
     """The pixels turned as an EXIF (or TIFF) orientation, 1 to 8, says."""
     if orientation in (5, 6, 7, 8):  # stored on its side: mirror along the diagonal first
         pixels = pixels.swapaxes(0, 1)
@@ -230,7 +236,7 @@ def _read_tiff(content: bytes, name: str, most_pixels: int) -> Pixels:
         pixels = np.moveaxis(pixels, 0, -1)  # planes or pages first
     if pixels.ndim != 3:
         raise _not_integers(name, f"shape {shape}, axes {axes}")
-    return _upright(pixels[:, :, :-1] if alpha else pixels, orientation)
+    return upright(pixels[:, :, :-1] if alpha else pixels, orientation)
 
 
 _INTEGERS = (np.uint8, np.uint16)

@@ -149,14 +149,27 @@ def full_scale(depth: int) -> int:
 
 
 def fitted(
-    content: bytes, record: Preprocess, *, name: str = "image", most_pixels: int = MAX_PIXELS
+    content: bytes,
+    record: Preprocess,
+    *,
+    name: str = "image",
+    most_pixels: int = MAX_PIXELS,
+    pixels: Pixels | None = None,
 ) -> Pixels:
     """File bytes to the HWC integers that a dataset stores: decode, fit.
+
+    Args:
+        pixels: what ``read_pixels`` makes of the bytes, where somebody knows it already.
 
     Raises:
         DataError: the bytes are not an image of at most ``most_pixels`` that can be decoded.
     """
-    return fitted_and_size(content, record, name=name, most_pixels=most_pixels)[0]
+    if pixels is None:
+        return fitted_and_size(content, record, name=name, most_pixels=most_pixels)[0]
+    try:
+        return fit(to_depth(to_channels(pixels, record, name=name), record.depth), record)
+    except MemoryError as error:
+        raise out_of_memory(name, content) from error
 
 
 def fitted_and_size(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, fitted
 from tessella.data.moments import Moments
 from tessella.data.parts import Part, note_place
+from tessella.data.quick_jpeg import QuickJpeg
 from tessella.data.reading import ENLARGED, Facts, Read, read
 
 
@@ -44,12 +46,21 @@ def _answer(order: Order, content: bytes, budget: Budget) -> tuple[Order, None]:
 def _read(file: str, path: str, made: _Making, budget: Budget) -> Read:
     def decode(content: bytes) -> Pixels:
         try:
-            return fitted(content, made.record, name="the file", most_pixels=budget.pixels)
+            return fitted(
+                content,
+                made.record,
+                name="the file",
+                most_pixels=budget.pixels,
+                pixels=made.quick_jpeg(content, budget.pixels),
+            )
         except DataError as error:
             told(error, "the file", budget)
             raise
 
     return read(file, path, decode, made.store)
+
+
+_quick_jpeg = functools.cache(QuickJpeg)  # of the process, which has one standard error
 
 
 class _Making:
@@ -58,6 +69,7 @@ class _Making:
     def __init__(self, order: Order, schema: pa.Schema) -> None:
         self.record: Preprocess = record_of(order["record"])
         self.store = order["store"]
+        self.quick_jpeg = _quick_jpeg()
         self._skipped = {int(place): str(why) for place, why in order["skipped"].items()}
         self.places = [n for n in range(len(order["files"])) if n not in self._skipped]
         self._path, self._schema = Path(order["shard"]), schema
