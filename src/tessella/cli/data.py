@@ -68,7 +68,11 @@ def import_(
         Path | None, Option(help="For a list or table: where its paths start.")
     ] = None,
     store: Annotated[
-        str, Option(help="png, or pixels: twice as large, and training reads without decoding.")
+        str,
+        Option(
+            help="png; pixels: twice as large, and training reads without decoding; or original: "
+            "JPEG files stay as they are."
+        ),
     ] = "png",
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,

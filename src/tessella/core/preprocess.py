@@ -379,6 +379,8 @@ Store = Literal["png", "pixels", "original"]
 def encode(pixels: Pixels, store: Store = "png") -> bytes:
     """HWC to lossless file bytes: compressed, or with ``pixels`` what reads without decoding.
 
+    An import with ``original`` encodes what ``headers.keeps_original`` does not take.
+
     PNG, or TIFF for channels other than 1 or 3; PGM or PPM, or TIFF where these would not do.
     """
     if store == "pixels" and pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
@@ -389,7 +391,7 @@ def encode(pixels: Pixels, store: Store = "png") -> bytes:
         import tifffile
 
         out = io.BytesIO()
-        compression = "zlib" if store == "png" else None
+        compression = None if store == "pixels" else "zlib"
         tifffile.imwrite(
             out,
             pixels if pixels.shape[2] > 1 else pixels[:, :, 0],

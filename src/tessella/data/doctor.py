@@ -33,7 +33,7 @@ from tessella.artifacts.files import write_folder
 from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase, progress, silent
-from tessella.core.preprocess import decode, full_scale
+from tessella.core.preprocess import fitted, full_scale
 from tessella.core.task import CLASSIFICATION
 from tessella.data.notes import IMBALANCE, TINY
 from tessella.data.same_picture import Small, is_same, small
@@ -250,7 +250,7 @@ def _looks(dataset: Dataset, workers: int, emit: Emit) -> _Looks:
 def _look(example: Example, dataset: Dataset) -> tuple[bytes, bool, npt.NDArray[np.float32]]:
     """The hash of an image's pixels, whether it is blank, and its look."""
     record = dataset.preprocess
-    pixels = decode(example.content, record, name=example.path)
+    pixels = fitted(example.content, record, name=example.path)
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()
     small = cv2.resize(
         pixels.astype(np.float32) * (1 if record.depth == 8 else 1 / 257), (SIDE, SIDE),
@@ -271,7 +271,7 @@ def _groups(seen: _Looks, dataset: Dataset) -> list[list[int]]:
     def small_of(i: int) -> Small:
         split, number = seen.splits[i], i - seen.splits.index(seen.splits[i])
         example, record = dataset.split(split)[number], dataset.preprocess
-        pixels = decode(example.content, record, name=example.path)
+        pixels = fitted(example.content, record, name=example.path)
         return small(pixels, full_scale(record.depth))
 
     def root(i: int) -> int:

@@ -37,6 +37,9 @@ from tessella.tasks import Source
 
 PARTS = 128  # of a listing at least, that all processes end together
 LEAST_FILES = 8  # of a part
+MEASURED = (
+    1024  # pictures whose mean and deviation stand for all, where files are stored as they are
+)
 MOST_FILES = 2048  # of a part: their reasons fit into one answer
 
 
@@ -140,12 +143,13 @@ def write_parts(
     """
     workers = min(workers, -(-sum(len(plan.files) for plan in plans) // reading.FEW)) or 1
     makers = _Makers(record, store, column, folder)
+    every = max(1, len(sources) // MEASURED) if store == "original" else 1
 
     def make(plan: Plan) -> tuple[Part, list[Any], Path]:
         chosen = [sources[number] for number in plan.files]
         labels, reasons = targets(chosen, stored, record)
         file = folder / f"part-{os.getpid()}-{plan.split}-{plan.number}"
-        part = makers.make(file, chosen, labels, reasons)
+        part = makers.make(file, chosen, labels, reasons, every)
         return part, [v for i, v in enumerate(labels) if i not in part.skipped], file
 
     with closing(makers), closing(in_order(make, plans, workers=workers, ahead=2)) as parts:
@@ -177,8 +181,9 @@ class _Makers:
         self._idle: SimpleQueue[Confined] = SimpleQueue()
 
     def make(
-        self, file: Path, sources: Sequence[Source], labels: list[Any], reasons: dict[int, str]
-    ) -> Part:
+        self, file: Path, sources: Sequence[Source], labels: list[Any], reasons: dict[int, str],
+        measure_every: int,
+    ) -> Part:  # fmt: skip
         """Have a part written. A file over which the process ends is left out the next time."""
         reasons, at = dict(reasons), file.with_suffix(".at")
         while True:
@@ -189,6 +194,7 @@ class _Makers:
                 "skipped": reasons,
                 "record": self._record,
                 "store": self._store,
+                "measure_every": measure_every,
                 "shard": str(file),
                 "at": str(at),
             }

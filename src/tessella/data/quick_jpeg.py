@@ -41,6 +41,16 @@ class QuickJpeg:
             return None
         return None if pixels is None or self._has_said() else upright(pixels, orientation)
 
+    def is_sound(self, content: bytes) -> bool:
+        """Whether a JPEG of one or three components can be decoded: all its data are read, and an
+        eighth of its sides is made, which takes half the time."""
+        try:
+            how = cv2.IMREAD_REDUCED_GRAYSCALE_8 | cv2.IMREAD_IGNORE_ORIENTATION
+            made = cv2.imdecode(np.frombuffer(content, np.uint8), how)
+        except cv2.error:
+            return False
+        return made is not None and not self._has_said()
+
     def _decoded(self, content: bytes, frame: JpegFrame) -> Pixels | None:
         how = KINDS[frame.components] | cv2.IMREAD_IGNORE_ORIENTATION
         pixels = cv2.imdecode(np.frombuffer(content, np.uint8), how)

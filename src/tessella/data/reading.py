@@ -19,7 +19,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget
 from tessella.core.decoding import Decoder
 from tessella.core.errors import DataError
-from tessella.core.headers import bits_of, is_plain, sides_of
+from tessella.core.headers import bits_of, keeps_original, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, encode
 from tessella.data.in_order import in_order
@@ -41,14 +41,14 @@ class Facts:
 
     Attributes:
         sha256: of the stored content: equal where the pixels are, as both are stored alike.
-        sums: see ``moments.sums_of``.
+        sums: see ``moments.sums_of``; None where nobody asked.
         bits: of a sample in the file, as far as its header tells.
         enlarged: by what factor, at most of both sides; 1 where the header does not tell.
         sides: height and width of the picture in the file, where the header tells them.
     """
 
     sha256: bytes
-    sums: Sums
+    sums: Sums | None
     bits: int = 8
     enlarged: float = 1.0
     sides: tuple[int, int] | None = None
@@ -59,7 +59,7 @@ class Picture:
     """A file as the dataset stores it.
 
     Attributes:
-        content: lossless file bytes in the record's size.
+        content: lossless file bytes in the record's size, or with ``original`` the file itself.
         path: its name in the dataset.
         label: the target as the dataset holds it; None until it is known.
     """
@@ -91,8 +91,10 @@ def read_all(
     def decode(content: bytes) -> Pixels:
         return decoder(content, record, name="the file")
 
+    way = Way(record=record, store=store, decode=decode)
+
     def read_one(source: Source) -> Read:
-        made = read(source.file, source.path, decode, store)
+        made = read(source.file, source.path, way)
         if isinstance(made, SkippedFile):
             return made
         try:
@@ -104,8 +106,30 @@ def read_all(
         yield from made
 
 
-def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) -> Read:
-    """One file decoded, fitted and encoded, or a ``SkippedFile`` with the reason."""
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How files become stored pictures.
+
+    Attributes:
+        decode: the pixels of a file's bytes, fitted to the record.
+        is_sound: whether a JPEG can be decoded, where there is a quicker way to know than that.
+    """
+
+    record: Preprocess
+    store: Store
+    decode: Decode
+    is_sound: Callable[[bytes], bool] = lambda _: False
+
+
+def read(
+    file: str | os.PathLike[str], path: str, way: Way, *, measured: bool = True
+) -> Picture | SkippedFile:
+    """One file decoded, fitted and encoded, or a ``SkippedFile`` with the reason.
+
+    Args:
+        measured: whether the sums of its pixels are wanted. Without them a file that is stored as
+            it is need not be decoded.
+    """
     try:
         found = os.stat(file)
         if not stat.S_ISREG(found.st_mode):  # before it is opened: a pipe would wait, a device
@@ -114,39 +138,34 @@ def read(file: str | os.PathLike[str], path: str, decode: Decode, store: Store) 
             raise DataError("the file is too large", seen=f"{found.st_size:,} bytes")
         with open(file, "rb") as opened:
             content = opened.read(found.st_size)  # 0 of a file of the system, which could wait, too
-        pixels = decode(content)
+        kept = way.store == "original" and keeps_original(content, way.record)
+        known = kept and not measured and way.is_sound(content)
+        pixels = None if known else way.decode(content)
     except DataError as error:
         return skipped(path, error)
     except (OSError, ValueError) as error:  # ValueError: a NUL in a listed path
         reason = getattr(error, "strerror", None) or str(error)
         return SkippedFile(path=path, reason=f"the file cannot be opened: {reason}")
+    stored = content if kept or pixels is None else encode(pixels, way.store)
     sides = sides_of(content)
-    keeps = store == "original" and _is_kept(content, sides, pixels)
-    stored = content if keeps else encode(pixels, "png" if store == "original" else store)
     return Picture(
         content=stored,
         path=path,
         facts=Facts(
             sha256=hashlib.sha256(stored).digest(),
-            sums=sums_of(pixels),
+            sums=None if pixels is None or not measured else sums_of(pixels),
             bits=bits_of(content),
-            enlarged=_enlarged(sides, pixels),
+            enlarged=_enlarged(sides, way.record),
             sides=sides,
         ),
     )
 
 
-def _is_kept(content: bytes, sides: tuple[int, int] | None, pixels: Pixels) -> bool:
-    """Whether a file is stored as it is: a plain JPEG of any size, or a plain file of this one."""
-    is_jpeg = content.startswith(b"\xff\xd8")
-    return is_plain(content) and (is_jpeg or sides == pixels.shape[:2])
-
-
-def _enlarged(sides: tuple[int, int] | None, pixels: Pixels) -> float:
+def _enlarged(sides: tuple[int, int] | None, record: Preprocess) -> float:
     if sides is None or min(sides) < 1:
         return 1.0
     # either may be the height: EXIF may turn a picture
-    stored: tuple[int, int] = pixels.shape[:2]
+    stored = record.height, record.width
     return min(max(stored) / max(sides), min(stored) / min(sides))
 
 

@@ -21,19 +21,19 @@ from tessella.core.preprocess import Preprocess, fitted
 from tessella.data.moments import Moments
 from tessella.data.parts import Part, note_place
 from tessella.data.quick_jpeg import QuickJpeg
-from tessella.data.reading import ENLARGED, Facts, Read, read
+from tessella.data.reading import ENLARGED, Facts, Read, Way, read
 
 
 def _answer(order: Order, content: bytes, budget: Budget) -> tuple[Order, None]:
     labels = pa.ipc.open_stream(content).read_all()
     schema = pa.schema([IMAGE, labels.schema.field(0)], labels.schema.metadata)
     at = os.open(order["at"], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
-    made = _Making(order, schema)
+    made = _Making(order, schema, budget)
     try:
         for place, label in zip(made.places, labels.column(0).to_pylist(), strict=True):
             note_place(at, place)
             with limited(budget):
-                found = _read(order["files"][place], order["paths"][place], made, budget)
+                found = made.read(order["files"][place], order["paths"][place])
             note_place(at, len(order["files"]))
             made.add(place, found, label)
         return made.part().to_json(), None
@@ -43,33 +43,25 @@ def _answer(order: Order, content: bytes, budget: Budget) -> tuple[Order, None]:
         os.close(at)
 
 
-def _read(file: str, path: str, made: _Making, budget: Budget) -> Read:
-    def decode(content: bytes) -> Pixels:
-        try:
-            return fitted(
-                content,
-                made.record,
-                name="the file",
-                most_pixels=budget.pixels,
-                pixels=made.quick_jpeg(content, budget.pixels),
-            )
-        except DataError as error:
-            told(error, "the file", budget)
-            raise
-
-    return read(file, path, decode, made.store)
-
-
 _quick_jpeg = functools.cache(QuickJpeg)  # of the process, which has one standard error
 
 
 class _Making:
     """A part that grows: the rows that are not written yet, and the facts so far."""
 
-    def __init__(self, order: Order, schema: pa.Schema) -> None:
-        self.record: Preprocess = record_of(order["record"])
-        self.store = order["store"]
-        self.quick_jpeg = _quick_jpeg()
+    def __init__(self, order: Order, schema: pa.Schema, budget: Budget) -> None:
+        self._record: Preprocess = record_of(order["record"])
+        self._budget, self._quick, self._measure_every = (
+            budget,
+            _quick_jpeg(),
+            order["measure_every"],
+        )
+        self._way = Way(
+            record=self._record,
+            store=order["store"],
+            decode=self._decode,
+            is_sound=self._quick.is_sound,
+        )
         self._skipped = {int(place): str(why) for place, why in order["skipped"].items()}
         self.places = [n for n in range(len(order["files"])) if n not in self._skipped]
         self._path, self._schema = Path(order["shard"]), schema
@@ -78,7 +70,23 @@ class _Making:
         self._nbytes = 0
         self._facts: list[Facts] = []
         self._deeper, self._enlarged = 0, list[int]()
-        self._moments = Moments(self.record.channels)
+        self._moments = Moments(self._record.channels)
+
+    def read(self, file: str, path: str) -> Read:
+        return read(file, path, self._way, measured=len(self._facts) % self._measure_every == 0)
+
+    def _decode(self, content: bytes) -> Pixels:
+        try:
+            return fitted(
+                content,
+                self._record,
+                name="the file",
+                most_pixels=self._budget.pixels,
+                pixels=self._quick(content, self._budget.pixels),
+            )
+        except DataError as error:
+            told(error, "the file", self._budget)
+            raise
 
     def add(self, place: int, found: Read, label: object) -> None:
         if isinstance(found, SkippedFile):
@@ -86,8 +94,9 @@ class _Making:
             return
         facts = found.facts
         self._facts.append(facts)
-        self._moments.add(facts.sums)
-        self._deeper += facts.bits > self.record.depth
+        if facts.sums is not None:
+            self._moments.add(facts.sums)
+        self._deeper += facts.bits > self._record.depth
         self._enlarged += [place] if facts.enlarged > ENLARGED else []
         self._rows.append(Example(content=found.content, label=label, path=found.path))
         self._nbytes += len(found.content)

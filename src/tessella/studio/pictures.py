@@ -20,7 +20,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.core.decoding import Decoder
 from tessella.core.errors import UsageError
 from tessella.core.pictures import Pixels
-from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode
+from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode, to_depth
 from tessella.studio import parts
 from tessella.studio.boxes import boxed
 from tessella.studio.uploads import Uploads
@@ -46,7 +46,8 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached."""
         opened = open_dataset(workspace.path(dataset))
         content = stored_file(opened, split, index)
-        return _png(decoder(content, None, name=f"image {index}"), _KEEP)
+        pixels = decoder(content, opened.preprocess, name=f"image {index}")
+        return _png(to_depth(pixels, 8), _KEEP)
 
     @routes.get("/resize")
     def resize(
