@@ -2,14 +2,13 @@
 
 Four questions, each beside its peer in the same run:
 
-- *import*: JPEG files of 500×375 to a dataset of 256×256, images a second;
+- *import*: JPEG files of 500×375 to a dataset of 256×256, images a second (`benchmarks.intake` says
+  more of it);
 - *loading*: crops of 224×224 of that dataset as normalized float32 on the GPU, channels last,
   beside torch's DataLoader with as many processes, on the same pictures;
 - *step*: a ResNet-50 on one batch that stays on the GPU, beside plain loops of torch (channels
   last, autocast, fused optimizer) and torch.compile;
 - *training*: ``tessella train`` on the dataset, as it says itself.
-
-The pictures are made here: cuts of smoothed noise, saved as JPEG at quality 90.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -33,14 +31,13 @@ from torch.utils.data import Dataset as TorchDataset
 from torchvision import models
 from torchvision.transforms import v2
 
+from benchmarks.intake import CLASSES, SEEN, STORED, Row, importing, write_pictures
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Precision, Recipe, Solver
 from tessella.core.device import default_target
 from tessella.core.events import Event
-from tessella.core.preprocess import Preprocess, Store
-from tessella.data import ImportSettings
-from tessella.data.importing import import_images
+from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch, batches
 from tessella.training.feed import Feed
 from tessella.training.loop import train
@@ -49,11 +46,8 @@ from tessella.training.precision import MixedPrecision, arithmetic
 from tessella.training.prepare import begin
 from tessella.training.trainer import Trainer
 
-CLASSES, SIDES, STORED, SEEN = 10, (375, 500), 256, 224
-STORES: tuple[Store, ...] = ("pixels", "original", "png")
 ROUNDS = 5
 DEVICE = torch.device("cuda")
-Row = dict[str, Any]
 
 
 def main() -> None:
@@ -62,11 +56,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precisions", default="bf16,fp16")
     parser.add_argument("--seconds", type=float, default=8, help="of each training and loading")
-    parser.add_argument("--stores", default=",".join(STORES))
     parser.add_argument("--without", default="", help="parts: import,loading,step,training,compile")
     parser.add_argument("--out", type=Path, default=RESULTS / "train-sm_90.json")
     args = parser.parse_args()
-    without, stores = set(args.without.split(",")), args.stores.split(",")
+    without = set(args.without.split(","))
     rows: list[Row] = []
 
     def told(row: Row) -> None:
@@ -79,67 +72,36 @@ def main() -> None:
         root = Path(folder)
         nbytes = write_pictures(root / "jpeg", args.pictures)
         print(f"{args.pictures} JPEG files of {nbytes / 1e3:.0f} kB")
-        for store in stores:
-            began = time.perf_counter()
-            import_images(root / "jpeg", root / store, settings(store))
-            seconds = time.perf_counter() - began
-            told({"what": "import", "who": store, "images_per_s": args.pictures / seconds})
+        for store in ("pixels", "png"):
+            told(importing(root, store))
         if "loading" not in without:
-            for row in loading(root, stores, args.batch, args.seconds):
+            for row in loading(root, args.batch, args.seconds):
                 told(row)
         for precision in args.precisions.split(","):
             if "step" not in without:
                 for row in stepping(root, args.batch, precision, compiled="compile" not in without):
                     told(row)
             if "training" not in without:
-                for store in stores:
+                for store in ("pixels", "png"):
                     told(training(root, store, args.batch, precision, args.seconds))
     head = ["what", "who", "images_per_s", "data_wait"]
     print(markdown(head, [[row.get(name) for name in head] for row in rows]))
 
 
-def settings(store: Store) -> ImportSettings:
-    return ImportSettings(size=STORED, crop=SEEN, holdout=0.0, store=store, resize="crop")
-
-
-def write_pictures(root: Path, count: int) -> float:
-    """JPEG files in a folder for each class; their mean size in bytes."""
-    rng = np.random.default_rng(0)
-    noise = rng.integers(0, 256, (1200, 1600, 3), np.uint8)
-    scene = sum(
-        cv2.GaussianBlur(noise, (0, 0), sigma).astype(np.float32) * gain
-        for sigma, gain in ((1.5, 0.7), (6, 2.0), (30, 9.0))
-    )
-    scene = cv2.normalize(scene, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
-    tops, lefts = rng.integers(0, (1200 - SIDES[0], 1600 - SIDES[1]), (count, 2)).T
-
-    def save(number: int) -> int:
-        top, left = int(tops[number]), int(lefts[number])
-        part = scene[top : top + SIDES[0], left : left + SIDES[1]]
-        content = cv2.imencode(".jpg", part, [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
-        (root / str(number % CLASSES) / f"{number}.jpg").write_bytes(content.tobytes())
-        return int(content.size)
-
-    for number in range(CLASSES):
-        (root / str(number)).mkdir(parents=True)
-    with ThreadPoolExecutor() as pool:
-        return statistics.fmean(pool.map(save, range(count)))
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
-def loading(root: Path, stores: list[Store], batch: int, seconds: float) -> Iterator[Row]:
+def loading(root: Path, batch: int, seconds: float) -> Iterator[Row]:
     """Images a second on the GPU, from each kind of storage, and the peer's."""
     threads = len(os.sched_getaffinity(0))
-    for store in stores:
+    for store in ("pixels", "png"):
         dataset = Dataset(root / store)
         feed = Feed(dataset.preprocess, DEVICE, torch.channels_last)
-        stream = feed.stream(endless(dataset, batch, threads, feed.decodes))
+        stream = feed.stream(endless(dataset, batch, threads))
         rate = images_per_s((fed.images for fed in stream), seconds)
         yield {"what": "loading", "who": f"tessella, {store}", "images_per_s": rate}
     files = sorted((root / "jpeg").rglob("*.jpg"))
-    record = Dataset(root / stores[0]).preprocess
+    record = Dataset(root / "png").preprocess
     loader = DataLoader(
         Files(files * 8, record),
         batch_size=batch,
@@ -154,7 +116,7 @@ def loading(root: Path, stores: list[Store], batch: int, seconds: float) -> Iter
     yield {"what": "loading", "who": "DataLoader, JPEG to float32", "images_per_s": rate}
 
 
-def endless(dataset: Dataset, batch: int, threads: int, decodes: bool) -> Iterator[Batch]:
+def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
     return chain.from_iterable(
         batches(
             dataset.train,
@@ -165,7 +127,6 @@ def endless(dataset: Dataset, batch: int, threads: int, decodes: bool) -> Iterat
             training=True,
             workers=threads,
             for_gpu=True,
-            decodes=decodes,
         )
         for epoch in range(1 << 20)
     )
@@ -247,7 +208,7 @@ def _our_step(root: Path, batch: int, precision: Precision) -> Callable[[], obje
         recipe(root, "pixels", batch, precision), root / f"step-{precision}", resume=False
     )
     trainer = Trainer(run.info, dataset.train.info, alone())
-    fed = next(trainer.feed.stream(endless(dataset, batch, 8, False)))
+    fed = next(trainer.feed.stream(endless(dataset, batch, 8)))
     return lambda: trainer.step(fed.images, fed.labels, done=0, rate=0.01, momentum=0.9)
 
 

@@ -243,14 +243,10 @@ def test_what_the_gpu_cuts_is_what_the_host_cuts(
     dataset: Dataset,
     training: bool,
     augment: Augment | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where only cuts and mirrors change an image, its batch has the whole of it, and they are made
     where it is scaled; to the bit as on the host.
     """
-    empty = torch.empty  # page-locked memory needs a GPU
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     settings = {"augment": augment, "training": training, "epoch": 3, "workers": 2}
     here, there = (all_of(split, dataset, for_gpu=for_gpu, **settings) for for_gpu in (False, True))
     assert same(here, there)

@@ -1,10 +1,30 @@
 """Images become a dataset (``importing``), and a split becomes batches (``loading``).
 
-Imports no torch: listing and importing start fast.
+Imports no torch, and nothing before it is asked for: the processes of an import start fast.
 """
 
-from tessella.data.doctor import examine, leave_out
-from tessella.data.importing import ImportSettings, images, import_images
-from tessella.data.unfinished import discard
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessella.data.doctor import examine, leave_out
+    from tessella.data.importing import ImportSettings, images, import_images
+    from tessella.data.unfinished import discard
 
 __all__ = ["ImportSettings", "discard", "examine", "images", "import_images", "leave_out"]
+
+_PLACES = {
+    "data.doctor": ("examine", "leave_out"),
+    "data.importing": ("ImportSettings", "images", "import_images"),
+    "data.unfinished": ("discard",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a name on first use."""
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"tessella.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,12 +31,14 @@ from tessella.core.record import digest
 from tessella.core.reporter import reported
 from tessella.data import reading
 from tessella.data.duplicates import Duplicates
+from tessella.data.few import read_all
 from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
 from tessella.data.moments import Moments
 from tessella.data.notes import notes_on
 from tessella.data.odd_sizes import MAX_ODD, OddSizes, Sides
-from tessella.data.parts import Part, Plan, planned, write_parts
-from tessella.data.reading import ENLARGED, Picture, read_all
+from tessella.data.part import Part
+from tessella.data.parts import Plan, planned, write_parts
+from tessella.data.reading import ENLARGED, Picture
 from tessella.data.sources import read_labels
 from tessella.data.split_folders import SPLIT_FOLDERS, split_folders, told_of
 from tessella.data.splitting import TRAIN
@@ -399,9 +402,10 @@ def _write_parts(
         count(plan, part, labels)
     if done:
         emit(phase("import", f"goes on behind {number:,} images"))
+    left = plans[len(done) :]
     made = write_parts(
         listing.sources,
-        plans[len(done) :],
+        left,
         record,
         stored=task.examples.stored,
         column=column,
@@ -409,9 +413,10 @@ def _write_parts(
         workers=_workers(settings),
         store=settings.store,
     )
-    for plan, (part, labels, file) in zip(plans[len(done) :], made, strict=True):
-        unfinished.append(part, file, plan)
-        count(plan, part, labels)
+    with closing(made):  # at once where somebody stops it: its processes end then
+        for plan, (part, labels, file) in zip(left, made, strict=True):
+            unfinished.append(part, file, plan)
+            count(plan, part, labels)
     unfinished.remove()
     return _Written(
         splits={SPLIT_NAMES[split]: r.info(shards[split]) for split, r in rows.items()},

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from tessella.artifacts.dataset import Split
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
 from tessella.core.integers import ceil_div
-from tessella.core.jpeg import Frame, frame_of
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import (
     Preprocess,
@@ -49,26 +48,13 @@ AT_ONCE = 16  # images that a thread prepares before it takes the next task
 Indices = npt.NDArray[np.int64]
 
 
-class Files(NamedTuple):
-    """JPEG files of a batch, to be decoded and fitted on the GPU.
-
-    Attributes:
-        frames: what each one's header says.
-        rows: which images of the batch they are.
-    """
-
-    contents: list[bytes]
-    frames: list[Frame]
-    rows: list[int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Some images of a split.
 
     Attributes:
-        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, of
-            the record's whole size; with ``files``, only of the images that are not among these.
+        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, as
+            the dataset stores them.
         cuts: int64, [N, 4]: top, left, mirror and flip of each image's ``Moves``, still to be made.
         record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
@@ -80,7 +66,6 @@ class Batch:
     labels: Any
     indices: torch.Tensor
     cuts: torch.Tensor | None = None
-    files: Files | None = None
 
     @property
     def images(self) -> torch.Tensor:
@@ -107,7 +92,6 @@ def batches(
     training: bool,
     workers: int = 0,
     for_gpu: bool = False,
-    decodes: bool = False,
 ) -> Iterator[Batch]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
 
@@ -123,8 +107,6 @@ def batches(
         workers: threads that prepare batches ahead; 0: in the calling thread.
         for_gpu: in page-locked memory, of which a GPU copies by itself, and with the cutting left
             to it where an image is not changed in other ways.
-        decodes: the GPU decodes JPEG files, too: those of a split that is not kept decoded, where
-            the cutting is left to it.
 
     Raises:
         UsageError: a batch size or rank that cannot work.
@@ -142,7 +124,7 @@ def batches(
     if not slices:
         return
     changes = augment if training else None
-    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes)
+    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch))
     if workers:
         reads = loader.only_reads(int(slices[0][0]))
         # reading takes 40 µs an image, most of it with Python's lock: more threads only wait
@@ -171,7 +153,6 @@ class _Begun:
     indices: Indices
     pixels: torch.Tensor
     moves: list[Moves]
-    files: dict[int, tuple[bytes, Frame]]  # of the images whose files the GPU decodes, by row
 
 
 class _Loader:
@@ -190,13 +171,12 @@ class _Loader:
         for_gpu: bool,
         workers: int,
         drawn_from: tuple[int, int],
-        decodes: bool,
     ) -> None:
         self._split, self._record, self._changes = split, record, changes
-        self._for_gpu, self._drawn_from = for_gpu, drawn_from
+        self._pinned = for_gpu and torch.cuda.is_available()
+        self._drawn_from = drawn_from
         self._cuts_later = for_gpu and (changes is None or only_cuts(changes))
         self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
-        self._decodes = decodes and self._cuts_later and split not in _DECODED
         self._still = still(record)
         self._shape = record.pixel_shape
         if self._cuts_later:
@@ -205,8 +185,8 @@ class _Loader:
     def begin(self, indices: Indices) -> _Begun:
         """An empty batch of some images."""
         dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
-        pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._for_gpu)
-        return _Begun(indices, pixels, [self._still] * len(indices), {})
+        pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._pinned)
+        return _Begun(indices, pixels, [self._still] * len(indices))
 
     def fill(self, begun: _Begun, first: int, last: int) -> None:
         """Put some of the images into it."""
@@ -218,12 +198,6 @@ class _Loader:
             if self._changes is not None:
                 draws = self._draws(indices[row])
                 begun.moves[row] = drawn_moves(self._changes, self._record, draws)
-            if self._decodes:
-                content = self._split.content(indices[row])
-                frame = frame_of(content)
-                if frame is not None:
-                    begun.files[row] = content, frame
-                    continue
             # straight into its place, unless it is decoded
             if self._split in _DECODED or not self._read(indices[row], made[row]):
                 made[row] = self._pixels_of(indices[row])
@@ -231,23 +205,15 @@ class _Loader:
     def finished(self, begun: _Begun) -> Batch:
         """The full batch, with the targets moved as the images are."""
         labels = in_torch(self._targets.batch(begun.indices, begun.moves))
-        if self._for_gpu and isinstance(labels, torch.Tensor):
+        if self._pinned and isinstance(labels, torch.Tensor):
             labels = labels.pin_memory()
         cuts = None
         if self._cuts_later:
             cuts = torch.tensor([(m.top, m.left, m.mirror, m.flip) for m in begun.moves])
-            cuts = cuts.pin_memory()
-        pixels, files = begun.pixels, None
-        if begun.files:
-            rows = sorted(begun.files)
-            contents, frames = zip(*(begun.files[row] for row in rows), strict=True)
-            files = Files(list(contents), list(frames), rows)
-            others = [row for row in range(len(pixels)) if row not in begun.files]
-            pixels = pixels[others].pin_memory()
+            cuts = cuts.pin_memory() if self._pinned else cuts
         return Batch(
-            pixels=pixels,
+            pixels=begun.pixels,
             cuts=cuts,
-            files=files,
             record=self._record,
             labels=labels,
             indices=torch.from_numpy(begun.indices.copy()),

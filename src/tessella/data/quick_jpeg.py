@@ -56,9 +56,10 @@ class QuickJpeg:
         pixels = cv2.imdecode(np.frombuffer(content, np.uint8), how)
         if pixels is None or pixels.shape[:2] != (frame.height, frame.width):
             return None
-        if pixels.ndim == 2:
-            return pixels[:, :, None]
-        return cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
+        if pixels.ndim == 3:
+            cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
+        shaped: Pixels = pixels.reshape(frame.height, frame.width, frame.components)
+        return shaped
 
     def _has_said(self) -> bool:
         said = os.lseek(_STDERR, 0, os.SEEK_CUR) > 0

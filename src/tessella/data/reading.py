@@ -1,30 +1,21 @@
-"""Files to stored pictures: decode, fit, encode. Few files are read here, by threads.
-
-What is not plain from its header threads hand on to confined processes; many files are read by such
-processes alone (``parts``). Either way a file that takes all memory or never ends is one bad file,
-and a script needs no ``__main__`` guard.
-"""
+"""One file to a stored picture: decode, fit, encode; and what an import notes of it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget
-from tessella.core.decoding import Decoder
 from tessella.core.errors import DataError
 from tessella.core.headers import bits_of, keeps_original, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, encode
-from tessella.data.in_order import in_order
 from tessella.data.moments import Sums, sums_of
-from tessella.tasks import Source
 
 MAX_FILE_BYTES = 1 << 30
 ENLARGED = 2.0  # a picture that is stored so many times larger than it is, is told
@@ -71,39 +62,6 @@ class Picture:
 
 
 Read = Picture | SkippedFile
-
-
-def read_all(
-    sources: Sequence[Source],
-    record: Preprocess,
-    *,
-    stored: Stored,
-    workers: int,
-    store: Store = "png",
-) -> Iterator[Read]:
-    """Each source's picture, or why there is none, in order; holds a few pictures a worker.
-
-    Args:
-        store: how ``encode`` stores them.
-    """
-    decoder = Decoder(BUDGET, processes=workers)
-
-    def decode(content: bytes) -> Pixels:
-        return decoder(content, record, name="the file")
-
-    way = Way(record=record, store=store, decode=decode)
-
-    def read_one(source: Source) -> Read:
-        made = read(source.file, source.path, way)
-        if isinstance(made, SkippedFile):
-            return made
-        try:
-            return replace(made, label=stored(source.label, source.file, record))
-        except DataError as error:
-            return skipped(source.path, error)
-
-    with closing(decoder), closing(in_order(read_one, sources, workers=workers, ahead=4)) as made:
-        yield from made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import cv2  # before the limit and the first alarm
 import pyarrow as pa
-import tifffile  # noqa: F401
 
 from tessella.artifacts import shards
 from tessella.artifacts.dataset import SkippedFile
@@ -19,7 +18,7 @@ from tessella.core.errors import DataError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, fitted
 from tessella.data.moments import Moments
-from tessella.data.parts import Part, note_place
+from tessella.data.part import Part, note_place
 from tessella.data.quick_jpeg import QuickJpeg
 from tessella.data.reading import ENLARGED, Facts, Read, Way, read
 

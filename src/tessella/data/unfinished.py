@@ -20,7 +20,8 @@ from tessella.artifacts.files import check_member
 from tessella.artifacts.shards import read_shard, shard_name
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.data.listing import SPLIT_NAMES
-from tessella.data.parts import Part, Plan, part_in
+from tessella.data.part import Part, part_in
+from tessella.data.parts import Plan
 
 JOURNAL = "journal.jsonl"
 FORMAT = 2  # of the journal: a line holds a ``Part``
