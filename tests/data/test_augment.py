@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,15 @@ from torchvision.transforms.v2 import functional as tv
 
 from tessella.artifacts.run import Augment
 from tessella.core.preprocess import Pixels, Preprocess
-from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator
+from tessella.data.augment import (
+    IMAGE_STREAM,
+    ORDER_STREAM,
+    augmented,
+    drawn_moves,
+    generator,
+)
+from tessella.data.cuts import Cuts, cuts_of
+from tessella.tasks import still
 
 
 def changed(*arguments):
@@ -122,3 +133,14 @@ def test_random_streams_do_not_overlap() -> None:
     drawn = [generator(*key).integers(2**63, size=64).tolist() for key in keys]
     assert len({value for values in drawn for value in values}) == 64 * len(keys)
     assert generator(-1, 0, 0).random() == generator(2**64 - 1, 0, 0).random()
+
+
+@pytest.mark.parametrize("crop", [None, (48, 40), (64, 40), (48, 64)], ids=str)
+def test_cuts_of_many_are_those_that_each_draws_alone(crop: tuple[int, int] | None) -> None:
+    shown, indices = record(3, size=64), np.array([0, 1, 5, 2**20, 3, 3, *range(100, 200)])
+    shown = replace(shown, crop=crop)
+    for flip, below in itertools.product([False, True], repeat=2):
+        settings = Augment(flip=flip, flip_vertical=below)
+        made = Cuts(cuts_of(settings, shown, (3, 11), indices), still(shown))
+        rngs = (generator(3, 11, IMAGE_STREAM, index) for index in indices.tolist())
+        assert list(made) == [drawn_moves(settings, shown, rng) for rng in rngs]

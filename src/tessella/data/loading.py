@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,19 +31,14 @@ from tessella.core.preprocess import (
     raw_head,
     stored_pixels,
 )
-from tessella.data.augment import (
-    IMAGE_STREAM,
-    ORDER_STREAM,
-    augmented,
-    drawn_moves,
-    generator,
-    only_cuts,
-)
+from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator, only_cuts
+from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.scaling import Scaling
 from tessella.tasks import Moves, still, targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
 AT_ONCE = 16  # images that a thread prepares before it takes the next task
+READERS = 4  # threads where images are only read: copies of memory, of which few fill its bandwidth
 
 Indices = npt.NDArray[np.int64]
 
@@ -127,8 +122,7 @@ def batches(
     loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch))
     if workers:
         reads = loader.only_reads(int(slices[0][0]))
-        # reading takes 40 µs an image, most of it with Python's lock: more threads only wait
-        yield from _ahead(loader, slices, 1 if reads else workers)
+        yield from _ahead(loader, slices, min(workers, READERS) if reads else workers)
         return
     for indices in slices:
         begun = loader.begin(indices)
@@ -152,7 +146,7 @@ class _Begun:
 
     indices: Indices
     pixels: torch.Tensor
-    moves: list[Moves]
+    moves: MutableSequence[Moves] | Cuts
 
 
 class _Loader:
@@ -186,21 +180,26 @@ class _Loader:
         """An empty batch of some images."""
         dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
         pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._pinned)
-        return _Begun(indices, pixels, [self._still] * len(indices))
+        return _Begun(indices, pixels, self._moves(indices))
+
+    def _moves(self, indices: Indices) -> list[Moves] | Cuts:
+        if not self._cuts_later:
+            return [self._still] * len(indices)
+        if self._changes is None:
+            centre = [self._still.top, self._still.left, 0, 0]
+            return Cuts(np.tile(np.array(centre, np.int64), (len(indices), 1)), self._still)
+        made = cuts_of(self._changes, self._record, self._drawn_from, indices)
+        return Cuts(made, self._still)
 
     def fill(self, begun: _Begun, first: int, last: int) -> None:
         """Put some of the images into it."""
-        made, indices = begun.pixels.numpy(), begun.indices.tolist()
+        made, indices = begun.pixels.numpy(), begun.indices
+        if isinstance(begun.moves, Cuts):
+            for row in self._read(indices[first:last], made[first:last]):
+                made[first + row] = self._pixels_of(int(indices[first + row]))
+            return
         for row in range(first, last):
-            if not self._cuts_later:
-                made[row], begun.moves[row] = self._changed(indices[row])
-                continue
-            if self._changes is not None:
-                draws = self._draws(indices[row])
-                begun.moves[row] = drawn_moves(self._changes, self._record, draws)
-            # straight into its place, unless it is decoded
-            if self._split in _DECODED or not self._read(indices[row], made[row]):
-                made[row] = self._pixels_of(indices[row])
+            made[row], begun.moves[row] = self._changed(int(indices[row]))
 
     def finished(self, begun: _Begun) -> Batch:
         """The full batch, with the targets moved as the images are."""
@@ -208,8 +207,8 @@ class _Loader:
         if self._pinned and isinstance(labels, torch.Tensor):
             labels = labels.pin_memory()
         cuts = None
-        if self._cuts_later:
-            cuts = torch.tensor([(m.top, m.left, m.mirror, m.flip) for m in begun.moves])
+        if isinstance(begun.moves, Cuts):
+            cuts = torch.from_numpy(begun.moves.array_N4)
             cuts = cuts.pin_memory() if self._pinned else cuts
         return Batch(
             pixels=begun.pixels,
@@ -221,15 +220,16 @@ class _Loader:
 
     def only_reads(self, index: int) -> bool:
         """Whether an image is stored as pixels, and the GPU makes the rest."""
-        return self._cuts_later and self._read(index, np.empty(self._shape, np.uint8))
+        return self._cuts_later and not self._read(
+            np.array([index]), np.empty((1, *self._shape), np.uint8)
+        )
 
-    def _read(self, index: int, out: Pixels) -> bool:
-        """Read an image that is stored as pixels into HWC memory of its size, if it is."""
+    def _read(self, indices: Indices, out: Pixels) -> Sequence[int]:
+        """Read images that are stored as pixels into their places; gives those of the others."""
         head = raw_head(self._record)
-        if head is None:
-            return False
-        seen = bytearray(len(head))
-        return self._split.read(index, seen, out.reshape(-1).data) and seen == head
+        if head is None or self._split in _DECODED:
+            return range(len(indices))
+        return self._split.read_each(indices, head, [one.reshape(-1).data for one in out])
 
     def _changed(self, index: int) -> tuple[Pixels, Moves]:
         pixels = self._pixels_of(index)
