@@ -172,13 +172,18 @@ def _swap(new: Path, path: Path, retired: Path) -> None:
         raise
 
 
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 def _sync_tree(folder: Path) -> None:
     for entry in sorted(folder.rglob("*")):
         if entry.is_dir():
             _sync_folder(entry)
         else:
-            with entry.open("rb+") as handle:
-                os.fsync(handle.fileno())
+            sync_file(entry)
     _sync_folder(folder)
 
 

@@ -12,11 +12,12 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
 from tessella.artifacts.dataset import unfinished_of
-from tessella.artifacts.files import check_member
+from tessella.artifacts.files import check_member, sync_file
 from tessella.artifacts.shards import read_shard, shard_name
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.data.listing import SPLIT_NAMES
@@ -24,6 +25,7 @@ from tessella.data.part import Part, part_in
 from tessella.data.parts import Plan
 
 JOURNAL = "journal.jsonl"
+SYNCING = 4  # threads that wait for the disk
 FORMAT = 2  # of the journal: a line holds a ``Part``
 Made = tuple[Part, list[Any]]  # a part, and the targets of the images in its shard
 
@@ -91,10 +93,14 @@ class Unfinished:
                 fix="wait for it, or choose another folder",
             ) from error
 
+        self._syncing = ThreadPoolExecutor(SYNCING, thread_name_prefix="sync")
+        self._synced: list[Future[None]] = []
+
     def __enter__(self) -> Unfinished:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._syncing.shutdown(cancel_futures=True)
         self._file.close()
 
     @property
@@ -114,12 +120,16 @@ class Unfinished:
     def append(self, part: Part, file: Path, plan: Plan) -> None:
         """Give a part's file the name of its shard, and note that it is there."""
         if part.shard is not None:
-            file.replace(self.folder / shard_of(plan))
+            shard = file.replace(self.folder / shard_of(plan))
+            # now, while others are made: at the end all would wait for the disk at once
+            self._synced.append(self._syncing.submit(sync_file, shard))
         self._file.write(json.dumps(part.to_json()) + "\n")
         self._file.flush()
 
     def remove(self) -> None:
-        """The import is complete: only shards are left."""
+        """The import is complete: only shards are left, and they are on the disk."""
+        for synced in self._synced:
+            synced.result()
         (self.folder / JOURNAL).unlink()
         for path in self.folder.glob("part-*"):  # of a process that outlived a killed import
             path.unlink(missing_ok=True)
