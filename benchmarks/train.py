@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
@@ -37,7 +37,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Precision, Recipe, Solver
 from tessella.core.device import default_target
 from tessella.core.events import Event
-from tessella.core.preprocess import Preprocess
+from tessella.core.preprocess import Preprocess, Store
 from tessella.data.loading import Batch, batches
 from tessella.training.feed import Feed
 from tessella.training.loop import train
@@ -47,6 +47,13 @@ from tessella.training.prepare import begin
 from tessella.training.trainer import Trainer
 
 ROUNDS = 5
+# how a dataset stores its pictures, and who decodes them
+WAYS: dict[str, tuple[Store, Literal["host", "gpu"]]] = {
+    "pixels": ("pixels", "host"),
+    "png": ("png", "host"),
+    "jpeg": ("original", "host"),
+    "jpeg on the gpu": ("original", "gpu"),
+}
 DEVICE = torch.device("cuda")
 
 
@@ -56,10 +63,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precisions", default="bf16,fp16")
     parser.add_argument("--seconds", type=float, default=8, help="of each training and loading")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of the pictures")
     parser.add_argument("--without", default="", help="parts: import,loading,step,training,compile")
     parser.add_argument("--out", type=Path, default=RESULTS / "train-sm_90.json")
     args = parser.parse_args()
     without = set(args.without.split(","))
+    ways = args.ways.split(",")
     rows: list[Row] = []
 
     def told(row: Row) -> None:
@@ -72,18 +81,18 @@ def main() -> None:
         root = Path(folder)
         nbytes = write_pictures(root / "jpeg", args.pictures)
         print(f"{args.pictures} JPEG files of {nbytes / 1e3:.0f} kB")
-        for store in ("pixels", "png"):
+        for store in {"pixels": None} | {WAYS[way][0]: None for way in ways}:
             told(importing(root, store))
         if "loading" not in without:
-            for row in loading(root, args.batch, args.seconds):
+            for row in loading(root, ways, args.batch, args.seconds):
                 told(row)
         for precision in args.precisions.split(","):
             if "step" not in without:
                 for row in stepping(root, args.batch, precision, compiled="compile" not in without):
                     told(row)
             if "training" not in without:
-                for store in ("pixels", "png"):
-                    told(training(root, store, args.batch, precision, args.seconds))
+                for way in ways:
+                    told(training(root, way, args.batch, precision, args.seconds))
     head = ["what", "who", "images_per_s", "data_wait"]
     print(markdown(head, [[row.get(name) for name in head] for row in rows]))
 
@@ -91,17 +100,18 @@ def main() -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def loading(root: Path, batch: int, seconds: float) -> Iterator[Row]:
+def loading(root: Path, ways: list[str], batch: int, seconds: float) -> Iterator[Row]:
     """Images a second on the GPU, from each kind of storage, and the peer's."""
     threads = len(os.sched_getaffinity(0))
-    for store in ("pixels", "png"):
-        dataset = Dataset(root / store)
-        feed = Feed(dataset.preprocess, DEVICE, torch.channels_last)
-        stream = feed.stream(endless(dataset, batch, threads))
+    for way in ways:
+        store, decoder = WAYS[way]
+        dataset, decodes = Dataset(root / store), decoder == "gpu"
+        feed = Feed(dataset.preprocess, DEVICE, torch.channels_last, decodes=decodes)
+        stream = feed.stream(endless(dataset, batch, threads, decodes))
         rate = images_per_s((fed.images for fed in stream), seconds)
-        yield {"what": "loading", "who": f"tessella, {store}", "images_per_s": rate}
+        yield {"what": "loading", "who": f"tessella, {way}", "images_per_s": rate}
     files = sorted((root / "jpeg").rglob("*.jpg"))
-    record = Dataset(root / "png").preprocess
+    record = Dataset(root / "pixels").preprocess
     loader = DataLoader(
         Files(files * 8, record),
         batch_size=batch,
@@ -116,7 +126,7 @@ def loading(root: Path, batch: int, seconds: float) -> Iterator[Row]:
     yield {"what": "loading", "who": "DataLoader, JPEG to float32", "images_per_s": rate}
 
 
-def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
+def endless(dataset: Dataset, batch: int, threads: int, decodes: bool = False) -> Iterator[Batch]:
     return chain.from_iterable(
         batches(
             dataset.train,
@@ -127,6 +137,7 @@ def endless(dataset: Dataset, batch: int, threads: int) -> Iterator[Batch]:
             training=True,
             workers=threads,
             for_gpu=True,
+            decodes=decodes,
         )
         for epoch in range(1 << 20)
     )
@@ -235,10 +246,11 @@ def _torch_step(batch: int, precision: Precision, *, compiled: bool) -> Callable
 # --- a training -----------------------------------------------------------------------------------
 
 
-def recipe(root: Path, store: str, batch: int, precision: Precision, epochs: float = 1) -> Recipe:
+def recipe(root: Path, way: str, batch: int, precision: Precision, epochs: float = 1) -> Recipe:
     return Recipe(
         network="resnet50",
-        dataset=str(root / store),
+        dataset=str(root / WAYS[way][0]),
+        decode=WAYS[way][1],
         epochs=epochs,
         batch_size=batch,
         precision=precision,
@@ -247,7 +259,7 @@ def recipe(root: Path, store: str, batch: int, precision: Precision, epochs: flo
     )
 
 
-def training(root: Path, store: str, batch: int, precision: Precision, seconds: float) -> Row:
+def training(root: Path, way: str, batch: int, precision: Precision, seconds: float) -> Row:
     """What a run says of its own speed, without its first two seconds."""
     told: list[dict[str, Any]] = []
 
@@ -255,12 +267,13 @@ def training(root: Path, store: str, batch: int, precision: Precision, seconds: 
         if "images_per_s" in event.values:
             told.append(dict(event.values))
 
-    epochs = max(1.0, seconds * 8000 / len(Dataset(root / store).train))
-    train(recipe(root, store, batch, precision, epochs), root / f"{store}-{precision}", emit=listen)
+    epochs = max(1.0, seconds * 8000 / len(Dataset(root / WAYS[way][0]).train))
+    out = root / f"run, {way}, {precision}"
+    train(recipe(root, way, batch, precision, epochs), out, emit=listen)
     told = told[2:] or told
     return {
         "what": f"training {precision}",
-        "who": f"tessella, {store}",
+        "who": f"tessella, {way}",
         "images_per_s": statistics.median(row["images_per_s"] for row in told),
         "data_wait": statistics.median(row["data_wait"] for row in told),
     }

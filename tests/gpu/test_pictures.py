@@ -94,8 +94,7 @@ def test_a_training_sees_the_same_batches(tmp_path, monkeypatch):
     settings = ImportSettings(size=64, crop=48, holdout=0.0, store="original")
     import_images(tmp_path / "pictures", tmp_path / "set", settings)
     dataset = Dataset(tmp_path / "set")
-    feed = Feed(dataset.preprocess, DEVICE, torch.channels_last)
-    assert feed.decodes
+    feed = Feed(dataset.preprocess, DEVICE, torch.channels_last, decodes=True)
 
     def fed(decodes: bool) -> list[torch.Tensor]:
         stream = loading.batches(

@@ -160,12 +160,13 @@ class Split:
             path=self._paths[chunk][row].as_py(),
         )
 
-    def content(self, index: int) -> bytes | bytearray:
+    def content(self, index: int) -> bytes:
         """The stored file bytes of an image, read as ``read`` does."""
-        chunk, row = self._place(index)
-        made = bytearray(int(self._where_3N[2, index]))
-        if self.read(index, made):
+        descriptor, begin, nbytes = self._where_3N[:, index].tolist()
+        made = b"" if descriptor < 0 else os.pread(descriptor, nbytes, begin)
+        if made and len(made) == nbytes:
             return made
+        chunk, row = self._place(index)
         return self._content[chunk][row].as_py() or b""  # nothing, in a shard of a stranger
 
     def read(self, index: int, *parts: bytearray | memoryview) -> bool:

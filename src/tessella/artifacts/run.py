@@ -119,6 +119,10 @@ class Recipe:
             Batch norms then see the parts.
         recompute: compute a block's inner values again in the backward pass instead of keeping
             them: less memory, a third more computing, the same numbers.
+        decode: where JPEG files are decoded that a dataset keeps as they are (``original``): on the
+            ``host``, or by the ``gpu``, to the same bits where it has decoders of its own (A100,
+            H100 and later of that class). That leaves the cores alone, but steps beside it were
+            slower than from a dataset of pixels.
         workers: threads that load images in each process; 0: none beside the one that trains. By
             default as many as cores where a GPU computes, else none.
     """
@@ -133,6 +137,7 @@ class Recipe:
     precision: Precision = "fp32"
     backend: Backend = "torch"
     fuse: bool | None = None
+    decode: Literal["host", "gpu"] = "host"
     gpus: int = 1
     seed: int = 0
     val_interval: float = 1.0
@@ -193,6 +198,8 @@ class Recipe:
                 seen=f"freeze={self.freeze}, probe_epochs={self.probe_epochs:g}, init='random'",
                 fix="give init='pretrained' or the path of a checkpoint",
             )
+        if self.decode not in ("host", "gpu"):
+            raise UsageError("JPEG files are decoded on the host or the gpu", seen=self.decode)
         if self.fuse and (self.backend != "torch" or self.recompute):
             raise UsageError(
                 "norms are fused in torch's steps that keep all values",

@@ -75,8 +75,8 @@ def _frame(content: bytes, place: int) -> tuple[Frame | None, bytes]:
     factors = [divmod(f, 16) for f in content[place + 11 : place + 10 + 3 * components : 3]]
     if bits != 8 or nbytes != 8 + 3 * components or not height or width < NARROWEST:
         return None, ids
-    if components == 1:
-        return Frame(height, width, 0, 0), ids
+    if components == 1:  # nvJPEG makes nothing of 2 × 1, and says nothing
+        return (Frame(height, width, 0, 0) if factors == [(1, 1)] else None), ids
     known = components == 3 and tuple(ids) in _IDS and factors[1:] == [(1, 1), (1, 1)]
     if not known or factors[0] not in _SAMPLINGS:
         return None, ids

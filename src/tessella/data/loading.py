@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from tessella.artifacts.dataset import Split
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
 from tessella.core.integers import ceil_div
+from tessella.core.jpeg import Frame, frame_of
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import (
     Preprocess,
@@ -43,13 +44,26 @@ READERS = 4  # threads where images are only read: copies of memory, of which fe
 Indices = npt.NDArray[np.int64]
 
 
+class Files(NamedTuple):
+    """JPEG files of a batch, to be decoded and fitted on the GPU.
+
+    Attributes:
+        frames: what each one's header says.
+        rows: which images of the batch they are.
+    """
+
+    contents: list[bytes]
+    frames: list[Frame]
+    rows: list[int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Some images of a split.
 
     Attributes:
-        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, as
-            the dataset stores them.
+        pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, of
+            the record's whole size; with ``files``, only of the images that are not among these.
         cuts: int64, [N, 4]: top, left, mirror and flip of each image's ``Moves``, still to be made.
         record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
@@ -61,6 +75,7 @@ class Batch:
     labels: Any
     indices: torch.Tensor
     cuts: torch.Tensor | None = None
+    files: Files | None = None
 
     @property
     def images(self) -> torch.Tensor:
@@ -87,6 +102,7 @@ def batches(
     training: bool,
     workers: int = 0,
     for_gpu: bool = False,
+    decodes: bool = False,
 ) -> Iterator[Batch]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
 
@@ -102,6 +118,8 @@ def batches(
         workers: threads that prepare batches ahead; 0: in the calling thread.
         for_gpu: in page-locked memory, of which a GPU copies by itself, and with the cutting left
             to it where an image is not changed in other ways.
+        decodes: the GPU decodes JPEG files, too: those of a split that is not kept decoded, where
+            the cutting is left to it.
 
     Raises:
         UsageError: a batch size or rank that cannot work.
@@ -119,9 +137,9 @@ def batches(
     if not slices:
         return
     changes = augment if training else None
-    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch))
+    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes)
     if workers:
-        reads = loader.only_reads(int(slices[0][0]))
+        reads = loader.only_reads(slices[0])
         yield from _ahead(loader, slices, min(workers, READERS) if reads else workers)
         return
     for indices in slices:
@@ -147,6 +165,7 @@ class _Begun:
     indices: Indices
     pixels: torch.Tensor
     moves: MutableSequence[Moves] | Cuts
+    files: dict[int, tuple[bytes, Frame]]  # of the images that the GPU decodes, by row
 
 
 class _Loader:
@@ -165,12 +184,14 @@ class _Loader:
         for_gpu: bool,
         workers: int,
         drawn_from: tuple[int, int],
+        decodes: bool,
     ) -> None:
         self._split, self._record, self._changes = split, record, changes
         self._pinned = for_gpu and torch.cuda.is_available()
         self._drawn_from = drawn_from
         self._cuts_later = for_gpu and (changes is None or only_cuts(changes))
         self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
+        self._decodes = decodes and self._cuts_later and split not in _DECODED
         self._still = still(record)
         self._shape = record.pixel_shape
         if self._cuts_later:
@@ -180,7 +201,7 @@ class _Loader:
         """An empty batch of some images."""
         dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
         pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._pinned)
-        return _Begun(indices, pixels, self._moves(indices))
+        return _Begun(indices, pixels, self._moves(indices), {})
 
     def _moves(self, indices: Indices) -> list[Moves] | Cuts:
         if not self._cuts_later:
@@ -195,8 +216,14 @@ class _Loader:
         """Put some of the images into it."""
         made, indices = begun.pixels.numpy(), begun.indices
         if isinstance(begun.moves, Cuts):
-            for row in self._read(indices[first:last], made[first:last]):
-                made[first + row] = self._pixels_of(int(indices[first + row]))
+            for place in self._read(indices[first:last], made[first:last]):
+                row = first + place
+                index = int(indices[row])
+                file = self._file(index) if self._decodes else None
+                if file is None:
+                    made[row] = self._pixels_of(index)
+                else:
+                    begun.files[row] = file
             return
         for row in range(first, last):
             made[row], begun.moves[row] = self._changed(int(indices[row]))
@@ -210,19 +237,35 @@ class _Loader:
         if isinstance(begun.moves, Cuts):
             cuts = torch.from_numpy(begun.moves.array_N4)
             cuts = cuts.pin_memory() if self._pinned else cuts
+        pixels, files = begun.pixels, None
+        if begun.files:
+            rows = sorted(begun.files)
+            contents, frames = zip(*(begun.files[row] for row in rows), strict=True)
+            files = Files(list(contents), list(frames), rows)
+            pixels = pixels[[row for row in range(len(pixels)) if row not in begun.files]]
+            pixels = pixels.pin_memory() if self._pinned else pixels
         return Batch(
-            pixels=begun.pixels,
+            pixels=pixels,
+            files=files,
             cuts=cuts,
             record=self._record,
             labels=labels,
             indices=torch.from_numpy(begun.indices.copy()),
         )
 
-    def only_reads(self, index: int) -> bool:
-        """Whether an image is stored as pixels, and the GPU makes the rest."""
-        return self._cuts_later and not self._read(
-            np.array([index]), np.empty((1, *self._shape), np.uint8)
-        )
+    def only_reads(self, indices: Indices) -> bool:
+        """Whether nothing of images is done here but reading, as far as the first ones tell."""
+        if not self._cuts_later:
+            return False
+        some = indices[:AT_ONCE]
+        others = self._read(some, np.empty((len(some), *self._shape), np.uint8))
+        return all(self._decodes and self._file(int(some[place])) for place in others)
+
+    def _file(self, index: int) -> tuple[bytes, Frame] | None:
+        """The file of an image, if the GPU may decode it."""
+        content = self._split.content(index)
+        frame = frame_of(content)
+        return None if frame is None else (content, frame)
 
     def _read(self, indices: Indices, out: Pixels) -> Sequence[int]:
         """Read images that are stored as pixels into their places; gives those of the others."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from tessella.core.errors import KernelError, UsageError
 from tessella.core.jpeg import Frame
 
 # numbers of nvjpeg.h
-_DEFAULT, _HYBRID_GPU, _HARDWARE = 0, 2, 3
+_DEFAULT, _HYBRID_GPU = 0, 2
 _PLANES = 1  # NVJPEG_OUTPUT_YUV
 _SUCCESS, _ARCH_MISMATCH = 0, 6
 _MOST_PLANES = 4
@@ -50,12 +51,18 @@ class JpegDecoder:
 
     Args:
         hardware: whether the GPU's own decoders are asked, where it has them (A100, H100 and
-            later of that class); otherwise, and on all others, kernels decode.
+            later of that class); otherwise, and on all others, kernels decode, whose cosine
+            transform rounds otherwise: 4 % of samples differ, by 3 of 255 at most (measured).
+
+    Attributes:
+        backend: a number of nvjpeg.h, ``HARDWARE`` where the GPU's own decoders work.
 
     Raises:
         UsageError: there is no nvJPEG.
         KernelError: it does not run here.
     """
+
+    HARDWARE = 3
 
     def __init__(self, device: torch.device, *, hardware: bool = True) -> None:
         self._device, self._library = device, _library()
@@ -64,7 +71,7 @@ class JpegDecoder:
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context is there before the library asks for it
             status = _ARCH_MISMATCH
-            for backend in (_HARDWARE, _HYBRID_GPU, _DEFAULT)[0 if hardware else 1 :]:
+            for backend in (self.HARDWARE, _HYBRID_GPU, _DEFAULT)[0 if hardware else 1 :]:
                 status = self._library.nvjpegCreateEx(
                     backend, None, None, 0, ctypes.byref(self._handle)
                 )
@@ -74,6 +81,8 @@ class JpegDecoder:
             _check(status, "nvJPEG does not start")
             status = self._library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state))
             _check(status, "nvJPEG does not start")
+        # not when the process ends, with which CUDA does
+        weakref.finalize(self, _destroy, self._library, self._handle, self._state).atexit = False
 
     def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Planes:
         """The planes of some files, whose frames ``core.jpeg.frame_of`` read.
@@ -82,9 +91,11 @@ class JpegDecoder:
             KernelError: one of the files is damaged.
         """
         count = len(files)
-        starts, pitches, nbytes = _places(frames)
+        starts, pitches, nbytes = places(frames)
         with torch.cuda.device(self._device):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            read = [np.frombuffer(content, np.uint8) for content in files]
+            addresses = np.array([one.ctypes.data for one in read], np.uint64)
             images = np.zeros(count, _IMAGE)
             images["plane"][:, :3] = (starts + memory.data_ptr()).astype(np.uint64)
             images["pitch"][:, :3] = pitches[:, [0, 1, 1]]
@@ -97,7 +108,7 @@ class JpegDecoder:
             status = self._library.nvjpegDecodeBatched(
                 self._handle,
                 self._state,
-                (ctypes.c_char_p * count)(*files),
+                addresses.ctypes.data_as(ctypes.c_void_p),
                 (ctypes.c_size_t * count)(*map(len, files)),
                 images.ctypes.data_as(ctypes.c_void_p),
                 ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
@@ -107,17 +118,15 @@ class JpegDecoder:
             _check(status, "nvJPEG cannot decode a picture of this batch")
         return Planes(memory, starts, pitches)
 
-    def close(self) -> None:
-        """Give back what the library holds."""
-        if self._state:
-            with torch.cuda.device(self._device):
-                torch.cuda.synchronize()
-                self._library.nvjpegJpegStateDestroy(self._state)
-                self._library.nvjpegDestroy(self._handle)
-            self._state = ctypes.c_void_p()
+
+def _destroy(library: Any, handle: ctypes.c_void_p, state: ctypes.c_void_p) -> None:
+    torch.cuda.synchronize()
+    library.nvjpegJpegStateDestroy(state)
+    library.nvjpegDestroy(handle)
 
 
-def _places(frames: Sequence[Frame]) -> tuple[Any, Any, int]:
+def places(frames: Sequence[Frame]) -> tuple[Any, Any, int]:
+    """Where the planes of some files lie: ``Planes``' starts and pitches, and bytes in all."""
     sizes = np.array([(*frame[:2], *frame.chroma) for frame in frames], np.int64)
     rows = -(-sizes[:, 0::2] // _ROWS) * _ROWS
     pitches = -(-sizes[:, 1::2] // _PITCH) * _PITCH

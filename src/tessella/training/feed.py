@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
 from tessella.data.scaling import Scaling
@@ -48,18 +49,27 @@ class Feed:
 
     On a GPU the next batch is uploaded, by a stream of its own, while it computes the step.
 
+    Args:
+        decodes: the device decodes JPEG files of batches.
+
     Attributes:
         waited_s: so long the device had nothing to do but wait for images; as far as is known.
-        decodes: whether the device takes JPEG files.
+
+    Raises:
+        UsageError: nothing decodes for this record here.
     """
 
     def __init__(
-        self, record: Preprocess, device: torch.device, layout: torch.memory_format
+        self,
+        record: Preprocess,
+        device: torch.device,
+        layout: torch.memory_format,
+        *,
+        decodes: bool = False,
     ) -> None:
         self._device, self._layout = device, layout
         self._scaling = Scaling(record, device)
-        self._decoder = _decoder(record, device)
-        self.decodes = self._decoder is not None
+        self._decoder = _decoder(record, device) if decodes else None
         self.waited_s = 0.0
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -147,11 +157,18 @@ def _timed() -> torch.cuda.Event:
 
 
 def _decoder(record: Preprocess, device: torch.device) -> Any:
-    """What decodes JPEG files on the device; None where nothing does."""
+    """What decodes JPEG files on the device."""
+    fix = "leave decode out: the host decodes"
+    if record.depth != 8 or record.channels not in (1, 3):
+        seen = f"{record.channels} channels of {record.depth} bits"
+        raise UsageError("a GPU decodes pictures of 8 bits, grey or RGB", seen=seen, fix=fix)
     # a torch without CUDA comes without Triton, which the kernels' modules import
     if device.type != "cuda" or importlib.util.find_spec("triton") is None or not has_nvjpeg():
-        return None
-    if record.depth != 8 or record.channels not in (1, 3):
-        return None
-    pictures = importlib.import_module("tessella.kernels.pictures.decode")
-    return pictures.PictureDecoder(record, device)
+        raise UsageError(
+            "decode='gpu' needs an NVIDIA GPU, Triton and nvJPEG",
+            seen=str(device),
+            fix=f"{fix}; or pip install nvidia-nvjpeg",
+        )
+    return importlib.import_module("tessella.kernels.pictures.decode").PictureDecoder(
+        record, device
+    )

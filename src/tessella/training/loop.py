@@ -187,7 +187,7 @@ class Training:
                 training=True,
                 workers=self._workers,
                 for_gpu=self._world.device.type == "cuda",
-                decodes=self._trainer.feed.decodes,
+                decodes=self._recipe.decode == "gpu",
             )
             epoch, start = epoch + 1, 0
 

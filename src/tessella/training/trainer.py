@@ -72,7 +72,8 @@ class Trainer:
             self.kept = zoo.init_from(module, Checkpoint(recipe.init))
         on_gpu = world.device.type == "cuda"
         layout = torch.channels_last if on_gpu else torch.contiguous_format
-        self.feed = Feed(info.preprocess, world.device, layout)
+        decodes = recipe.decode == "gpu"
+        self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
         self.module = module.to(world.device).to(memory_format=layout)
         if recipe.sparsity == "2:4" and start is None:

@@ -22,13 +22,16 @@ MOST_PIXELS = 1 << 26
 class PictureDecoder:
     """Decodes and fits batches of JPEG files, in the current stream; for one thread.
 
+    Args:
+        hardware: see ``JpegDecoder``.
+
     Attributes:
         damaged: how many files the GPU did not decode, so that the host did.
     """
 
-    def __init__(self, record: Preprocess, device: torch.device) -> None:
+    def __init__(self, record: Preprocess, device: torch.device, *, hardware: bool = True) -> None:
         self._record, self._device = record, device
-        self._decoder = JpegDecoder(device)
+        self._decoder = JpegDecoder(device, hardware=hardware)
         self.damaged = 0
 
     def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:

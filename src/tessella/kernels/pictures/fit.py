@@ -109,15 +109,16 @@ def columns_first(sides: tuple[int, int], wanted: tuple[int, int]) -> bool:
 def _pillow_has_an_order() -> bool:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 8), np.uint8)
     made = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR))
-    return bool((made == _resized(_resized(pixels, 16).T, 16).T).all())
+    along_columns, along_rows = (taps(s, 0.0, s, 16, 0, 16) for s in pixels.shape)
+    ours = resized(resized(pixels, along_columns).T, along_rows).T
+    return bool((made == ours).all())
 
 
-def _resized(pixels: npt.NDArray[np.uint8], wanted: int) -> npt.NDArray[np.uint8]:
+def resized(pixels: npt.NDArray[np.uint8], taps: Taps) -> npt.NDArray[np.uint8]:
     """A pass along the columns of [H, W], in NumPy."""
-    size = len(pixels)
-    made = taps(size, 0.0, size, wanted, 0, wanted)
-    places = made[:, :1] + np.arange(made.shape[1] - 1)
-    total = np.einsum("hkw,hk->hw", pixels[places].astype(np.int64), made[:, 1:].astype(np.int64))
+    places = taps[:, :1] + np.arange(taps.shape[1] - 1)
+    weights = taps[:, 1:].astype(np.int64)
+    total = np.einsum("hkw,hk->hw", pixels[places].astype(np.int64), weights)
     return np.clip((total + (1 << _BITS - 1)) >> _BITS, 0, 255).astype(np.uint8)
 
 

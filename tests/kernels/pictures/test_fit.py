@@ -1,0 +1,110 @@
+"""Planes of JPEG files become the host's pixels, to the bit: beside libjpeg and Pillow.
+
+The planes are libjpeg's own: at half size it hands out the chroma of 4:2:0 as it lies in the file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tessella.core.jpeg import Frame, frame_of
+from tessella.core.preprocess import Preprocess, fitted, placement
+from tessella.device.nvjpeg import Planes, places
+from tessella.kernels.pictures import fit
+from tests.support.kernels.compile_only import compile_all
+
+RNG = np.random.default_rng(0)
+
+
+def jpeg(height: int, width: int, subsampling: str | None) -> bytes:
+    shape = (height, width) if subsampling is None else (height, width, 3)
+    out = io.BytesIO()
+    how = {} if subsampling is None else {"subsampling": subsampling}
+    Image.fromarray(RNG.integers(0, 256, shape, np.uint8)).save(out, "JPEG", quality=80, **how)
+    return out.getvalue()
+
+
+def decoded(content: bytes, shrunk: int) -> np.ndarray:
+    with Image.open(io.BytesIO(content)) as picture:
+        size = picture.width // shrunk, picture.height // shrunk
+        picture.draft("L" if picture.mode == "L" else "YCbCr", size)
+        return np.atleast_3d(np.asarray(picture))
+
+
+def planes_of(files: list[bytes]) -> tuple[Planes, list[Frame]]:
+    frames = [frame_of(content) for content in files]
+    starts, pitches, nbytes = places(frames)
+    memory = np.full(nbytes, 77, np.uint8)
+    for content, frame, begins, (of_luma, of_chroma) in zip(
+        files, frames, starts, pitches, strict=True
+    ):
+        parts = [(decoded(content, 1)[:, :, 0], of_luma)]
+        if frame.across:
+            chroma = decoded(content, frame.down)
+            parts += [(chroma[:, :, 1], of_chroma), (chroma[:, :, 2], of_chroma)]
+        for begin, (plane, pitch) in zip(begins, parts, strict=False):
+            for row, line in enumerate(plane):
+                memory[begin + row * pitch :][: len(line)] = line
+    return Planes(torch.from_numpy(memory), starts, pitches), frames
+
+
+@pytest.mark.parametrize(
+    ("resize", "channels"), [("squash", 3), ("crop", 1), ("fill", 3), ("half_crop", 3)]
+)
+def test_pixels_are_the_hosts(resize, channels):
+    files = [
+        jpeg(13, 21, "4:2:0"),  # odd sides
+        jpeg(9, 14, "4:4:4"),
+        jpeg(30, 8, "4:2:0"),  # tall: along its columns first, as some of Pillow's versions do
+        jpeg(7, 12, None),
+    ]
+    record = Preprocess(height=8, width=11, channels=channels, resize=resize)
+    for content, pixels in zip(files, fit.fitted(*planes_of(files), record), strict=True):
+        assert np.array_equal(pixels.numpy(), fitted(content, record)), frame_of(content)
+
+
+def test_taps_are_pillows():
+    """Pictures of 2,000 shapes, each resized by our weights and by Pillow."""
+    for _ in range(2000):
+        sides = tuple(int(side) for side in RNG.integers(3, 90, 2))
+        wanted = (int(side) for side in RNG.integers(1, 60, 2))
+        record = Preprocess(
+            height=next(wanted),
+            width=next(wanted),
+            channels=1,
+            resize=str(RNG.choice(["squash", "crop", "fill", "half_crop"])),
+        )
+        place = placement(*sides, record)
+        pixels = RNG.integers(0, 256, sides, np.uint8)
+        low, top, right, bottom = place.box
+        box = low, top, min(right, sides[1]), min(bottom, sides[0])
+        shown = place.width, place.height
+        pillows = Image.fromarray(pixels).resize(shown, Image.Resampling.BILINEAR, box)
+        passes = [(0, (top, bottom), place.height), (1, (low, right), place.width)]
+        if not fit.columns_first(sides, (place.height, place.width)):
+            passes.reverse()
+        for axis, part, count in passes:
+            taps = fit.taps(sides[axis], *part, count, 0, count)
+            pixels = np.moveaxis(fit.resized(np.moveaxis(pixels, axis, 0), taps), 0, axis)
+        assert np.array_equal(pixels, np.asarray(pillows)), (sides, record)
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    frames = [Frame(375, 500, 2, 2), Frame(300, 200, 0, 0)]
+    starts, pitches, nbytes = places(frames)
+    planes = Planes(torch.zeros(nbytes, dtype=torch.uint8), starts, pitches)
+    for channels in (1, 3):
+        record = Preprocess(height=256, width=256, channels=channels)
+        yield str(channels), lambda record=record: fit.fitted(planes, frames, record)
+
+
+def test_compiles_without_spilling():
+    for made in compile_all(f"{__name__}:launches").values():
+        assert made
+        assert not [launch for launch in made if launch["spilled_bytes"]]
