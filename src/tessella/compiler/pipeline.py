@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from tessella.artifacts.build import Input
-from tessella.artifacts.outline import UNTUNED, Manifest
+from tessella.artifacts.outline import UNTUNED, Candidate, Manifest
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
@@ -20,17 +21,18 @@ from tessella.compiler.buckets import Check, built, imports, outwards
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import fastest, with_siblings
-from tessella.compiler.passes import Request, narrows, run, steps
+from tessella.compiler.passes import Request, multiplies_tf32, narrows, run, steps
 from tessella.compiler.precision import most_harmed
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
 from tessella.compiler.verify import Expected
-from tessella.core.architectures import has, is_gpu
+from tessella.core.architectures import is_gpu
 from tessella.core.device import described, fingerprint, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.events import Emit, phase, silent, warning
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.task import TaskRecord
 from tessella.core.version import VERSION
 from tessella.device.ahead_of_time import Collected, kernel_cache, using_kernels
 from tessella.device.machine import aimed_at
@@ -95,66 +97,179 @@ def compile_graph(
         input=input,
         preprocess=about.preprocess,
     )
+    began = cpu_use()
+    network = _lowered(graph, request, batch, samples, about.task, measuring, emit)
+    trials = Lock(measuring.cache, lines=measuring.lock)
+    programs = _programs(network, batch, trials, measuring, emit)
+    plan = Plan(
+        manifest=_manifest(network, programs, batch, about, measuring),
+        program=Program(
+            inputs=tuple(v.name for v in network.graph.inputs),
+            outputs=tuple(v.name for v in network.graph.outputs),
+            buckets=programs.buckets,
+        ),
+        weights={v.name: t.contiguous() for v, t in programs.graph.constants.items()},
+        # with 128 samples instead of three, ResNet-50's plan is 77 MB larger, and loads in 2.59 s
+        # instead of 1.48
+        golden=network.answers.least(batch.min).tensors(),
+        tuning=programs.tuning,
+        graph=text(programs.graph),
+        lock=trials.used,
+        compiled=programs.compiled.compiled,
+    )
+    if measuring.untuned:
+        emit(warning(UNTUNED))
+    if plan.is_noisy and measuring.lock is None:
+        emit(warning(_busy(plan, others_cores(began, cpu_use()))))
+    return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Network:
+    """A network as kernels will compute it, before any is chosen.
+
+    Attributes:
+        graph: as it was captured, but for the kind of its input.
+        rounded: optimized, with its roundings: what each program is compared with.
+        lowered: what kernels are chosen for.
+        answers: what the network says of some samples.
+        request: with the precision that each layer got.
+        snr_db: how much rounding leaves of single layers, by name.
+    """
+
+    graph: Graph
+    rounded: Graph
+    lowered: Graph
+    answers: Expected
+    request: Request
+    snr_db: Mapping[str, float]
+
+    @property
+    def loosest(self) -> str:
+        """The precision of the layers that are the least exact."""
+        return self.request.decided.loosest
+
+
+def _lowered(
+    graph: Graph,
+    request: Request,
+    batch: DimRange,
+    samples: Mapping[str, torch.Tensor] | None,
+    task: TaskRecord,
+    measuring: Measuring,
+    emit: Emit,
+) -> _Network:
+    """The network after all rewrites that need no measurement, interpreted on the samples."""
+    calibration = request.calibration
     graph = run(graph, request, until="input")
-    here = is_here(target, measuring)
-    judge, began = target if here else "cpu", cpu_use()  # where the network is interpreted
-    device = torch_device(judge)
+    judge = request.target if is_here(request.target, measuring) else "cpu"
+    torch_device(judge)  # told before the work if it is not there
     emit(phase("optimize", f"{len(graph.nodes)} operations"))
     if samples is None and calibration is not None:
         samples = calibration.samples_for(graph)
     answers = verify.expected(
-        graph, batch.min, batch.max, samples, target=judge, align=alignment(about.task)
+        graph, batch.min, batch.max, samples, target=judge, align=alignment(task)
     )
     exact = optimized(graph, emit)
     request, rounded, answers = _rounded(exact, request.assigned(exact), answers, judge, emit)
-    assignment = request.decided
-    snr_db = {} if calibration is None else calibration.snr_of(exact, assignment.kinds)
-    loosest = assignment.loosest
     lowered = run(rounded, request, after="lower", until="narrow")
     if narrows(request):
         answers = verify.narrowed(answers, lowered, target=judge)
-    lowered = run(lowered, request, after="narrow", until="mark")
+    return _Network(
+        graph=graph,
+        rounded=rounded,
+        lowered=run(lowered, request, after="narrow", until="mark"),
+        answers=answers,
+        request=request,
+        snr_db={} if calibration is None else calibration.snr_of(exact, request.decided.kinds),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Programs:
+    """What was chosen for a network.
+
+    Attributes:
+        graph: the variant of it that was the fastest, in the fastest layout.
+        buckets: a program for each batch size, the smallest first.
+        tuning: every kernel that was tried for each of their steps.
+        compiled: kernels for a GPU that is not here.
+    """
+
+    graph: Graph
+    buckets: tuple[Bucket, ...]
+    tuning: tuple[Candidate, ...]
+    compiled: Collected
+
+
+def _programs(
+    network: _Network, batch: DimRange, trials: Lock, measuring: Measuring, emit: Emit
+) -> _Programs:
+    """The fastest programs that compute what the network computes, one for each batch size."""
+    request, lowered = network.request, network.lowered
+    target, here = request.target, is_here(request.target, measuring)
     siblings = () if measuring.untuned else with_siblings(lowered, target)
     variants = [lowered, *(fused for fused, _ in siblings)]
-    constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
-    trials = Lock(measuring.cache, lines=measuring.lock)
-    tuner = Tuner(
-        target=target,
-        math="tf32" if precision == "tf32" and has(target, "tf32_mma") else "ieee",
-        constants={name: t.to(device) for name, t in constants.items()},
-        cache=trials,
-        budget_s=measuring.budget_s,
-        allowance=Allowance(measuring.time_limit_s),
-        measures=not measuring.untuned,
-    )
-    if device.type == "cpu":
+    tuner = _tuner(variants, request, trials, measuring)
+    if not is_gpu(target):
         keep_freed_memory()  # as where the plan will run: a library's large results cost less then
     with (
         stopping(measuring.cache, tuner.allowance) as progress,
         using_kernels(kernel_cache(target)),
         aimed_at(target),
     ):
-        lowered, formats = fastest(variants, batch.opt, precision, tuner, emit)
+        graph, formats = fastest(variants, batch.opt, request.precision, tuner, emit)
         if not here:
-            verify.check_interpreted(lowered, answers.least(batch.min), loosest)
+            verify.check_interpreted(graph, network.answers.least(batch.min), network.loosest)
         buckets, tuning, compiled = [], [], Collected(target)
         for size in outwards(bucket_sizes(batch), batch.opt):
             progress.begin(size)
-            concrete = lowered.at_batch(size)
-            check = _run_check(concrete, rounded, answers.at(size), tuner, loosest)
-            if not here:
-                check = partial(compile_kernels, target=target, made=compiled)
+            concrete = graph.at_batch(size)
+            check = (
+                _run_check(concrete, network, size, tuner)
+                if here
+                else partial(compile_kernels, target=target, made=compiled)
+            )
             bucket, candidates = built(concrete, formats, size, tuner, emit, check)
             buckets.append(bucket)
             tuning += candidates
-    buckets.sort(key=lambda bucket: bucket.batch)
-    tuning.sort(key=lambda candidate: candidate.batch)
-    machine = fingerprint(target) if here else described(target)
-    manifest = Manifest(
+    return _Programs(
+        graph=graph,
+        buckets=tuple(sorted(buckets, key=lambda bucket: bucket.batch)),
+        tuning=tuple(sorted(tuning, key=lambda candidate: candidate.batch)),
+        compiled=compiled,
+    )
+
+
+def _tuner(
+    variants: Sequence[Graph], request: Request, trials: Lock, measuring: Measuring
+) -> Tuner:
+    target = request.target
+    device = torch_device(target if is_here(target, measuring) else "cpu")
+    constants = {v.name: t for graph in variants for v, t in graph.constants.items()}
+    return Tuner(
+        target=target,
+        math="tf32" if multiplies_tf32(request) else "ieee",
+        constants={name: t.to(device) for name, t in constants.items()},
+        cache=trials,
+        budget_s=measuring.budget_s,
+        allowance=Allowance(measuring.time_limit_s),
+        measures=not measuring.untuned,
+    )
+
+
+def _manifest(
+    network: _Network, programs: _Programs, batch: DimRange, about: About, measuring: Measuring
+) -> Manifest:
+    """What the plan says of itself."""
+    request = network.request
+    here = is_here(request.target, measuring)
+    machine = fingerprint(request.target) if here else described(request.target)
+    return Manifest(
         fingerprint=machine,
-        inputs=tuple(_spec(v, batch) for v in graph.inputs),
-        outputs=tuple(_spec(v, batch) for v in graph.outputs),
-        precision=precision,
+        inputs=tuple(_spec(v, batch) for v in network.graph.inputs),
+        outputs=tuple(_spec(v, batch) for v in network.graph.outputs),
+        precision=request.precision,
         preprocess=about.preprocess,
         preprocess_hash=None if about.preprocess is None else about.preprocess.hash,
         labels=tuple(about.labels),
@@ -164,35 +279,13 @@ def compile_graph(
         built_from=about.built_from,
         built_with={"tessella": VERSION, **machine.libraries},
         rebuild=about.rebuild,
-        tolerance=answers.tolerance(loosest),
+        tolerance=network.answers.tolerance(network.loosest),
         members={},
-        imports=imports(buckets),
-        precisions={**assignment.fallen, **(precisions or {})},
-        snr_db=snr_db,
+        imports=imports(programs.buckets),
+        precisions={**request.decided.fallen, **request.precisions},
+        snr_db=network.snr_db,
         untuned=measuring.untuned,
     )
-    program = Program(
-        inputs=tuple(v.name for v in graph.inputs),
-        outputs=tuple(v.name for v in graph.outputs),
-        buckets=tuple(buckets),
-    )
-    plan = Plan(
-        manifest=manifest,
-        program=program,
-        weights={v.name: t.contiguous() for v, t in lowered.constants.items()},
-        # with 128 samples instead of three, ResNet-50's plan is 77 MB larger, and loads in 2.59 s
-        # instead of 1.48
-        golden=answers.least(batch.min).tensors(),
-        tuning=tuple(tuning),
-        graph=text(lowered),
-        lock=trials.used,
-        compiled=compiled.compiled,
-    )
-    if measuring.untuned:
-        emit(warning(UNTUNED))
-    if plan.is_noisy and measuring.lock is None:
-        emit(warning(_busy(plan, others_cores(began, cpu_use()))))
-    return plan
 
 
 def is_here(target: str, measuring: Measuring) -> bool:
@@ -200,13 +293,12 @@ def is_here(target: str, measuring: Measuring) -> bool:
     return not (measuring.untuned and is_gpu(target))
 
 
-def _run_check(
-    graph: Graph, rounded: Graph, answers: Expected, tuner: Tuner, precision: str
-) -> Check:
+def _run_check(graph: Graph, network: _Network, batch: int, tuner: Tuner) -> Check:
     """A check that runs a bucket and compares it with the network."""
+    answers = network.answers.at(batch)
 
     def check(choices: Sequence[Choice], bucket: Bucket) -> None:
-        verify.check(choices, bucket, graph, rounded, answers, tuner, precision)
+        verify.check(choices, bucket, graph, network.rounded, answers, tuner, network.loosest)
 
     return check
 
