@@ -134,7 +134,7 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
     called: list[Any] = []
     module = SimpleNamespace(bind=lambda *_, **config: called.append(config))
     monkeypatch.setattr(catalog.Kernel, "load", lambda _: module)
-    monkeypatch.setattr(search.Search, "_inputs_for", lambda *_: [])
+    monkeypatch.setattr(search, "own_inputs", lambda *_: [])
     made = [searching._prepare(row, config) for config in configs]
     assert called == [configs[0]]
     assert {one.refused for one in made[1:]} == {"crashed the compiler"}

@@ -197,12 +197,7 @@ def evaluate(
     comparison = None
     if against is not None:
         rival = _opened(against)
-        if predictor(rival, trust_code=trust_code)[2] != labels or task_of(rival)[0] != task:
-            raise ArtifactError(
-                "the two models answer other questions",
-                seen=f"{name_of(opened)} and {name_of(rival)}",
-                fix="compare models of the same task and classes",
-            )
+        _require_same_question(opened, labels, rival, trust_code)
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
     losses_N = task.metrics.losses(own.rows_NR, truth)
     worst = np.argsort(-losses_N, kind="stable")[:errors]
@@ -222,6 +217,18 @@ def evaluate(
         ),
         comparison=comparison,
     )
+
+
+def _require_same_question(
+    model: Model, labels: tuple[str, ...], rival: Model, trust_code: bool
+) -> None:
+    others = predictor(rival, trust_code=trust_code)[2]
+    if others != labels or task_of(rival)[0] != task_of(model)[0]:
+        raise ArtifactError(
+            "the two models answer other questions",
+            seen=f"{name_of(model)} and {name_of(rival)}",
+            fix="compare models of the same task and classes",
+        )
 
 
 def save_mistakes(judgement: Judgement, data: Data, folder: str | Path) -> Path:

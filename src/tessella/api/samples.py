@@ -55,8 +55,8 @@ def calibrated(
                 seen=", ".join(map(repr, inputs)),
                 fix="give preprocess=, or batches of inputs by name",
             )
-        device = torch_device(on or target)
-        data = of_split(data, record, inputs[0].name, device=device, count=count)
+        (image,), device = inputs, torch_device(on or target)
+        data = of_split(data, record, image.name, device=device, count=count)
     return compiler.calibrate(network.graph, data, target=target, **settings)
 
 
@@ -82,7 +82,8 @@ def judging(network: Opened, data: JudgingData) -> compiler.Labelled:
             fix="compile with precision= and judge the plan with verify, or give data= as "
             "compiler.budget.of_tensors(inputs, labels) and a metric= of your own to pareto",
         )
-    return labelled(data, record, inputs[0].name, labels)
+    (image,) = inputs
+    return labelled(data, record, image.name, labels)
 
 
 def split_of(data: Data, split: str, labels: tuple[str, ...], task: TaskRecord) -> Split:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,12 +14,13 @@ from tessella.api.loading import load
 from tessella.api.predicting import Model, eager_predictor, engine_predictor, predictor, task_of
 from tessella.api.samples import Data, split_of
 from tessella.api.sources import open_checkpoint
-from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.checkpoint import Checkpoint, CheckpointInfo
+from tessella.artifacts.dataset import Split
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError
 from tessella.core.events import Emit, progress, silent
-from tessella.data.loading import batches
+from tessella.data.loading import Batch, batches
 from tessella.runtime.engine import Engine
 from tessella.tasks import Report, of
 from tessella.training.evaluate import evaluate, measure, require_images
@@ -109,27 +112,33 @@ def verify(
             kept.append(task.metrics.rows(outputs, batch.labels, len(labels)))
         apart = task.head.aligned(answers[1], answers[0]) - answers[0]
         largest = max(largest, float(apart.abs().max()))
-        arrays = [a.numpy() for a in answers]
-        same = task.answers.same(arrays[0], arrays[1], checkpoint.info.task).tolist()
-        for place in (i for i, alike in enumerate(same) if not alike):
-            example = samples[int(batch.indices[place])]
-            said = [task.answers.said(a[place], labels, checkpoint.info.task) for a in arrays]
-            truth = task.answers.truth(example.label, labels)
-            flips.append(Flip(path=example.path, truth=truth, checkpoint=said[0], plan=said[1]))
+        flips += _flips(answers, batch, samples, checkpoint.info)
         emit(progress("verify", int(batch.indices[-1]) + 1, len(samples)))
     one, other = (measure(torch.cat(kept).numpy(), samples, labels) for kept in rows)
-    score = task.score
     return Verification(
         target=engine.manifest.fingerprint.target,
         samples=len(samples),
-        score=score,
-        checkpoint_score=one.values[score],
-        plan_score=other.values[score],
+        score=task.score,
+        checkpoint_score=one.values[task.score],
+        plan_score=other.values[task.score],
         agreement=1.0 - len(flips) / len(samples),
         max_abs_diff=largest,
         preprocess_hash=record.hash,
         flips=tuple(flips),
     )
+
+
+def _flips(
+    answers: Sequence[Tensor], batch: Batch, samples: Split, info: CheckpointInfo
+) -> Iterator[Flip]:
+    """The samples of a batch about which the checkpoint says something else than the plan."""
+    task, arrays = of(info.task), [answer.numpy() for answer in answers]
+    alike = task.answers.same(*arrays, info.task)
+    for place in np.flatnonzero(~alike):
+        example = samples[int(batch.indices[place])]
+        checkpoint, plan = (task.answers.said(a[place], info.labels, info.task) for a in arrays)
+        truth = task.answers.truth(example.label, info.labels)
+        yield Flip(path=example.path, truth=truth, checkpoint=checkpoint, plan=plan)
 
 
 def evaluate_split(

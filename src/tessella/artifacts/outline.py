@@ -85,6 +85,11 @@ class Shared:
     def __post_init__(self) -> None:
         self.task.check(self.labels)
 
+    @property
+    def main_input(self) -> TensorSpec:
+        """The first input: an image network's images. All inputs have its sizes of batch."""
+        return self.inputs[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Build:

@@ -283,7 +283,7 @@ def _manifest(
         members={},
         imports=imports(programs.buckets),
         precisions={**request.decided.fallen, **request.precisions},
-        snr_db=network.snr_db,
+        snr_db=dict(network.snr_db),
         untuned=measuring.untuned,
     )
 

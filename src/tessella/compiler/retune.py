@@ -76,7 +76,7 @@ def retune(plan: Plan, *, measuring: Measuring = Measuring(), emit: Emit = silen
         using_kernels(kernel_cache(target)),
         aimed_at(target),
     ):
-        for size in outwards(sorted(by_batch), manifest.inputs[0].batch.opt):
+        for size in outwards(sorted(by_batch), manifest.main_input.batch.opt):
             progress.begin(size)
             graph, formats = read_graph(plan, by_batch[size])
             at = wanted.at(size)

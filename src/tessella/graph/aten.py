@@ -65,12 +65,12 @@ def _same_arguments(call: OperatorCall, build: Builder, row: Operation) -> Resul
     if "self" in arguments:
         arguments["input"] = arguments.pop("self")
     inputs = [arguments.pop(i, None) for i in row.inputs]
+    first = next(iter(inputs))
     attrs = {a: arguments.pop(a) for a in row.attributes if a in arguments}
     defaults = {a.name: a.default_value for a in call.operator._schema.arguments}
     changed = {
         a for a, v in arguments.items() if a not in _IGNORED and v not in (None, defaults.get(a))
     }
-    first = inputs[0]
     if changed or not isinstance(first, Value):
         return None
     if row.name in _RANKS and len(first.shape) != _RANKS[row.name]:

@@ -21,7 +21,7 @@ def _local_response_norm(graph: Graph, div: Node) -> Node | None:
     """``x / (k + alpha · mean over channels of x²) ** beta``, as torch.nn.functional writes it."""
 
     def before(node: Node | None, op: str) -> Node | None:
-        source = None if node is None else graph.producer(node.inputs[0])
+        source = None if node is None else graph.producer(node.first)
         return source if source is not None and source.op == op else None
 
     x, power = div["input"], graph.producer(div.get("other"))

@@ -50,7 +50,8 @@ def in_its_size(
     graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> Sequence[Mapping[str, torch.Tensor]]:
     """Batches as the graph takes them: cut, where it has a fixed batch; a rest is left out."""
-    shape = graph.inputs[0].shape
+    first = graph.inputs[0]
+    shape = first.shape
     if not shape or isinstance(shape[0], Dim) or not batches:
         return batches
     size = int(shape[0])
@@ -59,7 +60,7 @@ def in_its_size(
     return [
         {name: t[at : at + size] for name, t in batch.items()}
         for batch in batches
-        for at in range(0, len(batch[graph.inputs[0].name]) - size + 1, size)
+        for at in range(0, len(batch[first.name]) - size + 1, size)
     ]
 
 

@@ -28,6 +28,11 @@ class NamedOperands(Generic[T]):
         """The operation's row; raises ``CompileError`` if there is none."""
         return operation(self.op)
 
+    @property
+    def first(self) -> T | None:
+        """The first input, whatever the operation calls it; None if there is none."""
+        return next(iter(self.inputs), None)
+
     def get(self, operand: str) -> T | None:
         """The input of this name; None where it is left out."""
         position = self.operation.position(operand)

@@ -64,6 +64,13 @@ class Problem(NamedOperands[TensorMeta]):
         """Whether the operand's numbers are known when the plan is built."""
         return self.operation.position(operand) in self.constant
 
+    def place_in_call(self, operand: str) -> int:
+        """Where an operand stands among the tensors that a bound kernel is called with: those that
+        are given and not constant.
+        """
+        given = self.operation.shapes(self.inputs)
+        return [name for name in given if not self.is_constant(name)].index(operand)
+
     def is_dying(self, operand: str) -> bool:
         """Whether nothing needs the operand afterwards, so that a kernel may take its memory."""
         return self.operation.position(operand) in self.dying
@@ -134,7 +141,7 @@ class Problem(NamedOperands[TensorMeta]):
             KernelError: one is missing, or of another shape or element type.
         """
         for position in self.constant:
-            meta, given = self.inputs[position], constants.get(position)
+            meta, given = self.meta(position), constants.get(position)
             if given is None or meta is None or not meta.matches(given):
                 seen = "none" if given is None else f"{given.dtype} {tuple(given.shape)}"
                 raise KernelError(

@@ -194,7 +194,7 @@ def _step_time(
 
 
 def _on_tensor_cores(problem: Problem, ceilings: Limits) -> bool:
-    first = problem.inputs[0]
+    first = problem.first
     if first is None or "float16" not in ceilings.flops_s:  # measured on GPUs only
         return False
     tf32 = first.dtype == "float32" and problem.math == "tf32"

@@ -167,6 +167,19 @@ def bind(
     return call, buffers
 
 
+def own_inputs(row: Kernel, problem: Problem, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a call; a kernel that takes an operand's memory gets a copy of it."""
+    taken = None if row.overwrites is None else problem.place_in_call(row.overwrites)
+    return [t.clone() if place == taken else t for place, t in enumerate(inputs)]
+
+
+def restore(own: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Give ``own_inputs`` that earlier calls have overwritten their values back."""
+    for mine, given in zip(own, inputs, strict=True):
+        if mine is not given:
+            mine.copy_(given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Runnable:
     """One configuration of a kernel, run once and found to make what was promised."""
@@ -456,16 +469,6 @@ class Search:
             buffers["out"] = self._out
         return buffers
 
-    def _inputs_for(self, row: Kernel) -> Sequence[torch.Tensor]:
-        """The problem's tensors; a kernel that takes an operand's memory gets a copy of it."""
-        inputs = list(self._inputs or ())
-        if row.overwrites is not None:
-            present = self._problem.operation.shapes(self._problem.inputs)
-            given = [name for name in present if not self._problem.is_constant(name)]
-            place = given.index(row.overwrites)
-            inputs[place] = inputs[place].clone()
-        return inputs
-
     def _prepare(self, row: Kernel, config: Config) -> _Runnable | Tried:
         """The candidate as a call without arguments, after a first run that made what it promised.
 
@@ -473,7 +476,7 @@ class Search:
         """
         if self._device.type == "cuda" and crashed((self._problem, row, config), self._target):
             return Tried(config=config, refused="crashed the compiler")
-        inputs = self._inputs_for(row)
+        inputs = own_inputs(row, self._problem, self._inputs or ())
         try:
             buffers = self._buffers(row, config)
             call = row.load().bind(self._problem, self._constants, **config)
@@ -500,9 +503,7 @@ class Search:
             return call(*inputs, **buffers)
 
         def run_first() -> Any:
-            for given, mine in zip(self._inputs or (), inputs, strict=True):
-                if mine is not given:  # what earlier calls have overwritten
-                    mine.copy_(given)
+            restore(inputs, self._inputs or ())
             return run()
 
         needed = row.workspace_bytes(self._problem, config)

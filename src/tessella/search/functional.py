@@ -276,20 +276,20 @@ def timing_cache(folder: Path | None = None) -> TimingCache:
     return _caches[path]
 
 
-def target_of(tensor: Tensor) -> str:
-    """The target on which kernels for a tensor run."""
-    return (gpu_target(tensor.device) or "cpu") if tensor.is_cuda else "cpu"
+def target_of(device: torch.device) -> str:
+    """The target on which kernels for tensors on a device run."""
+    return (gpu_target(device) or "cpu") if device.type == "cuda" else "cpu"
 
 
 def _run(
     problem: Problem, tensors: Sequence[Tensor | None], algorithm: str | None, out: Tensor | None
 ) -> Tensor:
     inputs = [t for t in tensors if t is not None]
-    if len({t.device for t in inputs}) > 1:
+    device, *others = {t.device for t in inputs}
+    if others:
         raise UsageError(
             "tensors must be on one device", seen={str(t.device) for t in inputs}, fix="move them"
         )
-    device = inputs[0].device
     if out is not None:
         _check_out(out, problem.output, device)
     if problem.output_is_empty:
@@ -299,7 +299,7 @@ def _run(
     with torch.no_grad(), current(device):
         ready = _ready.get(key)
         if ready is None:
-            ready = _ready[key] = _choose(problem, inputs, algorithm)
+            ready = _ready[key] = _choose(problem, inputs, target_of(device), algorithm)
         buffers = {}
         if ready.workspace_bytes:
             buffers["workspace"] = torch.empty(
@@ -308,15 +308,15 @@ def _run(
         if ready.writes_out:
             direct = out if out is not None and _is_free(out, inputs) else None
             buffers["out"] = problem.output.empty(device) if direct is None else direct
-        rounds = ready.library and device.type == "cuda" and inputs[0].dtype == torch.float32
+        float32 = problem.first is not None and problem.first.dtype == "float32"
+        rounds = ready.library and device.type == "cuda" and float32
         with float32_math(problem.math) if rounds else contextlib.nullcontext():
             made: Tensor = ready.call(*inputs, **buffers)
         return made if out is None or buffers.get("out") is out else out.copy_(made)
 
 
-def _choose(problem: Problem, inputs: list[Tensor], algorithm: str | None) -> _Ready:
+def _choose(problem: Problem, inputs: list[Tensor], target: str, algorithm: str | None) -> _Ready:
     """The fastest kernel for the problem, from the cache or by a search."""
-    target = target_of(inputs[0])
     options = SearchOptions(
         algorithms=None if algorithm is None else (algorithm,),
         max_workspace_bytes=WORKSPACE_BYTES if algorithm is None else None,

@@ -148,7 +148,7 @@ def find(
         operands = _with_named(op, operands, arguments)
     device = _device(op, operands)
     given = {i: tensor for i, tensor in enumerate(operands) if tensor is not None}
-    target = target_of(given[0])
+    target = target_of(device)
     algorithms = (algorithms,) if isinstance(algorithms, str) else algorithms
     for algorithm in algorithms or ():
         check_algorithm(op, target, algorithm)

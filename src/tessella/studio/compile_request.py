@@ -114,7 +114,7 @@ def followed(plan: Outline) -> dict[str, object]:
     """The settings of a request that following a plan decides, besides the kernels."""
     manifest = plan.manifest
     judged = manifest.receipt is not None
-    first = manifest.inputs[0]
+    first = manifest.main_input
     span = first.batch
     sizes = (span.min,) if span.min == span.max else (span.min, span.opt, span.max)
     return {
@@ -137,6 +137,6 @@ def rounds(plan: Outline) -> bool:
 def describe_followed(plan: Outline) -> str:
     """The settings that following a plan decides, in a line for people."""
     manifest = plan.manifest
-    batch = manifest.inputs[0].batch
+    first = manifest.main_input
     kinds = "a precision for each layer" if manifest.receipt else manifest.precision
-    return f"{', '.join(plan.targets)}, {kinds}, batch {batch}, {manifest.inputs[0].dtype}"
+    return f"{', '.join(plan.targets)}, {kinds}, batch {first.batch}, {first.dtype}"

@@ -97,8 +97,8 @@ def unraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(node: Node, problem: Problem, *_: Any) -> tuple[Trial, ...]:
         rows = catalog.candidates(problem.op, "cpu")
-        fitting = [row for row in rows if row.refusal(problem) is None]
-        return (Trial(kernel=fitting[0].id, config=fitting[0].configs(problem)[0]),)
+        fitting = next(row for row in rows if row.refusal(problem) is None)
+        return (Trial(kernel=fitting.id, config=fitting.configs(problem)[0]),)
 
     monkeypatch.setattr(choose_kernels, "trials", first)
 

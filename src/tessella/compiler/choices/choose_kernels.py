@@ -233,7 +233,7 @@ def constants_of(
     node: Node, problem: Problem, constants: Mapping[str, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """The node's constant inputs by position."""
-    known = ((i, node.inputs[i]) for i in problem.constant)
+    known = ((i, value) for i, value in enumerate(node.inputs) if i in problem.constant)
     return {i: constants[value.name] for i, value in known if value is not None}
 
 

@@ -88,5 +88,5 @@ def _counts_samples(graph: Graph, value: Value | None) -> bool:
             ops.append((kind, node.attrs.get("scalar"), node.attrs.get("args")))
         if kind == "aten::ones_like":
             return ops == _SAMPLES
-        value = node.inputs[0] if node.inputs else None
+        value = node.first
     return False

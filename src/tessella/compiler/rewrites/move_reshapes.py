@@ -39,13 +39,15 @@ def _up(graph: Graph, reshape: Node) -> Collection[Value]:
     if inputs is None:
         return ()
     changed = values_of(step, reshape)
-    for i, other in enumerate(inputs):
+    parts: list[Value | None] = []
+    for other in inputs:
+        part = other
         if other is not None and other.shape == value.shape:
             part = Value(graph.fresh_name(f"{other.name}.cut"), other.dtype, cut.shape)
             made = Node("reshape", (other,), (part,), {"shape": cut.shape}, step.layer)
             graph.nodes.insert_before(step, made)
-            inputs[i] = part
-    step.inputs, step.outputs = tuple(inputs), reshape.outputs
+        parts.append(part)
+    step.inputs, step.outputs = tuple(parts), reshape.outputs
     graph.nodes.remove(reshape)
     return [*changed, *values_of(step)]
 
@@ -87,15 +89,16 @@ def _in_shape(graph: Graph, step: Node, shape: Shape) -> list[Value | None] | No
 
     Those of the whole shape are to be reshaped. The step's axes count from the last then.
     """
-    inputs = list(step.inputs)
-    for i, value in enumerate(inputs):
+    inputs: list[Value | None] = []
+    for value in step.inputs:
+        taken = value
         if value is None or len(value.shape) < len(shape):
-            continue
-        if value in graph.constants and value.shape[0] == 1:
-            row = graph.constants[value][0]
-            inputs[i] = graph.add_constant(f"{value.name}.row", row)
+            pass
+        elif value in graph.constants and value.shape[0] == 1:
+            taken = graph.add_constant(f"{value.name}.row", graph.constants[value][0])
         elif value.shape != shape or value in graph.constants:
             return None
+        inputs.append(taken)
     if "dim" in step.attrs:
         axis = step.attrs["dim"] % len(shape)
         if axis == 0:

@@ -22,7 +22,7 @@ def names(node: Node) -> list[str]:
 
 
 def first(node: Node) -> Value:
-    value = node.inputs[0]
+    value = node.first
     assert value is not None
     return value
 

@@ -12,6 +12,8 @@ from tessella.graph.onnx.writer import Writer
 
 # The places in torch's order of what ONNX wants next: i f g o → i o f c, r z n → z r h.
 _ORDER = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2), "rnn": (0,)}
+_INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c")  # ONNX's names
+_STARTS = {"h_0": "initial_h", "c_0": "initial_c"}
 
 
 def _layer(w: Writer, node: Node) -> None:
@@ -24,20 +26,17 @@ def _layer(w: Writer, node: Node) -> None:
     def in_order(name: str) -> str:
         return w.add("Gather", [node[name].name, w.constant(places)], axis=1)
 
-    inputs = [x.name, in_order("weight_ih"), in_order("weight_hh"), "", "", "", ""]
+    given = {"X": x.name, "W": in_order("weight_ih"), "R": in_order("weight_hh")}
     biases = [name for name in ("bias_ih", "bias_hh") if node.get(name) is not None]
     if biases:
         zero = w.constant(torch.zeros(ways, rows, dtype=dtype_of(x)))
         both = [in_order(n) if n in biases else zero for n in ("bias_ih", "bias_hh")]
-        inputs[3] = w.add("Concat", both, axis=1)
+        given["B"] = w.add("Concat", both, axis=1)
     if (lengths := node.get("lengths")) is not None:
-        inputs[4] = cast(w, lengths, "int32")
-    starts = ("h_0", "c_0") if node.op == "lstm" else ("h_0",)
-    for place, name in enumerate(starts, 5):
+        given["sequence_lens"] = cast(w, lengths, "int32")
+    for name in ("h_0", "c_0") if node.op == "lstm" else ("h_0",):
         if (start := node.get(name)) is not None:
-            inputs[place] = start.name
-    while not inputs[-1]:
-        inputs.pop()
+            given[_STARTS[name]] = start.name
     settings: dict[str, Any] = {}
     if node.op == "gru":
         settings = {"linear_before_reset": int(attrs["reset_after"])}
@@ -46,7 +45,7 @@ def _layer(w: Writer, node: Node) -> None:
     output, *lasts = node.outputs
     made = w.add(
         node.op.upper(),
-        inputs,
+        [given.get(name, "") for name in _INPUTS[: _INPUTS.index(list(given)[-1]) + 1]],
         out=["", *(last.name for last in lasts)],
         hidden_size=units,
         direction=attrs["direction"],

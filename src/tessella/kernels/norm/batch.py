@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from tessella.device.launch import launch
+from tessella.device.machine import multiprocessors
 from tessella.kernels.norm.batch_device import (
     gradient_sums_kernel,
     input_gradient_kernel,
@@ -33,7 +34,7 @@ _ELEMENTS = 4096  # of a tile
 _WIDEST = 256
 _TILES = 8  # a block's, in passes without sums
 _WARPS = 8
-_BLOCKS_PER_CHIP = 132 * 4  # of passes with sums: 4 a multiprocessor of an H100
+_BLOCKS = 4  # a multiprocessor's, in passes with sums
 _SUMMED: dict[str, Any] = {
     "BLOCKS": 256,
     "COLUMNS": 16,
@@ -184,7 +185,7 @@ def _tile(rows: int, channels: int) -> tuple[dict[str, Any], tuple[int, int]]:
     columns = min(triton.next_power_of_2(channels), _WIDEST)
     height = _ELEMENTS // columns
     across = triton.cdiv(channels, columns)
-    blocks = min(triton.cdiv(rows, height), max(1, _BLOCKS_PER_CHIP // across))
+    blocks = min(triton.cdiv(rows, height), max(1, _BLOCKS * multiprocessors() // across))
     return {"ROWS": height, "COLUMNS": columns}, (blocks, across)
 
 

@@ -43,6 +43,11 @@ class Step:
     outputs: tuple[str, ...]
     frees: tuple[str, ...] = ()
 
+    @property
+    def scores(self) -> str:
+        """What a loss or a softmax reads: Caffe has the scores first, then the labels."""
+        return self.inputs[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -157,12 +162,12 @@ def _logits(steps: list[Step], losses: list[Step], state: State) -> str:
     """The input of the last softmax loss, else of a final softmax, else the last value."""
     read_by_layers = {name for step in steps for name in step.inputs}
     ends = [s for s in steps if s.outputs and not read_by_layers.intersection(s.outputs)]
-    scored = [s.inputs[0] for s in losses if s.layer.type in LOSSES[:2]]
+    scored = [s.scores for s in losses if s.layer.type in LOSSES[:2]]
     softmax = [s for s in ends if s.layer.type == "Softmax"]
     if scored:
         return scored[-1]
     if softmax:
-        return softmax[-1].inputs[0]
+        return softmax[-1].scores
     if not ends:
         raise UsageError(
             f"the network has no layer in phase {state.phase}", fix="check include and exclude"

@@ -22,7 +22,7 @@ from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
-from tessella.search.find import bind
+from tessella.search.find import bind, own_inputs, restore
 from tessella.search.inspection import deviates, exact_answers, inspect, tolerance, wrong
 from tessella.search.kernel_report.problems import draw, problems_of
 from tessella.search.kernel_report.record import Row
@@ -162,16 +162,13 @@ class Bench:
 
     def _bound(self, row: Kernel, asked: Subject, config: Config) -> _Bound:
         call, buffers = bind(row, asked.problem, asked.constants, self._device, config)
-        inputs, place = list(asked.inputs), _overwritten(row, asked.problem)
-        if place is not None:
-            inputs[place] = inputs[place].clone()
+        inputs = own_inputs(row, asked.problem, asked.inputs)
 
         def run() -> Any:
             return call(*inputs, **buffers)
 
         def run_first() -> Any:
-            if place is not None:  # what earlier calls have overwritten
-                inputs[place].copy_(asked.inputs[place])
+            restore(inputs, asked.inputs)
             return run()
 
         return _Bound(run=run, run_first=run_first, out=buffers.get("out"))
@@ -184,14 +181,6 @@ class _Bound:
     run: Run
     run_first: Run  # of inputs that no earlier call has overwritten
     out: torch.Tensor | None
-
-
-def _overwritten(row: Kernel, problem: Problem) -> int | None:
-    """Which of the inputs that are no constants a kernel takes for its result."""
-    if row.overwritten is None:
-        return None
-    before = range(row.overwritten)
-    return sum(problem.meta(i) is not None and i not in problem.constant for i in before)
 
 
 def _timed(told: Row, timings: dict[str, Timing]) -> Row:

@@ -232,7 +232,7 @@ class _Plan:
         numbers = [
             ("target", manifest.fingerprint.target),
             ("precision", precision_named(plan)),
-            ("input", manifest.inputs[0].dtype),
+            ("input", manifest.main_input.dtype),
             ("steps", str(len(self._bucket.steps))),
             (f"one batch of {self._bucket.batch}", total_time(plan, self._bucket)),
             ("file", parts.nbytes(path.stat().st_size)),
