@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -417,8 +418,16 @@ def test_another_rearrangement_at_another_batch_size_is_refused(changes: dict[st
 
 def count(module: nn.Module, size: int = 224) -> tuple[Graph, Graph]:
     """The graph of a plan in fp16 for a GPU, without the pass and with it."""
+    return without_and_with(captured(module, size))
+
+
+def captured(module: nn.Module, size: int = 224) -> Graph:
     spec = TensorSpec(name="image", dtype="float32", shape=(1, 3, size, size))
-    graph = optimized(graph_of(module.eval(), spec, DimRange(min=1, opt=8, max=128)))
+    return graph_of(module.eval(), spec, DimRange(min=1, opt=8, max=128))
+
+
+def without_and_with(graph: Graph) -> tuple[Graph, Graph]:
+    graph = optimized(graph)
     request = request_for(graph, assign(graph, "fp16", {}, "sm_90", None))
     made = run(graph, request, after="lower", until="fuse")
     without = run(graph, request, after="lower", until="narrow")
@@ -429,22 +438,25 @@ def count(module: nn.Module, size: int = 224) -> tuple[Graph, Graph]:
     return without, made
 
 
-def swin() -> nn.Module:
-    """Swin-T with a quarter of its channels: the same steps."""
-    return models.SwinTransformer(
+@pytest.fixture(scope="module")
+def swin() -> tuple[nn.Module, Graph]:
+    """Swin-T with two layers a stage, of a quarter of the channels; capturing it takes longest."""
+    torch.manual_seed(0)
+    module = models.SwinTransformer(
         patch_size=[4, 4],
         embed_dim=24,
-        depths=[2, 2, 6, 2],
+        depths=[2, 2, 2, 2],
         num_heads=[3, 6, 12, 24],
         window_size=[7, 7],
     ).eval()
+    return module, captured(module)
 
 
-def test_swin() -> None:
-    without, made = count(swin())
-    assert (len(without.nodes), len(made.nodes)) == (345, 221)
+def test_swin(swin: tuple[nn.Module, Graph]) -> None:
+    without, made = without_and_with(swin[1])
+    assert (len(without.nodes), len(made.nodes)) == (237, 153)
     found = Counter(ops(made))
-    assert found["rearrange"] == 23  # 10 layers have several windows; 3 times pixels are merged
+    assert found["rearrange"] == 15  # 6 layers have several windows; 3 times pixels are merged
     assert not {"cat", "slice"} & set(found)
 
 
@@ -459,14 +471,12 @@ def test_shufflenet_and_vit() -> None:
     assert ops(without) == ops(made)  # attention's rows are views on both sides
 
 
-def test_swin_on_a_cpu_agrees_with_eager() -> None:
-    torch.manual_seed(0)
-    module = swin()
-    spec = TensorSpec(name="image", dtype="float32", shape=(1, 3, 224, 224))
-    made = plan(graph_of(module, spec, DimRange(min=1, opt=1, max=1)), (1, 1, 1))
-    assert Counter(s.op for s in made.program.buckets[0].steps)["rearrange"] == 23
-    x = torch.randn(1, 3, 224, 224)
+def test_swin_on_a_cpu_agrees_with_eager(swin: tuple[nn.Module, Graph]) -> None:
+    module, graph = swin
+    made = plan(graph.copy(), (1, 1, 1))
+    assert Counter(s.op for s in made.program.buckets[0].steps)["rearrange"] == 15
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        right = module.double()(x.double())
+        right = copy.deepcopy(module).double()(x.double())
     answer = runtime.load(made)(image=x)["scores"]
     assert (answer.double() - right).abs().max() <= 1e-5 * right.abs().max()
