@@ -132,8 +132,9 @@ def _flips(
     answers: Sequence[Tensor], batch: Batch, samples: Split, info: CheckpointInfo
 ) -> Iterator[Flip]:
     """The samples of a batch about which the checkpoint says something else than the plan."""
-    task, arrays = of(info.task), [answer.numpy() for answer in answers]
-    alike = task.answers.same(*arrays, info.task)
+    task = of(info.task)
+    right, made = arrays = [answer.numpy() for answer in answers]
+    alike = task.answers.same(right, made, info.task)
     for place in np.flatnonzero(~alike):
         example = samples[int(batch.indices[place])]
         checkpoint, plan = (task.answers.said(a[place], info.labels, info.task) for a in arrays)
