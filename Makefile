@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check docs format gpu bench clean
+.PHONY: help quickstart test check docs wheel format gpu bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ check: docs  ## format, lint, types, import contract, the site's links
 
 docs: $(VENV)/installed-dev  ## the site of docs/ into build/docs, warnings are errors
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
+
+wheel: docs  ## a wheel with the site in it, into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 format: $(VENV)/installed-dev  ## let ruff format and fix
 	$(BIN)/ruff format .

@@ -18,6 +18,7 @@ from PIL import Image
 from tessella.artifacts.dataset import Dataset
 from tessella.core.preprocess import Preprocess, decode, fit, read_pixels
 from tessella.jobs.store import Store
+from tessella.studio.theme import SITE
 from tests.support.cli import context
 from tests.support.pictures.encoded import png, saved
 from tests.support.pictures.hostile import tiff_of
@@ -33,6 +34,17 @@ def test_every_page_renders_escaped_and_asks_no_other_machine(client, path):
     assert "<img src=x" not in response.text
     outside = set(re.findall(r"""["'(=]\s*(?:https?:)?//[^"')\s]+""", response.text))
     assert not {u for u in outside if "www.w3.org" not in u and "127.0.0.1" not in u}
+
+
+def test_the_documents_are_a_click_away(client):
+    """Where they were built: ``make check`` does, and ``make wheel`` takes them along."""
+    there = SITE is not None
+    assert ("/site/index.html" in client.get("/").text) == there
+    page = client.get("/site/index.html")
+    assert (page.status_code == 200) == there
+    if there:
+        assert 'src="http' not in page.text
+        assert client.get("/site/tour.html").status_code == 200
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/pictures/example", "/static/studio.js", "/nowhere"])

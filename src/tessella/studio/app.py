@@ -42,7 +42,7 @@ from tessella.studio.pages import (
     train,
     trash,
 )
-from tessella.studio.theme import STATIC, frame
+from tessella.studio.theme import SITE, STATIC, frame
 from tessella.studio.trash import Trash
 from tessella.studio.uploads import Uploads
 from tessella.studio.warm import Answers
@@ -62,6 +62,8 @@ def create_app(
     app.include_router(uploads.router(context.uploads))
     app.include_router(pictures.router(context.workspace, context.uploads))
     app.mount("/static", StaticFiles(directory=STATIC))
+    if SITE is not None:
+        app.mount("/site", StaticFiles(directory=SITE))
     for page in PAGES:
         page.register(context)
     nicegui.app.on_shutdown(context.answers.close)

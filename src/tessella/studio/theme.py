@@ -12,6 +12,15 @@ from nicegui.elements.mixins.text_element import TextElement
 from tessella.core.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
+# The documents as a site: a wheel has it inside, a checkout where ``make docs`` builds it.
+SITE = next(
+    (
+        site
+        for site in (Path(__file__).parent / "site", Path(__file__).parents[3] / "build" / "docs")
+        if (site / "index.html").exists()
+    ),
+    None,
+)
 
 STEPS = (
     ("Data", "/data"),
@@ -75,6 +84,11 @@ def _header(title: str, theme: str, root: Path) -> None:
             ui.icon("folder_open", size="17px")
             text("span", root.name).classes("cut")
             ui.tooltip(str(root))
+        if SITE is not None:
+            ui.button("?", color=None).props(
+                'flat round dense href="/site/index.html" target="_blank" '
+                'aria-label="Documentation"'
+            )
         _theme_button(theme)
 
 
