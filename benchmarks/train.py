@@ -81,7 +81,8 @@ def main() -> None:
         root = Path(folder)
         nbytes = write_pictures(root / "jpeg", args.pictures)
         print(f"{args.pictures} JPEG files of {nbytes / 1e3:.0f} kB")
-        for store in {"pixels": None} | {WAYS[way][0]: None for way in ways}:
+        stores: dict[Store, None] = {"pixels": None, **{WAYS[way][0]: None for way in ways}}
+        for store in stores:
             told(importing(root, store))
         if "loading" not in without:
             for row in loading(root, ways, args.batch, args.seconds):

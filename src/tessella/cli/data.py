@@ -69,10 +69,7 @@ def import_(
     ] = None,
     store: Annotated[
         str,
-        Option(
-            help="png; pixels: twice as large, and training reads without decoding; or original: "
-            "JPEG files stay as they are."
-        ),
+        Option(help="png; pixels: twice as large, but not to be decoded; original: JPEG as it is."),
     ] = "png",
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,

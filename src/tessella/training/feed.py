@@ -69,7 +69,7 @@ class Feed:
     ) -> None:
         self._device, self._layout = device, layout
         self._scaling = Scaling(record, device)
-        self._decoder = _decoder(record, device) if decodes else None
+        self._decoder: Any = _decoder(record, device) if decodes else None
         self.waited_s = 0.0
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -111,7 +111,7 @@ class Feed:
                 coming = thread.submit(upload)
                 batch, parts, there = found
                 held.append((there, batch))  # the files' bytes may still be read
-                while held and held[0][0].query():
+                while held and held[0][0].query():  # type: ignore[no-untyped-call]
                     held.popleft()
                 if idle is not None:
                     self._waits.append((idle, there))

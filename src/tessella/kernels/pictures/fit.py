@@ -119,7 +119,10 @@ def resized(pixels: npt.NDArray[np.uint8], taps: Taps) -> npt.NDArray[np.uint8]:
     places = taps[:, :1] + np.arange(taps.shape[1] - 1)
     weights = taps[:, 1:].astype(np.int64)
     total = np.einsum("hkw,hk->hw", pixels[places].astype(np.int64), weights)
-    return np.clip((total + (1 << _BITS - 1)) >> _BITS, 0, 255).astype(np.uint8)
+    made: npt.NDArray[np.uint8] = (
+        ((total + (1 << _BITS - 1)) >> _BITS).clip(0, 255).astype(np.uint8)
+    )
+    return made
 
 
 def taps(size: int, low: float, high: float, shown: int, before: int, wanted: int) -> Taps:
