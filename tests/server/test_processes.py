@@ -38,7 +38,7 @@ ACCEPTORS = 2
 class Running:
     """A server in processes of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, wait: bool = True) -> None:
         self.plan = linear_plan().save(folder / "flowers.plan")
         self.sockets = folder / "tmp"
         self.sockets.mkdir()
@@ -56,7 +56,7 @@ class Running:
             cwd=ROOT,
         )
         assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
+        self.url = self.process.stdout.readline().strip() if wait else ""
 
     @property
     def watching(self) -> psutil.Process:
@@ -376,6 +376,17 @@ def test_nothing_is_left_of_a_server_that_is_killed(killed: str, tmp_path: Path)
     _, err = running.process.communicate(timeout=30)
     assert running.process.returncode != 0
     assert ("the processes of the server have ended" in err) == (killed == "watching")
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert list(running.sockets.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_server_that_is_killed_while_it_starts(tmp_path: Path) -> None:
+    running = Running(tmp_path, wait=False)
+    while not list(running.sockets.glob("tessella-*/engine")):
+        time.sleep(0.001)
+    family = psutil.Process(running.process.pid).children(recursive=True)
+    running.process.kill()
+    running.process.communicate(timeout=30)
     assert psutil.wait_procs(family, timeout=20)[1] == []
     assert list(running.sockets.iterdir()) == []
 

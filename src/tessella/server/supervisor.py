@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError
@@ -146,7 +146,13 @@ def _told_error(told: dict[str, Any]) -> TessellaError:
 
 
 def main(parent: int) -> None:
-    """Read the settings, start all processes, say where they listen, and watch them."""
+    """Read the settings, start all processes, say where they listen, and watch them.
+
+    However early SIGTERM comes, the folder of the sockets is removed: the signal is blocked but
+    where a start waits, and ``watch`` asks for it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.signal(signal.SIGTERM, _exit)
     _die_with_parent(parent)
     settings = from_plain(Settings, json.loads(sys.stdin.readline()), where="the settings")
     watching = _Watching(settings)
@@ -196,7 +202,6 @@ class _Watching:
 
     def watch(self) -> None:
         """Start again what ends, until SIGTERM or SIGINT."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         while signal.sigwait(_SIGNALS) == signal.SIGCHLD:
             while (ended := _ended(-1)) is not None and ended in self._works:
                 work, since = self._works.pop(ended)
@@ -237,7 +242,7 @@ class _Watching:
         os.close(ours)
         self._works[pid] = work, time.monotonic()
         with os.fdopen(theirs, "rb") as told:
-            if wait and (line := told.readline()) != b"ready\n":
+            if wait and (line := _first_line(told)) != b"ready\n":
                 del self._works[pid]
                 os.waitpid(pid, 0)
                 if line:
@@ -298,6 +303,7 @@ def _be(work: Callable[[Ready], None], told: int, watching: int) -> NoReturn:
 
     code = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         _die_with_parent(watching)
         work(ready)
@@ -313,6 +319,19 @@ def _be(work: Callable[[Ready], None], told: int, watching: int) -> NoReturn:
         os._exit(code)
 
 
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(1)
+
+
+def _first_line(told: IO[bytes]) -> bytes:
+    """Wait for a line; SIGTERM ends the wait, and this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    try:
+        return told.readline()
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
 def _ended(pid: int) -> int | None:
     """The process, any for −1, if it has ended."""
     try:
@@ -325,4 +344,4 @@ def _die_with_parent(parent: int) -> None:
     """Let the kernel end this process when the one that started it is gone, however it ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it went before that
-        os._exit(1)
+        signal.raise_signal(signal.SIGTERM)
