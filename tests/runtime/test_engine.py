@@ -132,19 +132,39 @@ def test_wrong_inputs(engine: Engine, arguments: dict[str, object], wrong: str) 
         engine(**arguments)
 
 
-def test_values_that_the_network_cannot_take() -> None:
-    """An index beyond its table is the caller's mistake, and the next call has its answer."""
+def test_values_that_the_network_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index beyond its table is the caller's mistake, and the next call has its answer.
+
+    It is found before any step runs, as on a GPU the step that reads the table would end the
+    process's context.
+    """
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Embedding(20, 4), nn.Embedding(10, 4)
+
+        def forward(self, ids: torch.Tensor, shifted: torch.Tensor) -> torch.Tensor:
+            flat: torch.Tensor = self.small(ids.reshape(-1)).reshape(-1, 3, 4)
+            return flat + self.large(ids) + self.large(shifted + 5)
+
     torch.manual_seed(0)
-    table = nn.Embedding(10, 4)
-    ids = TensorSpec(name="ids", dtype="int64", shape=(DimRange(min=1, opt=2, max=2), 3))
-    right = torch.tensor([[0, 9, 3]])
+    network = Sums()
+    rows = DimRange(min=1, opt=2, max=2)
+    specs = [TensorSpec(name=n, dtype="int64", shape=(rows, 3)) for n in ("ids", "shifted")]
+    right = {"ids": torch.tensor([[0, 9, 3]]), "shifted": torch.tensor([[0, 14, -5]])}
     made = runtime.load(
-        plan(capture(table, [ids], outputs=("vectors",)), (1, 2, 2), samples={"ids": right})
+        plan(capture(network, specs, outputs=("vectors",)), (1, 2, 2), samples=right)
     )
-    for wrong in (10, -1, 2**62):
-        with pytest.raises(InputError, match="a value that the network cannot take"):
-            made(torch.tensor([[0, wrong, 3]]))
-    assert torch.equal(made(right)["vectors"], table(right))
+    assert made._rows == {"ids": 10}  # what is read of the other, only the step knows
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_run_bucket", lambda *_: pytest.fail("it ran"))
+        for wrong in (10, -1, 2**62):
+            with pytest.raises(InputError, match="a value that the network cannot take"):
+                made(**right | {"ids": torch.tensor([[0, wrong, 3]])})
+    with pytest.raises(InputError, match="a value that the network cannot take"):
+        made(**right | {"shifted": torch.tensor([[0, 15, 3]])})
+    assert torch.equal(made(**right)["vectors"], network(**right))
 
 
 def test_threads_get_their_own_answers(engine: Engine) -> None:

@@ -37,6 +37,7 @@ from tessella.operations.user_operators import require
 from tessella.runtime import lifetimes
 from tessella.runtime.cover import covers
 from tessella.runtime.graphs import GraphedBucket
+from tessella.runtime.indices import require_rows, tables
 from tessella.runtime.streams import Turns
 from tessella.tasks.finished import alignment
 
@@ -131,6 +132,7 @@ class Engine:
             keep_freed_memory()
         self._turns = None if self.device.type == "cpu" else Turns(self.device)
         self._fits: dict[Fits, tuple[int, ...]] = {}
+        self._rows = tables(plan.program, plan.weights)
         with _enough_memory(plan, self.device), using_kernels(self.machine_code):
             self._bound = self._bind(plan, target)
         if isinstance(self.machine_code, PlanKernels) and self.machine_code.missed:
@@ -287,6 +289,8 @@ class Engine:
             array = array.cpu()
         if array.stride() != strides:
             array = array.contiguous().as_strided(array.shape, strides)
+        if spec.name in self._rows:
+            require_rows(spec.name, array, self._rows[spec.name])
         return array
 
     def _run(
