@@ -421,9 +421,16 @@ def _tensors(content: bytes, where: str) -> dict[str, torch.Tensor]:
 
 
 def _lines(cls: type[R], content: bytes, where: str) -> tuple[R, ...]:
-    """The records of a file of JSON lines."""
-    lines = [parse_json(line, where=where) for line in content.splitlines() if line]
-    return tuple(from_plain(cls, line, where=where) for line in lines)
+    """The records of a file of JSON lines, parsed at once: a line each takes twice as long."""
+    lines = [line for line in content.splitlines() if line]
+    records = parse_json(b"[" + b",".join(lines) + b"]", where=where)
+    if len(records) != len(lines):
+        raise CorruptArtifact(
+            f"{where} does not hold a record a line",
+            seen=f"{len(records)} in {len(lines)}",
+            fix="build the plan again",
+        )
+    return tuple(from_plain(cls, record, where=where) for record in records)
 
 
 def _compiled(manifest: Manifest, members: Mapping[str, bytes], where: str) -> CompiledKernels:

@@ -116,7 +116,8 @@ def from_plain(cls: type[R], data: Any, *, where: str) -> R:
 
 
 @functools.cache
-def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
+def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str], dict[str, frozenset[type]]]:
+    """The types of a record's fields, those that must be there, and what they take as it is."""
     hints = typing.get_type_hints(cls)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     required = frozenset(
@@ -124,7 +125,18 @@ def _fields(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
         for f in fields
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
-    return {f.name: hints[f.name] for f in fields}, required
+    taken = {f.name: _taken(hints[f.name]) for f in fields}
+    return {f.name: hints[f.name] for f in fields}, required, taken
+
+
+def _taken(hint: Any) -> frozenset[type]:
+    """The types of JSON's values that a field of this type takes without a change."""
+    if hint in (str, int, bool, float, type(None)):
+        return frozenset({hint})
+    if get_origin(hint) not in (Union, types.UnionType):
+        return frozenset()
+    found = frozenset().union(*map(_taken, get_args(hint)))
+    return found - {int} if float in found else found  # the first of both that is named decides
 
 
 def _wrong(where: str, expected: str, seen: Any) -> CorruptArtifact:
@@ -184,7 +196,7 @@ def _convert_float(data: Any, where: str) -> float:
 
 
 def _convert_record(cls: type, data: Any, where: str) -> Any:
-    hints, required = _fields(cls)
+    hints, required, taken = _fields(cls)
     if not isinstance(data, dict):
         raise _wrong(where, f"an object ({cls.__name__})", data)
     if unknown := sorted(set(data) - set(hints)):
@@ -194,7 +206,15 @@ def _convert_record(cls: type, data: Any, where: str) -> Any:
             where, f"a complete {cls.__name__}: {', '.join(missing)} missing", sorted(data)
         )
     try:
-        return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+        return cls(
+            **{
+                # most values: a plan holds 200,000
+                k: v
+                if (kind := type(v)) in taken[k] and (kind is not float or math.isfinite(v))
+                else _convert(hints[k], v, f"{where}.{k}")
+                for k, v in data.items()
+            }
+        )
     except ArtifactError:
         raise
     except TessellaError as error:  # what its __post_init__ refuses

@@ -117,7 +117,7 @@ class Problem(NamedOperands[TensorMeta]):
             return f"makes {self['input'].dtype}, not {self.output.dtype}"
         return None
 
-    @property
+    @functools.cached_property
     def misfit(self) -> str | None:
         """Why these operands are not those of one operation, or None."""
         return self.operation.misfit(self.inputs, self.outputs, self.attrs)

@@ -43,13 +43,26 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
+_last: tuple[Problem, Walk] | None = None
+
+
 def walk(problem: Problem) -> Walk:
     """The problem as the kernel sees it.
+
+    The last one is kept: ``fits`` and ``bind`` are asked of one problem after another, and this is
+    half of what a pointwise step of a plan takes to load.
 
     Raises:
         KernelError: it cannot; the message says why.
         CompileError: the program is none.
     """
+    global _last
+    if (known := _last) is None or known[0] is not problem:
+        _last = known = problem, _walk(problem)
+    return known[1]
+
+
+def _walk(problem: Problem) -> Walk:
     problem = as_program(problem)
     metas = [m for m in (*problem.inputs, *problem.outputs) if m is not None]
     if any(m.format == "strided" and m.strides is None for m in metas):
