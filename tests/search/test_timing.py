@@ -117,6 +117,16 @@ def test_the_first_samples_of_long_calls_are_a_round(time_us: float, taken: int)
     assert dict(TAKEN) == {"a": taken, "b": taken}
 
 
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("rival_us", "taken"), [(20_000.0, 1), (6000.0, 3)])
+def test_a_long_call_without_a_rival_is_sampled_once(rival_us: float, taken: int) -> None:
+    runs = {"best": sampler("best", 6000.0), "rival": sampler("rival", rival_us)}
+    heats = {name: name for name in runs}
+    found = timing.time_interleaved(runs, heats, device=CPU, budget_s=0.0, far=1.5)
+    assert {name: t.time_us for name, t in found.items()} == {"best": 6000.0, "rival": rival_us}
+    assert dict(TAKEN) == {"best": taken, "rival": taken}
+
+
 @pytest.mark.parametrize(("call_us", "calls"), [(2000.0, 1), (100.0, 2)])
 def test_a_long_call_is_not_called_again_to_see_how_long_it_is(
     call_us: float, calls: int, monkeypatch: pytest.MonkeyPatch

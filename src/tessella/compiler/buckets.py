@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tessella.artifacts.outline import Candidate
 from tessella.artifacts.program import Bucket
 from tessella.compiler import verify
-from tessella.compiler.choices import choose_kernels, plan_memory
+from tessella.compiler.choices import choose_kernels, join_in_place, plan_memory
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.passes import of_stage
 from tessella.compiler.rewrites.assign_layout import Formats
@@ -48,9 +48,15 @@ def built(
 
 def _chosen(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, batch: int) -> list[Choice]:
     """A kernel for each step of a graph with concrete shapes, by the passes for a batch size."""
-    choices = choose_kernels.apply(graph, formats, tuner, emit, f"batch {batch}")
-    for step in of_stage("choose") if tuner.measures else ():
+    name, stages = f"batch {batch}", ("choose",)
+    choices = join_in_place.again(graph, formats, tuner, emit, name)
+    if choices is None:
+        stages = ("join", "choose")
+        choices = choose_kernels.apply(graph, formats, tuner, emit, name)
+    for step in of_stage(*stages) if tuner.measures else ():
         choices = step.apply(graph, choices, tuner, emit)
+        if step.stage == "join" and not tuner.joined:
+            tuner.joined.append({n: s for c in choices for n, s in c.slices.items()})
     return choices
 
 

@@ -218,6 +218,7 @@ STAGES = {  # in order, with what happens there
     "mark": "what kernels want to know",
     "layout": "variants of the graph are measured whole, and the fastest is taken",
     "kernels": "for each batch size, on concrete shapes: kernels are measured",
+    "join": "the same: at the first size; the others have its slices, where they can",
     "choose": "the same: steps that know of each other",
     "memory": "the same: the program",
 }
@@ -277,7 +278,7 @@ PASSES = (
          "channels_last regions around convolutions, or none: the faster wins"),
     Pass("kernels", choose_kernels.apply,
          "every kernel that fits is measured, and the fastest is taken"),
-    Pass("choose", join_in_place.apply,
+    Pass("join", join_in_place.apply,
          "parts of concatenations are written where these want them, if that is faster"),
     Pass("choose", fuse_chains.apply,
          "two layers in a row, or a layer and its pooling or norm, as one step if that is faster"),

@@ -67,21 +67,29 @@ class Evidence:
 
     _by_kind: dict[str, dict[str, _Known]] = field(default_factory=dict)
     _right: set[tuple[str, str, str]] = field(default_factory=set)
+    _kinds: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def has_shown_right(self, problem: Problem, kernel: str, config: Config) -> bool:
         """Whether a configuration was compared with float64 on a problem of this kind.
 
         At other sizes, what is built of it is compared with the float32 network.
         """
-        return (kind(problem)[0], kernel, digest(config)) in self._right
+        return (self._kind(problem)[0], kernel, digest(config)) in self._right
 
     def add_right(self, problem: Problem, kernel: str, config: Config) -> None:
-        self._right.add((kind(problem)[0], kernel, digest(config)))
+        self._right.add((self._kind(problem)[0], kernel, digest(config)))
 
     def add(self, problem: Problem, trials: Sequence[Trial]) -> None:
-        shared, sizes = kind(problem)
-        known = _Known(sizes, problem.key, kind(problem, 0)[0], tuple(trials))
+        shared, sizes = self._kind(problem)
+        known = _Known(sizes, problem.key, self._kind(problem, 0)[0], tuple(trials))
         self._by_kind.setdefault(shared, {})[problem.key] = known
+
+    def _kind(self, problem: Problem, divisors: int = DIVISORS) -> tuple[str, tuple[int, ...]]:
+        """``kind``, found once: a network asks of 2,000 problems eight times each."""
+        key = problem.key, divisors
+        if key not in self._kinds:
+            self._kinds[key] = kind(problem, divisors)
+        return self._kinds[key]
 
     def _neighbour(self, problem: Problem, images: int | None) -> tuple[_Known | None, _Reach]:
         """The nearest problem of this kind, and what is told of this one by it.
@@ -89,8 +97,8 @@ class Evidence:
         None that are farther than ``NEIGHBOUR``. The same layer with more images or fewer is
         preferred to the nearest, where it says more.
         """
-        shared, sizes = kind(problem)
-        layer = kind(problem, 0)[0]
+        shared, sizes = self._kind(problem)
+        layer = self._kind(problem, 0)[0]
         best, nearest = math.log2(NEIGHBOUR), None
         for known in self._by_kind.get(shared, {}).values():
             steps = [abs(math.log2(a / b)) for a, b in zip(sizes, known.sizes, strict=True)]

@@ -12,6 +12,8 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 
 POOL = 1_000_003  # numbers that are drawn; a prime
+POOLS = 4
+DRAWN = 1 << 12  # numbers of a smaller tensor are its own
 
 
 def sample_inputs(
@@ -36,7 +38,7 @@ def sample_inputs(
                 -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
             )
         elif dtype.is_floating_point:
-            made = _normal(meta.shape, generator, next(pools))
+            made = _normal(meta, generator, next(pools))
             if problem.attr("non_negative"):
                 made = made.abs()
         elif dtype == torch.bool:
@@ -62,22 +64,28 @@ def sample_inputs(
     ]
 
 
-def _normal(shape: tuple[int, ...], generator: torch.Generator, pool: int) -> torch.Tensor:
-    """Normal numbers; of a large tensor on a CPU those of a pool, again and again.
+def _normal(meta: TensorMeta, generator: torch.Generator, pool: int) -> torch.Tensor:
+    """Normal numbers, dense in the order of the format, a slice's as its whole is.
 
-    Drawing them takes longer there than many a kernel. The pool's length is prime, so that images
-    and rows are not alike.
+    Of a large tensor on a CPU those of a pool, again and again: drawing them takes longer there
+    than many a kernel. The pool's length is prime, so that images and rows are not alike.
 
     Args:
         pool: its number: operands have different ones.
     """
-    count = math.prod(shape)
-    if generator.device.type != "cpu" or count <= POOL:
-        return torch.randn(shape, generator=generator, device=generator.device)
-    return _pool(pool).repeat(-(-count // POOL))[:count].view(shape)
+    count, device = math.prod(meta.shape), generator.device
+    if device.type != "cpu" or count <= DRAWN:
+        return torch.randn(meta.shape, generator=generator, device=device)
+    flat, drawn = torch.empty(count), _pool(pool % POOLS)
+    for start in range(0, count, POOL):
+        flat[start : start + POOL] = drawn[: count - start]
+    if meta.format == "contiguous" or meta.pixel_pitch is None:
+        return flat.view(meta.shape)
+    images, channels, *pixels = meta.shape
+    return flat.view(images, *pixels, channels).permute(0, 3, 1, 2)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=POOLS)
 def _pool(number: int) -> torch.Tensor:
     """Kept: to draw one takes 6 ms (an EPYC), more than many a search of ours runs kernels."""
     return torch.randn(POOL, generator=torch.Generator().manual_seed(number))

@@ -16,7 +16,9 @@ from torch import nn
 from tessella import runtime
 from tessella.artifacts.plan import Plan, from_bytes, to_bytes
 from tessella.artifacts.program import Bucket, Slice
-from tessella.compiler.choices import join_in_place
+from tessella.compiler.choices import choose_kernels, join_in_place
+from tessella.compiler.choices.choose_kernels import Choice
+from tessella.core.errors import CompileError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import interpret
 from tessella.graph.graph import Graph, Node, Value
@@ -137,6 +139,34 @@ def test_concatenations_are_measured_as_they_are_in_the_end(
         chosen = {c.step: c for c in made.tuning if c.chosen and c.batch == bucket.batch}
         for step in bucket.steps:
             assert chosen[step.outputs[0]].kernel == step.kernel
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_other_sizes_have_the_slices_of_the_usual_one(
+    always: None, monkeypatch: pytest.MonkeyPatch, possible: bool
+) -> None:
+    """They are asked at one size; and at another where no kernel could write them there."""
+    asked: set[int] = set()
+    join, choose = join_in_place._Program.join, choose_kernels.apply
+
+    def counted(program: Any, index: int) -> None:
+        asked.add(program.choices[index].problem.output.shape[0])
+        join(program, index)
+
+    def refused(*arguments: Any) -> list[Choice]:
+        if len(arguments) > 5:
+            raise CompileError("nobody can")
+        return choose(*arguments)
+
+    monkeypatch.setattr(join_in_place._Program, "join", counted)
+    if not possible:
+        monkeypatch.setattr(choose_kernels, "apply", refused)
+    graph, made = compiled(dense_block, 4, 3, 4)
+    assert_agrees(graph, made)
+    assert asked == ({2} if possible else {1, 2, 3})
+    first, *others = (slices(bucket) for bucket in made.program.buckets)
+    assert first
+    assert all(other == first for other in others)
 
 
 def test_a_cat_of_one_size_of_the_batch_is_dense_slices(always: None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from tessella.artifacts.program import SLICE_ALIGNMENT, Slice
+from tessella.artifacts.program import SLICE_ALIGNMENT, Slice, in_place
 from tessella.compiler.problems import problem_of
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.core.device import fingerprint
@@ -73,6 +73,7 @@ class Tuner:
         allowance: of time, for all that is measured.
         evidence: what the searches have shown so far, for those of other batch sizes.
         raced: the kernel that a program was faster with, by the kind of the problem and the two.
+        joined: the slices of concatenations, once a batch size was asked for them.
         measures: whether kernels are timed; else the cost model chooses, for a machine that may not
             be this one.
         refused: by problem and kernel, what was found wrong where nothing is measured.
@@ -86,6 +87,7 @@ class Tuner:
     allowance: Allowance = field(default_factory=Allowance)
     evidence: Evidence = field(default_factory=Evidence)
     raced: dict[tuple[str, ...], str] = field(default_factory=dict)
+    joined: list[Slices] = field(default_factory=list)
     measures: bool = True
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -110,11 +112,22 @@ class Tuner:
         self.cache.put(fingerprint(self.target).hash, key, row.version, trial)
 
 
-def apply(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, name: str) -> list[Choice]:
-    """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once."""
+def apply(
+    graph: Graph,
+    formats: Formats,
+    tuner: Tuner,
+    emit: Emit,
+    name: str,
+    joined: Slices | None = None,
+) -> list[Choice]:
+    """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once.
+
+    Args:
+        joined: values that shall lie in others.
+    """
     choices = []
     known: dict[str, tuple[Trial, ...]] = {}
-    slices = views(graph, formats)
+    slices = views(graph, formats) | (joined or {})
     problems = problems_of(graph, formats, tuner.math, slices)
     measured = [as_measured(problem) for problem in problems]
     prefetch = None
@@ -226,7 +239,19 @@ def problems_of(graph: Graph, formats: Formats, math: Math, slices: Slices) -> l
             return plain
         return _meta(graph, wholes[place.of], formats).part(place.axis, plain.shape[place.axis])
 
-    return [problem_of(node, meta, graph.constants, math) for node in graph.nodes]
+    return [
+        replace(problem_of(node, meta, graph.constants, math), in_place=lying(node, slices, meta))
+        for node in graph.nodes
+    ]
+
+
+def lying(node: Node, slices: Slices, meta: Callable[[Value], TensorMeta]) -> tuple[int, ...]:
+    """Positions of the inputs of a concatenation that lie in its result already."""
+    if node.op != "cat":
+        return ()
+    axis = node.attrs["dim"]
+    parts = [(v.name, meta(v).shape[axis]) for v in node.inputs if v is not None]
+    return in_place(slices, node.output.name, axis, parts)
 
 
 def constants_of(
