@@ -1,0 +1,36 @@
+"""The tensors that kernels are tried on: as the problem says, with numbers of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import Format, TensorMeta
+from tessella.search.inputs import DRAWN, POOL, expose_errors, sample_inputs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("pixels", [2, 40, 140])
+@pytest.mark.parametrize("format", ["contiguous", "channels_last"])
+def test_inputs_are_as_the_problem_says(format: Format, pixels: int) -> None:
+    """Drawn, of a pool, and of a pool again and again; dense, and a slice of a larger tensor."""
+    whole = TensorMeta(shape=(4, 32, pixels, pixels), dtype="float32", format=format)
+    half = whole.part(1, 16)
+    plain = TensorMeta(shape=half.shape, dtype="float32", format=format)
+    assert (whole.nbytes // 4 > DRAWN, whole.nbytes // 4 > POOL) == (pixels > 2, pixels > 40)
+    problem = Problem(op="cat", inputs=(plain, half, whole), outputs=(whole,), attrs={"dim": 1})
+    made = sample_inputs(problem, CPU)
+    for meta, tensor in zip(problem.given, made, strict=True):
+        assert meta.matches(tensor)
+        assert abs(float(tensor.mean())) < 0.2
+        assert 0.8 < float(tensor.std()) < 1.2
+    assert expose_errors(made)
+    assert not torch.equal(made[0], made[1])  # operands are not alike, nor images of one
+    assert not torch.equal(made[2][0], made[2][1])
+    again = [tensor.clone() for tensor in made]
+    for tensor in made:
+        tensor.zero_()  # a kernel may write into its inputs: nobody else sees it
+    for first, second in zip(again, sample_inputs(problem, CPU), strict=True):
+        assert torch.equal(first, second)
