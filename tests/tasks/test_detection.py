@@ -28,7 +28,7 @@ from tessella.data import ImportSettings, import_images
 from tessella.data.augment import augmented
 from tessella.quickstart.scattered import write_scattered
 from tessella.server import Server
-from tessella.tasks import Found, Moves, Query, Request, View, named, still
+from tessella.tasks import Found, Moves, Query, Request, View, named, still, targets_of
 from tessella.tasks.detection.examples import overlap
 from tests.support.cli import Tessella
 
@@ -108,7 +108,15 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     (made,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
     eager = api.eager_predictor(checkpoint)(pixels)
     assert (TASK.head.aligned(torch.from_numpy(made), eager) - eager).abs().max() < 1e-4
-    assert "AP at 0.5" in tessella("run", plan, "--data", dataset.path).out
+    rows = tmp_path / "rows.npy"
+    assert "AP at 0.5" in tessella("run", plan, "--data", dataset.path, "--rows", rows).out
+    found = api.evaluate(plan, dataset, split="val", threshold=0.3, overlap=0.6, resamples=1)
+    assert TASK.errors is not None
+    seen = TASK.errors.match(np.load(rows), targets_of(dataset.val), 0.6)
+    assert found.errors == seen.report(dataset.classes, np.full(2, 0.3))
+    assert found.to_json()["errors"]["overlap"] == 0.6
+    with pytest.raises(UsageError, match=r"between 0\.15 and 1"):
+        api.evaluate(plan, dataset, split="val", overlap=0.0)
 
 
 def column_of(rows: list[Any]) -> pa.ChunkedArray:

@@ -23,6 +23,7 @@ from tessella.core.preprocess import encode, fitted
 from tessella.core.record import to_plain
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.tasks import Report, Task, targets_of
+from tessella.tasks.task import ErrorCounts, Errors
 from tessella.training.confidence import (
     Bin,
     Curve,
@@ -38,6 +39,7 @@ from tessella.training.confidence import (
 from tessella.training.evaluate import measure, predict_split
 
 LEVEL, RESAMPLES, ERRORS, BATCH = 0.95, 1000, 20, 64
+LEAST_OVERLAP = 0.15  # of a hit: below a tenth, a box has nothing to do with a thing
 MACRO = ("macro_precision", "macro_recall", "macro_f1")
 
 
@@ -107,6 +109,7 @@ class Judgement:
             from images drawn anew.
         report: all that the task measures: the confusion matrix and figures of each class.
         curves: precision and recall by threshold of each class (classification).
+        errors: how often it errs in each way, where a task knows several (detection).
         mistakes: images by their loss, the largest first.
     """
 
@@ -120,6 +123,7 @@ class Judgement:
     report: Report = field(repr=False)
     calibration: Calibration | None = None
     curves: tuple[Curve, ...] = field(default=(), repr=False)
+    errors: ErrorCounts | None = field(default=None, repr=False)
     mistakes: tuple[Mistake, ...] = field(default=(), repr=False)
     comparison: Comparison | None = None
 
@@ -149,6 +153,8 @@ def evaluate(
     split: str = "test",
     against: Model | Run | str | Path | None = None,
     errors: int = ERRORS,
+    threshold: float | None = None,
+    overlap: float | None = None,
     level: float = LEVEL,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -162,6 +168,8 @@ def evaluate(
         data: the dataset, or its folder; its test split was made at import (``test=0.1``).
         against: a second model, compared on the same images by paired tests.
         errors: how many of the images with the largest losses to list.
+        threshold: the score that every class needs to be told; None: those that the model has.
+        overlap: from which a box hits a thing; None: one half. Both are of a detection.
         level: of the intervals, 0 to 1.
         resamples: how often images are drawn anew for those that are not exact.
         seed: decides these draws.
@@ -178,6 +186,15 @@ def evaluate(
     opened = _opened(model)
     task, record = task_of(opened)
     labels = predictor(opened, trust_code=trust_code)[2]
+    ways = task.errors
+    if ways is None and (threshold is not None or overlap is not None):
+        raise UsageError(
+            "a threshold and an overlap are for tasks whose answers have a place",
+            seen=task.title,
+            fix="leave them out",
+        )
+    _check_share("threshold", threshold, 0.0)
+    _check_share("overlap", overlap, LEAST_OVERLAP)
     samples = split_of(data, split, labels, record)
     _warn(opened, data, split, emit)
     own = _answered(opened, samples, trust_code, emit)
@@ -212,6 +229,9 @@ def evaluate(
         report=own.report,
         calibration=calibrated,
         curves=curves,
+        errors=None
+        if ways is None
+        else _counted(ways, own, samples, (record, labels), threshold, overlap),
         mistakes=tuple(
             _mistake(int(i), losses_N, own, samples, (task, record), labels) for i in worst
         ),
@@ -311,6 +331,24 @@ def _mistake(
         loss=float(losses_N[index]),
         wrong=said != truth if task.name == CLASSIFICATION.name else None,
     )
+
+
+def _check_share(name: str, value: float | None, least: float) -> None:
+    if value is not None and not least <= value <= 1:
+        raise UsageError(f"the {name} is between {least} and 1", seen=value)
+
+
+def _counted(
+    ways: Errors, own: _Answered, samples: Split, about: tuple[TaskRecord, tuple[str, ...]],
+    threshold: float | None, overlap: float | None,
+) -> ErrorCounts:  # fmt: skip
+    """How often the model errs in each way, told as it would be told to a client."""
+    record, labels = about
+    least_K = ways.thresholds(record, len(labels))
+    if threshold is not None:
+        least_K = np.full(len(labels), threshold)
+    overlap = ways.OVERLAP if overlap is None else overlap
+    return ways.match(own.rows_NR, targets_of(samples), overlap).report(labels, least_K)
 
 
 class _Drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tessella.api.samples import Data, split_of
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint, CheckpointInfo
 from tessella.artifacts.dataset import Split
+from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError
@@ -23,7 +25,7 @@ from tessella.core.events import Emit, progress, silent
 from tessella.data.loading import Batch, batches
 from tessella.runtime.engine import Engine
 from tessella.tasks import Report, of
-from tessella.training.evaluate import evaluate, measure, require_images
+from tessella.training.evaluate import measure, predict_split, require_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +150,25 @@ def evaluate_split(
     *,
     split: str = "val",
     batch_size: int = 32,
+    rows: Path | None = None,
     trust_code: bool = False,
     emit: Emit = silent,
 ) -> Report:
     """What the model's task measures on a split: of a classification the accuracy, the confusion
-    matrix and figures of each class."""
+    matrix and figures of each class.
+
+    Args:
+        rows: a file for what is measured of each image, float32 N×R in NumPy's form.
+    """
     predict, record, labels = predictor(model, trust_code=trust_code)
     samples = split_of(data, split, labels, task_of(model)[1])
-    return evaluate(predict, samples, record, labels, batch_size=batch_size, emit=emit)
+    rows_NR = predict_split(
+        lambda batch: predict(batch.images), samples, record, len(labels), batch_size=batch_size,
+        emit=emit,
+    )  # fmt: skip
+    report = measure(rows_NR, samples, labels)
+    if rows is not None:
+        written = io.BytesIO()
+        np.save(written, rows_NR, allow_pickle=False)
+        write_atomic(rows, written.getvalue())
+    return report

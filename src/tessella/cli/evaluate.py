@@ -34,6 +34,12 @@ def evaluate(
     against: Annotated[Path | None, Option(help="Compare with this model, image by image.")] = None,
     errors: Annotated[int, Option(help="Images with the largest losses to list.", min=0)] = 20,
     pictures: Annotated[Path | None, Option(help="Write these images here, as PNG.")] = None,
+    threshold: Annotated[
+        float | None, Option(help="Detection: the least score that counts; the model's own.")
+    ] = None,
+    overlap: Annotated[
+        float | None, Option(help="Detection: from which a box hits a thing (0.5).")
+    ] = None,
     level: Annotated[float, Option(help="Of the intervals.")] = 0.95,
     out: Annotated[Path | None, Option(help="Write all of it here, as JSON.")] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
@@ -54,6 +60,8 @@ def evaluate(
             split=split,
             against=against,
             errors=errors,
+            threshold=threshold,
+            overlap=overlap,
             level=level,
             trust_code=trust_code,
             emit=out_.emit,
@@ -75,6 +83,9 @@ def _shown(found: Judgement) -> Group:
         grid(("measure", "value", f"{ends} from", "to"), rows, title=title),
         grid(*found.report.table()),
     ]
+    if found.errors is not None:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.errors.errors.items())
+        parts.append(grid(*found.errors.table(), title=f"errors: {kinds}"))
     if found.calibration is not None:
         parts.append(Text(_calibration(found.calibration)))
     if found.comparison is not None:

@@ -41,6 +41,9 @@ def run(
         Option(help="Write the picture with its answer drawn; of several, into this folder."),
     ] = None,
     out: Annotated[Path | None, Option(help="Write the evaluation here, as JSON.")] = None,
+    rows: Annotated[
+        Path | None, Option(help="Write what is measured of each image here, as .npy.")
+    ] = None,
     trust_code: Annotated[bool, Option(help="Run the Python that a checkpoint brings.")] = False,
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
@@ -58,14 +61,15 @@ def run(
                 "give images to classify, or --data to evaluate, one of the two",
                 fix="tessella run MODEL photo.jpg, or tessella run MODEL --data datasets/flowers",
             )
-        if out is not None:
-            require_place(out)
+        for place in (out, rows):
+            if place is not None:
+                require_place(place)
         opened = api.open_model(model, compiled=not recompile)
         if images:
             query = Query(top=top, threshold=threshold)
             _answer(out_, opened, api.pictures(images), query, draw, trust_code)
         elif data is not None:
-            _evaluate(out_, opened, data, split, out, trust_code)
+            _evaluate(out_, opened, (data, split), (out, rows), trust_code)
 
 
 def _answer(
@@ -117,9 +121,17 @@ def _draw(model: api.Model, image: Path, told: Any, out: Path) -> None:
 
 
 def _evaluate(
-    out_: Output, model: api.Model, data: Path, split: str, out: Path | None, trust_code: bool
+    out_: Output,
+    model: api.Model,
+    where: tuple[Path, str],
+    to: tuple[Path | None, Path | None],
+    trust_code: bool,
 ) -> None:
-    report = api.evaluate_split(model, data, split=split, trust_code=trust_code, emit=out_.emit)
+    """Measure a split, dataset and name; into two files, the report and the rows."""
+    (data, split), (out, rows) = where, to
+    report = api.evaluate_split(
+        model, data, split=split, rows=rows, trust_code=trust_code, emit=out_.emit
+    )
     task, _ = api.task_of(model)
     plain = {
         "model": api.name_of(model),

@@ -2,7 +2,8 @@
 
 A task is a folder with the same files: ``examples`` (targets on disk and in a dataset), ``head``
 (outputs of the network and the plan), ``loss``, ``metrics``, ``answers`` (what a server and a
-terminal say) and ``charts`` (what the studio may draw). A new task is a new folder: nothing lists
+terminal say) and ``charts`` (what the studio may draw); and
+``errors``, where answers err in several ways. A new task is a new folder: nothing lists
 it. docs/tasks.md describes the parts.
 """
 

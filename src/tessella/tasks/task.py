@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -304,6 +305,41 @@ class Charts(Protocol):
     CURVES: tuple[tuple[str, str], ...]  # title of a chart, and how its metrics end
 
 
+class ErrorCounts(Protocol):
+    """How often a model errs in each way, with a table for people."""
+
+    @property
+    def errors(self) -> dict[str, int]: ...
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]: ...
+
+
+class Matching(Protocol):
+    """Answers of a split beside what is there."""
+
+    def report(self, names: Sequence[str], least_K: npt.NDArray[np.float64]) -> ErrorCounts:
+        """The counts where an answer needs a score of so much to be told, for each class."""
+        ...
+
+
+class Errors(Protocol):
+    """``errors.py``, which a task has where its answers err in several ways.
+
+    Imports no torch, as ``answers`` does not.
+    """
+
+    OVERLAP: float  # from which an answer hits a thing, where nobody says more
+    TITLES: dict[Any, str]  # the ways to err, and what people call them
+
+    def thresholds(self, record: TaskRecord, classes: int) -> npt.NDArray[np.float64]:
+        """The score that an answer of each class needs to be told, [K]."""
+        ...
+
+    def match(self, rows_NR: Rows, targets: Any, overlap: float) -> Matching:
+        """The rows of ``Metrics.rows`` beside the targets of their images."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A task, with its parts: each is imported when it is asked for.
@@ -348,6 +384,13 @@ class Task:
     @functools.cached_property
     def charts(self) -> Charts:
         return cast(Charts, self._part("charts"))
+
+    @functools.cached_property
+    def errors(self) -> Errors | None:
+        """What a task says of its errors beyond a loss; most say nothing."""
+        if importlib.util.find_spec(f"{self.package}.errors") is None:
+            return None
+        return cast(Errors, self._part("errors"))
 
     def record(self, numbers: Numbers | None = None) -> TaskRecord:
         """The record that a dataset, a run or a plan of this task holds."""

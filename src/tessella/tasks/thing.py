@@ -13,8 +13,10 @@ class Thing:
         box: x0 y0 x1 y1 in the picture's pixels.
         name: what is written beside it.
         color: red, green and blue, 0 to 255.
+        dashed: whether its frame is: of what is only said.
     """
 
     box: tuple[float, float, float, float]
     name: str
     color: tuple[int, int, int]
+    dashed: bool = False

@@ -16,11 +16,11 @@ from torchvision.ops import box_iou
 
 from tessella.core.record import to_plain
 from tessella.tasks.detection.answers import USUAL
+from tessella.tasks.detection.errors import FIELDS
 from tessella.tasks.detection.examples import BoxSets
 from tessella.tasks.detection.head import MOST
 from tessella.tasks.task import Rows
 
-FIELDS = 6  # of a told box in a row: x0 y0 x1 y1 in fractions of the input, score, label
 SIZES = ("small", "medium", "large")  # below 32², below 96², and above, in pixels of the picture's
 HALF_SURE = 0.5  # the score and the overlap from which a box counts in an image's loss
 HALF, THREE_QUARTERS = 0, 5  # of the overlaps 0.50, 0.55, … 0.95
