@@ -9,8 +9,11 @@ from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from tessella import api
 from tessella.artifacts.dataset import Dataset
@@ -18,10 +21,12 @@ from tessella.core.events import silent
 from tessella.data.importing import ImportSettings, import_images
 from tessella.quickstart.scattered import write_scattered
 from tessella.studio.boxes import svg
-from tessella.tasks import named
+from tessella.tasks import named, targets_of
+from tessella.tasks.detection.errors import match
 from tessella.tasks.thing import Thing
-from tests.support.studio.browsing import enter, go, until
+from tests.support.studio.browsing import enter, fit, go, resize, see, until
 from tests.support.studio.served import Served, serve, stop
+from tests.support.studio.workspaces import write_box_answers
 
 OVERLAY = "data:image/svg+xml;base64,"
 RECT = "{http://www.w3.org/2000/svg}rect"
@@ -93,6 +98,61 @@ def test_boxes_lie_over_their_picture_and_beside_the_truth(detecting: Served, ch
     truth = pair[1].find_element(By.CSS_SELECTOR, "img.boxes").get_attribute("src")
     wanted = boxes_of(detecting.root, "val")[0]
     assert sorted(frames(truth)) == [pytest.approx(box, abs=0.01) for box in sorted(wanted)]
+
+
+def slide(chromium, label: str, *keys: str) -> None:
+    script = "document.querySelector(`[aria-label='${arguments[0]}'] [tabindex]`).focus()"
+    chromium.execute_script(script, label)
+    ActionChains(chromium).send_keys(*keys).perform()
+
+
+@pytest.mark.browser
+def test_errors_of_a_detector_follow_the_sliders_without_a_network(
+    detecting: Served, chromium
+) -> None:
+    """Missed, taken for another class, and told of nothing; and the same from the functions."""
+    dataset = Dataset(detecting.root / "datasets" / "digits")
+    checkpoint = api.open_checkpoint(detecting.root / "runs" / "digits")
+    rows = write_box_answers(detecting.root, checkpoint, dataset)
+    seen = match(rows, targets_of(dataset.val), 0.5)
+
+    def counts(threshold: float) -> dict[str, int]:
+        return seen.report(dataset.classes, np.full(2, threshold)).errors
+
+    def chips() -> list[str]:
+        found = chromium.find_elements(By.CSS_SELECTOR, ".kinds button")
+        return [chip.text for chip in found]
+
+    resize(chromium, 1280, 900)
+    enter(chromium, detecting, "/explore?run=runs/digits")
+    see(chromium, "Find things in a picture")
+    chromium.execute_script("document.querySelector('.kinds').scrollIntoView()")
+    slide(chromium, "Least score", *[Keys.PAGE_DOWN] * 12, Keys.ARROW_RIGHT)
+    low, high = counts(0.02), counts(0.99)
+    assert low["false"] == 3
+    assert low["class"] > 0
+    assert high["missed"] > low["missed"]
+    until(lambda: f"false {low['false']}" in chips() and f"missed {low['missed']}" in chips())
+    next(c for c in chromium.find_elements(By.CSS_SELECTOR, ".kinds button")
+         if c.text.startswith("false")).click()  # fmt: skip
+    tiles = until(
+        lambda: (found := chromium.find_elements(By.CSS_SELECTOR, ".plain-tile"))
+        and len(found) == 3 and all("false" in t.text for t in found) and found
+    )  # fmt: skip
+    tiles[0].send_keys(Keys.ENTER)
+    pair = until(lambda: len(p := chromium.find_elements(By.CSS_SELECTOR, ".beside .boxed")) == 2
+                 and p)  # fmt: skip
+    told, there = (p.find_element(By.CSS_SELECTOR, "img.boxes").get_attribute("src") for p in pair)
+    assert sorted(frames(there)) in [
+        [pytest.approx(b, abs=0.01) for b in sorted(boxes)]
+        for boxes in boxes_of(detecting.root, "val")
+    ]
+    assert len(frames(told)) == len(frames(there))  # one is missed, and one is of nothing
+    for width in (1280, 390):
+        resize(chromium, width, 900)
+        fit(chromium, width, "errors")
+    slide(chromium, "Least score", *[Keys.PAGE_UP] * 12)
+    until(lambda: f"missed {high['missed']}" in chips() and "false 0" in chips())
 
 
 def test_a_class_of_any_name_is_text() -> None:

@@ -232,9 +232,12 @@ def evaluate(
     split: str = "val",
     gpus: int = 0,
     out: PathLike = f"{JOB_FOLDER}evaluation.json",
+    rows: PathLike | None = None,
 ) -> JobSpec:
-    """``tessella run`` on a whole split: accuracy and confusion matrix into ``out``."""
+    """``tessella run`` on a whole split: accuracy and confusion matrix into ``out``; into ``rows``
+    what is measured of each image."""
     argv = ["run", _path(source), "--data", _path(dataset), "--split", split, "--out", _path(out)]
+    argv += [] if rows is None else ["--rows", _path(rows)]
     return JobSpec(
         name=f"evaluate {Path(source).name}",
         kind="run",

@@ -47,9 +47,11 @@ def _shapes(thing: Thing, letter: float, width: int, names: bool) -> list[str]:
     """A frame, and the name on a ground of its color, above the frame or at its top."""
     x0, y0, x1, y1 = thing.box
     color = "rgb({}, {}, {})".format(*thing.color)
+    dashes = ' stroke-dasharray="6 4"' if thing.dashed else ""
     frame = (
         f'<rect x="{x0:.2f}" y="{y0:.2f}" width="{x1 - x0:.2f}" height="{y1 - y0:.2f}"'
-        f' fill="none" stroke="{color}" stroke-width="2" vector-effect="non-scaling-stroke"/>'
+        f' fill="none" stroke="{color}" stroke-width="2"{dashes}'
+        ' vector-effect="non-scaling-stroke"/>'
     )
     if not names:
         return [frame]

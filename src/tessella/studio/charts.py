@@ -94,6 +94,20 @@ def lines(
     }  # fmt: skip
 
 
+def precision_recall(points: Sequence[Point], here: Point | None) -> Options:
+    """Precision over recall, both 0 to 1; ``here`` is the point of the present threshold."""
+    options = lines([("precision", list(points))])
+    options["grid"] |= {"bottom": 26, "left": 30}
+    titled = {"nameLocation": "middle", "nameTextStyle": {"color": _MUTED}}
+    options["xAxis"] |= {"max": 1, "name": "recall", "nameGap": 26, **titled}
+    options["yAxis"] |= {"min": 0, "max": 1, "name": "precision", "nameGap": 34, **titled}
+    options["series"].append(
+        {"type": "scatter", "name": "here", "symbolSize": 12, "itemStyle": {"color": COLORS[1]},
+         "data": [] if here is None else [list(here)]}
+    )  # fmt: skip
+    return options
+
+
 TURNED = 40  # degrees, where names have no room side by side
 _BARS_PX = 700.0  # of an axis of names, at 1280 px
 

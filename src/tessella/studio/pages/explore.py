@@ -17,6 +17,7 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
+from tessella.studio.box_errors import BoxErrors
 from tessella.studio.boxes import boxed
 from tessella.studio.context import Context
 from tessella.studio.feed import Feed
@@ -30,6 +31,8 @@ from tessella.tasks.thing import Thing
 
 EXAMPLES = 12
 MISTAKES = 30  # pairs of classes that are listed
+PROMPTS = {"classify": "Classify a picture", "detect": "Find things in a picture",
+           "segment": "Segment a picture"}  # fmt: skip
 SAMPLES = 48  # shown of a cell of the confusion matrix
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
 
@@ -148,7 +151,7 @@ class _Classify:
     def __init__(self, context: Context, chosen: Checkpoint, layers: ui.element) -> None:
         self._context, self._checkpoint, self._layers = context, chosen, layers
         self._ref = context.workspace.ref(chosen.path)
-        with parts.card("Classify a picture"):
+        with parts.card(PROMPTS.get(of(chosen.info.task).answers.VERB, "Ask about a picture")):
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
             self._examples()
             self._trust = ui.switch("Run the Python code that this checkpoint brings")
@@ -344,6 +347,8 @@ class _Errors:
         self._data = context.workspace.find_dataset(chosen.info.dataset_hash)
         key = digest([self._ref, chosen.info.files["model.safetensors"].sha256])[:24]
         self._file = context.workspace.own("evaluations") / f"{key}.json"
+        self._places = of(chosen.info.task).errors is not None  # its errors have a place
+        self._rows = self._file.with_suffix(".npy")
         with parts.card("Where it errs", "on the validation split"):
             self._box = ui.element("div").classes("stack")
         self._show()
@@ -351,24 +356,29 @@ class _Errors:
     def _show(self) -> None:
         self._box.clear()
         with self._box:
-            if self._file.exists():
+            if self._file.exists() and (self._rows.exists() or not self._places):
                 self._report(parse_json(self._file.read_bytes(), where=str(self._file)))
             elif self._data is None:
                 parts.note("The dataset that this network was trained on is not in the workspace.")
             else:
+                gives = (
+                    "what is missed, false or misplaced" if self._places else "the confusion matrix"
+                )
                 with parts.empty("Not measured yet", "One pass over the validation split gives "
-                                 "the confusion matrix, precision and recall."):  # fmt: skip
+                                 f"{gives}, precision and recall."):  # fmt: skip
                     parts.button("Measure", self._measure, icon="fact_check")
-                parts.Command(commands.shown(self._spec("evaluation.json")))
+                parts.Command(commands.shown(self._spec("evaluation.json", "answers.npy")))
 
-    def _spec(self, out: str) -> JobSpec:
+    def _spec(self, out: str, rows: str) -> JobSpec:
         if self._data is None:
             raise ArtifactError("the dataset of this checkpoint is not in the workspace")
-        return commands.evaluate(self._ref, self._context.workspace.ref(self._data), out=out)
+        data = self._context.workspace.ref(self._data)
+        return commands.evaluate(self._ref, data, out=out, rows=rows if self._places else None)
 
     def _measure(self) -> None:
+        where = (self._context.workspace.ref(path) for path in (self._file, self._rows))
         with parts.errors_shown():
-            job = self._context.store.submit(self._spec(self._context.workspace.ref(self._file)))
+            job = self._context.store.submit(self._spec(*where))
         self._box.clear()
         with self._box:
             track = parts.Track()
@@ -389,6 +399,15 @@ class _Errors:
             self._context.follow(job, refresh)
 
     def _report(self, report: Evaluation) -> None:
+        if self._places and self._data is not None:
+            try:
+                ref = self._context.workspace.ref(self._data)
+                dataset = open_dataset(self._data)
+                BoxErrors(self._checkpoint, dataset, ref, self._rows, dict(report))
+            except TessellaError as error:
+                parts.note(str(error), "bad")
+                parts.plain_button("Measure again", self._measure, "refresh")
+            return
         if not of(self._checkpoint.info.task).charts.CONFUSION:
             measures = {k: v for k, v in report.items() if isinstance(v, float)}
             parts.stats([(name, parts.score(name, value)) for name, value in measures.items()])
