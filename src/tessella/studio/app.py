@@ -37,6 +37,7 @@ from tessella.studio.pages import (
     explore,
     home,
     image,
+    label,
     monitor,
     plan,
     train,
@@ -48,7 +49,7 @@ from tessella.studio.uploads import Uploads
 from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
-PAGES = (home, data, train, monitor, compare, explore, plan, diff, image, trash)
+PAGES = (home, data, train, monitor, compare, explore, plan, diff, image, label, trash)
 
 log = logging.getLogger("tessella.studio")
 

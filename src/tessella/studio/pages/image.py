@@ -57,6 +57,9 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
                 with parts.box("row-line"):
                     _step(ref, split, index - 1, len(examples), "Previous", "chevron_left")
                     _step(ref, split, index + 1, len(examples), "Next", "chevron_right")
+                if dataset.info.task.name == "detection":
+                    to = parts.address("/label", dataset=ref, split=split, index=index)
+                    parts.plain_button("Draw boxes", lambda: ui.navigate.to(to), "edit")
                 source = Path(dataset.info.source) / example.path
                 if (context.workspace.root / source).is_file():
                     text("p", f"Its file is still there: {source}").classes("muted small")
