@@ -105,3 +105,18 @@ def test_a_refusal_says_what_to_do(make: Any, fix: str, capfd: pytest.CaptureFix
     assert len(str(raised.value)) < 800
     said = capfd.readouterr()
     assert "torch.ops.aten" not in said.out + said.err
+
+
+def test_len_of_a_tensor_is_the_open_batch() -> None:
+    """As Hugging Face's detectors ask for it; afterwards Python's own is back."""
+    agrees(Function(lambda x: x.reshape(len(x), -1) + len([1, 2])), [spec("x", 3, 2)])
+    assert "len" not in globals()
+
+
+def test_products_with_a_row_and_extremes_without_places() -> None:
+    row = torch.tensor([1.0, -2.0, 0.5])
+    agrees(Function(lambda x: F.linear(x, row)), [spec("x", 4, 3)])
+    agrees(Function(lambda x: x.max(-1).values + x.min(1, keepdim=True)[0]), [spec("x", 4, 4)])
+    agrees(Function(lambda x: x.max(1).indices), [spec("x", 4, 4)])
+    captured = capture(Function(lambda x: x.max(-1).values), [spec("x", 4)])
+    assert [node.op for node in captured.nodes] == ["amax"]

@@ -429,6 +429,28 @@ def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
     return (made,) if isinstance(made, Value) else None
 
 
+def _extreme(op: str) -> Translator:
+    """A maximum or minimum along an axis whose place nobody asks for; with it: None."""
+
+    def translated(call: OperatorCall, build: Builder) -> Result:
+        if call.read - {0} or not call.input.shape:
+            return None
+        dim = _axis(call.arguments["dim"], len(call.input.shape))
+        return (build.one(op, [call.input], dim=(dim,), keepdim=call.arguments["keepdim"]),)
+
+    return translated
+
+
+def _linear(call: OperatorCall, build: Builder) -> Result:
+    """Of a weight that is one row, which torch takes without an axis of rows; others: None."""
+    weight = call.arguments["weight"]
+    if len(weight.shape) != 1 or call.arguments["bias"] is not None:
+        return None
+    row = build.one("reshape", [weight], shape=(1, *weight.shape))
+    made = build.one("linear", [call.input, row, None])
+    return build.one("reshape", [made], shape=call.shapes[0])
+
+
 def _matmul(call: OperatorCall, build: Builder) -> Result:
     return build.one("matmul", [call.input, call.arguments["mat2"]])
 
@@ -560,6 +582,9 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("instance_norm.default", _instance_norm),
     ("max_pool2d_with_indices.default", _max_pool_with_indices),
     ("mm.default bmm.default", _matmul),
+    ("linear.default", _linear),
+    ("max.dim", _extreme("amax")),
+    ("min.dim", _extreme("amin")),
     ("embedding.default", _embedding),
     ("scaled_dot_product_attention.default", _attention),
     ("mean.default", _mean_of_all("mean")),

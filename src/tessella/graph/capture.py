@@ -105,7 +105,7 @@ def _export(
     )
     batch = ExportDim("batch", min=least, max=most) if ranges else None
     shapes = tuple({0: batch} if d else {} for d in dynamic)
-    with _evaluation_mode(module), torch.no_grad(), traced(), warnings.catch_warnings():
+    with _evaluation_mode(module), torch.no_grad(), traced(module), warnings.catch_warnings():
         # torch 2.11 uses in torch.export what it deprecates itself.
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
         # A recurrent module's list of its own weights, which torch.export swaps and gives back.

@@ -19,9 +19,17 @@ Tensor = torch.Tensor
 
 
 @contextmanager
-def traced() -> Iterator[None]:
-    """Recurrent layers whole, bags of embeddings as sums, masks as given, and no page of graph."""
-    with _Caught(), recurrent.packed_as_given(), _masks_as_given(), _without_graphs():
+def traced(module: torch.nn.Module) -> Iterator[None]:
+    """Recurrent layers whole, bags of embeddings as sums, masks as given, lengths as sizes, and no
+    page of graph.
+    """
+    with (
+        _Caught(),
+        recurrent.packed_as_given(),
+        _masks_as_given(),
+        _lengths_as_sizes(module),
+        _without_graphs(),
+    ):
         yield
 
 
@@ -102,6 +110,27 @@ def _masks_as_given() -> Iterator[None]:
         yield
     finally:
         module._detect_is_causal_mask = known
+
+
+@contextmanager
+def _lengths_as_sizes(module: torch.nn.Module) -> Iterator[None]:
+    """``len(tensor)`` is its first size, which may be the open batch, in the files of a module's
+    layers: Python's own makes a number of it, and so would fix the batch.
+    """
+    names = {type(m).__module__ for m in module.modules()}
+    files = [vars(sys.modules[name]) for name in names if name in sys.modules]
+    files = [f for f in files if "len" not in f and not f["__name__"].startswith("torch.")]
+    for file in files:
+        file["len"] = _length
+    try:
+        yield
+    finally:
+        for file in files:
+            del file["len"]
+
+
+def _length(of: Any) -> Any:
+    return of.shape[0] if isinstance(of, Tensor) and of.dim() else len(of)
 
 
 @contextmanager
