@@ -156,6 +156,16 @@ FUNCTIONS: dict[str, Any] = {
         torch.ops.tessella.peak_boxes(torch.cat([x, x.exp()], 1), down=0.2, along=0.1, most=most)
         for most in (4, 60)
     ),
+    "deformable_attention": lambda x: torch.ops.tessella.deformable_attention(
+        x.flatten(2),
+        x[:, :3, 0, :4].sigmoid(),
+        x.flatten(2)[:, :3, :12],
+        x.flatten(2)[:, :3, :6],
+        heads=2,
+        sizes=[1, 2, 2, 1],
+        points=[2, 1],
+        spread=0.5,
+    ),
     "lstm": nn.Sequential(nn.Flatten(2), nn.LSTM(48, 5, 2, bidirectional=True, batch_first=True)),
     "gru": nn.Sequential(nn.Flatten(2), nn.GRU(48, 5, bias=False, batch_first=True)),
     "rnn": nn.Sequential(nn.Flatten(2), nn.RNN(48, 5, nonlinearity="relu", batch_first=True)),

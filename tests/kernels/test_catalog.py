@@ -144,6 +144,8 @@ PROBLEMS = [
     *(problem("peak_boxes", [(2, 8, h, 9)], (2, 12, 7), {"down": 0.2, "along": 0.1, "most": 12},
               format=f, made="contiguous")
       for f in ("contiguous", LAST) for h in (1, 20)),
+    problem("deformable_attention", [(2, 10, 8), (2, 5, 4), (2, 5, 16), (2, 5, 8)], (2, 5, 8),
+            {"heads": 2, "sizes": (2, 3, 1, 4), "points": (3, 1), "spread": 0.5}),
     problem("cat", [X, (2, 2, 6, 6)], (2, 6, 6, 6), {"dim": 1}, format=LAST),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}, format=LAST, made="contiguous"),
     problem("reshape", [X], (2, 144), {"shape": (2, 144)}),

@@ -354,6 +354,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("lstm gru rnn", "recurrent.steps", "steps", **_NEW),
     # boxes of a map
     *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
+    *_cpu("deformable_attention", "bags", "detect.summed_bags"),
+    *_gpu("deformable_attention", "sampled", "detect.sampled"),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tessella.graph.graph import Node
-from tessella.graph.onnx.export import Export, cast, first, static
+from tessella.graph.graph import Node, Value
+from tessella.graph.onnx.export import Export, cast, first, reduced, static
 from tessella.graph.onnx.types import NUMBERS
 from tessella.graph.onnx.writer import Writer
 from tessella.operations.reference.detect import CENTRE, KINDS, MOST_LOG, SIDES, places
@@ -54,4 +54,53 @@ def _peak_boxes(w: Writer, node: Node) -> None:
         w.add("Pad", [made, w.ints(0, 0, 0, 0, padding, 0)], out=node.output.name)
 
 
-DETECT: dict[str, Export] = {"peak_boxes": _peak_boxes}
+def _deformable_attention(w: Writer, node: Node) -> None:
+    """Each level sampled, and the weighted mean of all points; in float32."""
+    value, boxes, offsets, scores = (v for v in node.inputs if v is not None)
+    heads, sizes, points = (node.attrs[n] for n in ("heads", "sizes", "points"))
+    (queries, channels), total = static(node, node.output.shape[1:]), sum(points)
+    depth = channels // heads
+
+    def read(of: Value, *shape: int) -> str:
+        return w.add("Reshape", [cast(w, of, "float32"), w.ints(*shape)])
+
+    def part(of: str, begin: int, end: int) -> str:
+        return w.add("Slice", [of, w.ints(begin), w.ints(end), w.ints(2)])
+
+    shares = [node.attrs["spread"] / count for count in points for _ in range(count)]
+    box = cast(w, boxes, "float32")
+    middle, sides = (w.add("Unsqueeze", [part(box, a, a + 2), w.ints(2, 3)]) for a in (0, 2))
+    apart = w.add(
+        "Mul", [read(offsets, 0, 0, heads, total, 2), w.constant(torch.tensor(shares)[:, None])]
+    )
+    at = w.add("Add", [middle, w.add("Mul", [apart, sides])])
+    two, one = w.constant(torch.tensor(2.0)), w.constant(torch.tensor(1.0))
+    grid = w.add("Sub", [w.add("Mul", [at, two]), one])
+    grid = w.add("Transpose", [grid], perm=[0, 2, 1, 3, 4])
+    grid = w.add("Reshape", [grid, w.ints(-1, queries, total, 2)])
+    maps = w.add("Transpose", [read(value, 0, 0, heads, depth)], perm=[0, 2, 3, 1])
+    maps = w.add("Reshape", [maps, w.ints(-1, depth, value.shape[1])])
+
+    seen, pixel, point = [], 0, 0
+    for height, width, count in zip(sizes[::2], sizes[1::2], points, strict=True):
+        map = part(maps, pixel, pixel + height * width)
+        map = w.add("Reshape", [map, w.ints(0, depth, height, width)])
+        looks = [map, part(grid, point, point + count)]
+        mode = "linear" if w.opset >= 20 else "bilinear"
+        seen.append(w.add("GridSample", looks, mode=mode, padding_mode="zeros", align_corners=0))
+        pixel, point = pixel + height * width, point + count
+    weights = w.add("Softmax", [read(scores, 0, 0, heads, total)], axis=3)
+    weights = w.add("Transpose", [weights], perm=[0, 2, 1, 3])
+    weights = w.add("Reshape", [weights, w.ints(-1, 1, queries, total)])
+    told = w.add("Mul", [w.add("Concat", seen, axis=3), weights])
+    told = reduced(w, "ReduceSum", told, [3], keep=False)
+    told = w.add("Reshape", [told, w.ints(-1, heads, depth, queries)])
+    told = w.add("Transpose", [told], perm=[0, 3, 1, 2])
+    told = w.add("Reshape", [told, w.ints(0, 0, channels)])
+    w.add("Cast", [told], out=node.output.name, to=NUMBERS[node.output.dtype])
+
+
+DETECT: dict[str, Export] = {
+    "peak_boxes": _peak_boxes,
+    "deformable_attention": _deformable_attention,
+}

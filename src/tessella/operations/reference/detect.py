@@ -1,12 +1,14 @@
-"""What detectors do last: from a map of places to boxes."""
+"""What detectors do that no other network does: looking where a box lies, and boxes of a map."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessella.operations.operation import Attributes, Shape, Shapes, row
+from tessella.operations.operation import Attributes, Shape, Shapes, differs, first_of, row
 
 CENTRE, SIDES, KINDS = 0, 1, 5  # first channels of what a place tells
 MOST_LOG = 6.0  # e^6 · 2 places are more than any picture has
@@ -58,6 +60,74 @@ def peak_boxes(input: Tensor, *, down: float, along: float, most: int) -> Tensor
     return F.pad(found, (0, 0, 0, most - found.shape[1]))
 
 
+def deformable_attention(
+    value: Tensor,
+    boxes: Tensor,
+    offsets: Tensor,
+    scores: Tensor,
+    *,
+    heads: int,
+    sizes: Sequence[int],
+    points: Sequence[int],
+    spread: float,
+) -> Tensor:
+    """What each query sees at a few points around its box, [N, Q, channels].
+
+    A head of a query sees the weighted mean of its points' values, bilinear between pixels and zero
+    outside of the map. A point lies at the box's centre + offset · sides · spread / points of its
+    level, and its weight is the softmax of the head's scores.
+
+    Args:
+        value: [N, S, channels]: the pixels of maps one behind another, row by row; a head has
+            channels / heads of them.
+        boxes: [N, Q, 4]: centre x y, width and height in fractions of the picture.
+        offsets: [N, Q, heads · P · 2], x first; P points of all levels.
+        scores: [N, Q, heads · P].
+        sizes: height and width of each level's map, one behind another.
+        points: how many points a head has in each level.
+
+    Sources: Zhu et al., Deformable DETR, arXiv:2010.04159; unequal points: Lv et al., RT-DETRv2,
+    arXiv:2407.17140.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    levels = list(zip(sizes[::2], sizes[1::2], strict=True))
+    shares = [1 / count for count in points for _ in range(count)]
+    share_P1 = torch.tensor(shares, dtype=wide, device=boxes.device)[:, None]
+    places = boxes[:, :, None, None].to(wide)
+    apart = offsets.unflatten(2, (heads, -1, 2)).to(wide) * share_P1
+    at = places[..., :2] + apart * places[..., 2:] * spread
+    grids = (2 * at - 1).transpose(1, 2).flatten(0, 1).split(list(points), 2)
+    maps = value.unflatten(2, (heads, -1)).permute(0, 2, 3, 1).flatten(0, 1).to(wide)
+    maps = maps.split([height * width for height, width in levels], 2)
+    seen = [
+        F.grid_sample(map.unflatten(2, size), grid, align_corners=False)
+        for map, grid, size in zip(maps, grids, levels, strict=True)
+    ]
+    weights = scores.unflatten(2, (heads, -1)).to(wide).softmax(3)
+    mean = (torch.cat(seen, 3) * weights.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
+    return mean.unflatten(0, (-1, heads)).permute(0, 3, 1, 2).flatten(2).to(value.dtype)
+
+
+def _looks(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    value, boxes = shapes["value"], shapes["boxes"]
+    heads, sizes, points = attrs["heads"], tuple(attrs["sizes"]), tuple(attrs["points"])
+    if len(value) != 3 or len(boxes) != 3 or value[0] != boxes[0]:
+        return f"takes pixels N×S×channels and boxes N×Q×4, not {value} and {boxes}"
+    if heads < 1 or value[2] % heads or len(sizes) != 2 * len(points) or not points:
+        return f"{heads} heads of {value[2]} channels, or levels without a size or points"
+    if min(*sizes, *points) < 1 or value[1] != sum(
+        h * w for h, w in zip(sizes[::2], sizes[1::2], strict=True)
+    ):
+        return f"{value[1]} pixels are not those of maps of the sizes {sizes}"
+    n, queries = boxes[:2]
+    each = heads * sum(points)
+    return first_of(
+        differs(shapes, "boxes", (n, queries, 4)),
+        differs(shapes, "offsets", (n, queries, 2 * each)),
+        differs(shapes, "scores", (n, queries, each)),
+    )
+
+
 def _map(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     given = shapes["input"]
     if len(given) != 4 or given[1] <= KINDS:
@@ -65,17 +135,38 @@ def _map(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     return None
 
 
-ROWS = (row(peak_boxes, "input", "down along most", aten="peak_boxes.default", rule=_map),)
+ROWS = (
+    row(peak_boxes, "input", "down along most", aten="peak_boxes.default", rule=_map),
+    row(
+        deformable_attention,
+        "value boxes offsets scores",
+        "heads sizes points spread",
+        aten="deformable_attention.default",
+        rule=_looks,
+    ),
+)
 
 _LIBRARY = torch.library.Library("tessella", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "peak_boxes(Tensor input, *, float down, float along, int most) -> Tensor"
-)
-_LIBRARY.impl("peak_boxes", peak_boxes, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+for _schema, _meaning in (
+    ("peak_boxes(Tensor input, *, float down, float along, int most) -> Tensor", peak_boxes),
+    (
+        "deformable_attention(Tensor value, Tensor boxes, Tensor offsets, Tensor scores, *,"
+        " int heads, int[] sizes, int[] points, float spread) -> Tensor",
+        deformable_attention,
+    ),
+):
+    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
+    _name = _meaning.__name__
+    _LIBRARY.impl(_name, _meaning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 def _shape(input: Tensor, *, down: float, along: float, most: int) -> Tensor:
     return input.new_empty(input.shape[0], most, input.shape[1] - 1)
 
 
+def _seen_shape(value: Tensor, boxes: Tensor, *_: Tensor, **attributes: object) -> Tensor:
+    return value.new_empty(*boxes.shape[:2], value.shape[2])
+
+
 torch.library.register_fake("tessella::peak_boxes", _shape, lib=_LIBRARY)
+torch.library.register_fake("tessella::deformable_attention", _seen_shape, lib=_LIBRARY)

@@ -301,6 +301,10 @@ def _pooling(gpu: bool) -> Named:
     yield f"nearest {x.dtype}", _problem("interpolate", x, format=LAST, **size, **more)
     places = _meta(1, 15, 24, 24, format=LAST)  # a detector's: centres, sides and ten classes
     yield "float32", _problem("peak_boxes", places, down=1 / 24, along=1 / 24, most=100)
+    queries = [_meta(1, 300, n, dtype=x.dtype) for n in (128, 4, 192, 96)]  # as D-FINE-N's
+    values = _meta(1, 2000, 128, dtype=x.dtype)
+    looks: dict[str, Any] = {"heads": 8, "sizes": (40, 40, 20, 20), "points": (6, 6), "spread": 0.5}
+    yield x.dtype, _problem("deformable_attention", values, *queries[1:], **looks)
 
 
 def _norms(gpu: bool) -> Named:
