@@ -26,6 +26,7 @@ from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import Plan, read_back
+from tessella.compiler.rewrites import fold_constants
 from tessella.core.architectures import is_gpu
 from tessella.core.device import default_target, is_here, suiting, using
 from tessella.core.dtype import plain_precision
@@ -364,7 +365,8 @@ def export(
     inputs: Sequence[TensorSpec] | None = None,
     trust_code: bool = False,
 ) -> graph.Graph:
-    """Write a network as an ONNX file, for any batch, as it is before the compiler changes it.
+    """Write a network as an ONNX file, for any batch, as it is before the compiler changes it;
+    only what depends on constants alone is computed.
 
     A checkpoint's labels and preprocessing record go into the file's metadata, where ``compile``
     and ``classify`` find them.
@@ -380,6 +382,7 @@ def export(
         CompileError: ONNX has no word for one of its operations; the message lists all of them.
     """
     network = opened(source, ANY, inputs=inputs, trust_code=trust_code)
+    fold_constants.apply(network.graph)
     metadata = onnx.Metadata(
         preprocess=network.preprocess, labels=network.labels, task=network.task
     )

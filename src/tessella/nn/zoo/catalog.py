@@ -126,6 +126,19 @@ DENSE: dict[str, Description] = {
     ),
 }
 
+
+def _d_fine(size: str) -> Description:
+    return Description(
+        title=f"D-FINE-{size}",
+        year=2024,
+        paper="Peng et al., D-FINE: redefine regression task in DETRs as fine-grained "
+        "distribution refinement, arXiv:2410.13842",
+        size=640,
+        channels=3,
+        smallest_size=32,
+    )
+
+
 # Networks that answer with boxes.
 BOXES: dict[str, Description] = {
     "centernet": Description(
@@ -137,6 +150,7 @@ BOXES: dict[str, Description] = {
         smallest_size=32,
         options=("backbone", "width"),
     ),
+    **{f"d_fine_{size.lower()}": _d_fine(size) for size in "NSM"},
 }
 
 # The networks by what their outputs are for.
