@@ -4,6 +4,11 @@ The quick start's pictures and recipe (``quickstart.detection``): how long train
 good it gets; then the latency of one picture from pixels to the boxes that are told, what is behind
 the network included, of the plan, eager PyTorch, torch.compile and ONNX Runtime, interleaved in one
 process. On a GPU eager PyTorch is replayed from a CUDA graph, and ONNX Runtime is left out.
+
+Another network, as large as it is used, after a step or two that make a checkpoint of it::
+
+    python -m benchmarks.detection --network d_fine_n --size 640 --pictures 4 --epochs 1 \\
+        --precisions fp16 --batches 1,32
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from benchmarks.report import RESULTS, document, markdown, write
 from benchmarks.tables import detectors
 from tessella import api
 from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.events import silent
 from tessella.data.importing import ImportSettings, import_images
@@ -36,10 +42,14 @@ from tessella.tasks import named
 
 Row = dict[str, Any]
 HEAD = named("detection").head
+CENTERNET = "centernet"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", default=CENTERNET)
+    parser.add_argument("--size", type=int, default=detection.SIZE, help="of a picture's sides")
+    parser.add_argument("--batches", default="1")
     parser.add_argument("--epochs", type=int, default=detection.EPOCHS)
     parser.add_argument("--pictures", type=int, default=detection.PICTURES)
     parser.add_argument("--precisions", default="fp32")
@@ -47,33 +57,37 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     target = default_target()
-    out = args.out or RESULTS / f"detection-{target}.json"
+    subject = "detection" if args.network == CENTERNET else args.network
+    out = args.out or RESULTS / f"{subject}-{target}.json"
+    batches = tuple(map(int, args.batches.split(",")))
     with tempfile.TemporaryDirectory() as folder:
-        rows = [training(Path(folder), args.pictures, args.epochs)]
+        rows = [training(Path(folder), args.network, args.size, args.pictures, args.epochs)]
         write(out, document(target, rows))  # what was measured is kept
         for precision in args.precisions.split(","):
-            rows.append(from_pixels_to_boxes(Path(folder), precision, args.seconds))
+            rows += from_pixels_to_boxes(Path(folder), precision, batches, args.seconds)
             write(out, document(target, rows))
     print(markdown(*detectors(rows[1:])))
     print({name: value for name, value in rows[0].items() if name != "what"})
 
 
-def training(root: Path, pictures: int, epochs: int) -> Row:
+def training(root: Path, network: str, size: int, pictures: int, epochs: int) -> Row:
     """Minutes until the last validation, and what it measured."""
-    size = detection.SIZE
-    train, val = write_scattered(
-        root / "pictures", count=pictures, val=detection.HELD_OUT, size=size
-    )
+    held_out = min(detection.HELD_OUT, pictures)
+    train, val = write_scattered(root / "pictures", count=pictures, val=held_out, size=size)
     settings = ImportSettings(task="detection", size=size, val_folder=val)
     dataset = import_images(train, root / "data", settings)
+    recipe: dict[str, Any] = {"network_options": detection.NETWORK, **detection.TRAINING}
+    if network != CENTERNET:
+        recipe = {"batch_size": min(2, pictures), "solver": {"name": "adamw", "lr": 1e-4}}
     begun = time.monotonic()
     run = api.train(
-        "centernet", dataset, out=root / "run", epochs=epochs, val_interval=max(1, epochs // 8),
-        network_options=detection.NETWORK, emit=silent, **detection.TRAINING,
+        network, dataset, out=root / "run", epochs=epochs, val_interval=max(1, epochs // 8),
+        emit=silent, **recipe,
     )  # fmt: skip
     metrics = api.open_checkpoint(run).info.metrics
     return {
         "what": "training",
+        "network": network,
         "pictures": pictures,
         "size": size,
         "epochs": epochs,
@@ -83,13 +97,23 @@ def training(root: Path, pictures: int, epochs: int) -> Row:
     }
 
 
-def from_pixels_to_boxes(root: Path, precision: str, seconds: float) -> Row:
-    """The plan of the trained network and each peer, on one picture of random numbers."""
-    target, checkpoint = default_target(), api.open_checkpoint(root / "run")
-    device = torch_device(target)
-    plan = api.compile(root / "run", batch=(1, 1, 4), precision=precision)
+def from_pixels_to_boxes(
+    root: Path, precision: str, batches: tuple[int, ...], seconds: float
+) -> list[Row]:
+    """The plan of the trained network and each peer, on pictures of random numbers."""
+    checkpoint = api.open_checkpoint(root / "run")
+    usual = (1, 1, 4) if batches == (1,) else (batches[0], batches[0], batches[-1])
+    plan = api.compile(root / "run", batch=usual, precision=precision)
+    return [_at(root, checkpoint, plan, precision, batch, seconds) for batch in batches]
+
+
+def _at(
+    root: Path, checkpoint: Checkpoint, plan: Plan, precision: str, batch: int, seconds: float
+) -> Row:
+    """A row: one batch size."""
+    device = torch_device(default_target())
     loaded = api.load(plan)
-    image = torch.randn(1, *checkpoint.info.preprocess.input_shape, device=device)
+    image = torch.randn(batch, *checkpoint.info.preprocess.input_shape, device=device)
     module = FromPixels(zoo.load(checkpoint)).eval()
     inputs = (image,)
     runs: dict[str, Callable[[], object]] = {
@@ -109,13 +133,15 @@ def from_pixels_to_boxes(root: Path, precision: str, seconds: float) -> Row:
         for name, t in timings.items()
     }
     best = min((name for name in runs if name != "plan"), key=lambda n: times[n]["median_ms"])
+    steps = min((b.batch, len(b.steps)) for b in plan.program.buckets if b.batch >= batch)[1]
     return {
         "what": "latency",
         "precision": precision,
+        "batch": batch,
         "times": times,
         "best_peer": best,
         "ratio": round(times[best]["median_ms"] / times["plan"]["median_ms"], 3),
-        "steps": len(plan.program.buckets[0].steps),
+        "steps": steps,
         "box_error": float((HEAD.aligned(found, right) - right).abs().max()),
     }
 

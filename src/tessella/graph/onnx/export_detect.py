@@ -79,7 +79,7 @@ def _deformable_attention(w: Writer, node: Node) -> None:
     grid = w.add("Transpose", [grid], perm=[0, 2, 1, 3, 4])
     grid = w.add("Reshape", [grid, w.ints(-1, queries, total, 2)])
     maps = w.add("Transpose", [read(value, 0, 0, heads, depth)], perm=[0, 2, 3, 1])
-    maps = w.add("Reshape", [maps, w.ints(-1, depth, value.shape[1])])
+    maps = w.add("Reshape", [maps, w.ints(-1, depth, *static(node, value.shape[1:2]))])
 
     seen, pixel, point = [], 0, 0
     for height, width, count in zip(sizes[::2], sizes[1::2], points, strict=True):

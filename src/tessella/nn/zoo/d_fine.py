@@ -7,7 +7,6 @@ learns one thing, or nothing, so that no box has to be suppressed.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -208,7 +207,7 @@ def _multiple(side: int) -> int:
     return max(STEP, round(side / STEP) * STEP)
 
 
-def require_transformers() -> ModuleType:
+def require_transformers() -> Any:
     """Hugging Face's transformers, whose import takes seconds.
 
     Raises:
@@ -225,7 +224,7 @@ def require_transformers() -> ModuleType:
     return transformers
 
 
-def _published(hub: ModuleType, name: str, config: Any, channels: int) -> Any:
+def _published(hub: Any, name: str, config: Any, channels: int) -> Any:
     """The weights that its authors learned from COCO, for pictures normalized as ImageNet's."""
     if channels != 3:
         raise UsageError(

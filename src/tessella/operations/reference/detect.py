@@ -90,22 +90,27 @@ def deformable_attention(
     arXiv:2407.17140.
     """
     wide = torch.promote_types(value.dtype, torch.float32)
+    images, queries = boxes.shape[:2]
+    depth, total = value.shape[2] // heads, sum(points)
     levels = list(zip(sizes[::2], sizes[1::2], strict=True))
     shares = [1 / count for count in points for _ in range(count)]
     share_P1 = torch.tensor(shares, dtype=wide, device=boxes.device)[:, None]
     places = boxes[:, :, None, None].to(wide)
-    apart = offsets.unflatten(2, (heads, -1, 2)).to(wide) * share_P1
+    apart = offsets.reshape(images, queries, heads, total, 2).to(wide) * share_P1
     at = places[..., :2] + apart * places[..., 2:] * spread
-    grids = (2 * at - 1).transpose(1, 2).flatten(0, 1).split(list(points), 2)
-    maps = value.unflatten(2, (heads, -1)).permute(0, 2, 3, 1).flatten(0, 1).to(wide)
-    maps = maps.split([height * width for height, width in levels], 2)
+    grids = torch.split((2 * at - 1).transpose(1, 2).flatten(0, 1), list(points), 2)
+    pixels = (
+        value.reshape(*value.shape[:2], heads, depth).permute(0, 2, 3, 1).flatten(0, 1).to(wide)
+    )
+    maps = torch.split(pixels, [height * width for height, width in levels], 2)
     seen = [
-        F.grid_sample(map.unflatten(2, size), grid, align_corners=False)
+        F.grid_sample(map.reshape(images * heads, depth, *size), grid, align_corners=False)
         for map, grid, size in zip(maps, grids, levels, strict=True)
     ]
-    weights = scores.unflatten(2, (heads, -1)).to(wide).softmax(3)
+    weights = scores.reshape(images, queries, heads, total).to(wide).softmax(3)
     mean = (torch.cat(seen, 3) * weights.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
-    return mean.unflatten(0, (-1, heads)).permute(0, 3, 1, 2).flatten(2).to(value.dtype)
+    told = mean.reshape(images, heads, depth, queries).permute(0, 3, 1, 2)
+    return told.flatten(2).to(value.dtype)
 
 
 def _looks(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
