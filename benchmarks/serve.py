@@ -1,0 +1,354 @@
+"""What is left of an engine behind a server: ``python -m benchmarks.serve``, with one GPU in mind.
+
+ResNet-50 in FP16 that takes images as bytes, on one machine with its clients: the engine alone (its
+images on the device, and as NumPy arrays), and servers of one process and of several acceptors:
+
+====== =========================================================================
+raw    as many images a request as the engine takes at once, by HTTP, 8 connections
+one    one image a request, by HTTP, ``--clients`` connections
+jpeg   a JPEG of 500 × 375 a request, for the task's verb
+grpc   as ``one``, by gRPC
+shared as ``one``, in shared memory that requests name
+====== =========================================================================
+
+Clients are processes of their own (``--generators``) on the same cores, in a closed loop. The file
+has a row for each, with images a second, the latencies, the part of the engine's rate, and what
+failed. What could not run (no grpcio, say) is told in its row, and the others go on.
+
+With a plan (``--plan``; made and kept there if it is missing) the default takes about 90 s on 16
+cores: 15 s to start each server, 5 s for each row. To make it takes 1 to 2 minutes tuned, and with
+``--untuned`` as long as the kernels take to compile; neither was timed on a GPU yet.
+
+    python -m benchmarks.serve --plan resnet50.plan --seconds 3
+    python -m benchmarks.serve --target cpu --network lenet --precision fp32 --clients 4 --seconds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import cv2
+import httpx
+import numpy as np
+import torch
+
+from benchmarks.networks import workload
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella import compiler, loadtest
+from tessella.artifacts.plan import Plan, load_plan
+from tessella.compiler.settings import Measuring
+from tessella.core.device import default_target
+from tessella.core.preprocess import Preprocess
+from tessella.core.spec import DimRange
+from tessella.graph import capture
+from tessella.loadtest.schedule import Schedule
+from tessella.runtime import Engine, add_kernels, load
+from tessella.server import serve
+from tessella.server.doors import Doors
+
+MODEL = "network"
+WORKS = ("raw", "one", "jpeg", "grpc", "shared")
+REGION = "tessella-benchmark"
+SIDES = 375, 500  # height and width of the picture
+
+
+def main() -> None:
+    args = _arguments()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.plan or Path(folder, "network.plan")
+        began_s = time.perf_counter()
+        if not path.exists():
+            _save_plan(path, args)
+        setup_s = round(time.perf_counter() - began_s, 1)
+        print(f"plan: {setup_s} s", flush=True)
+        engine_rate = 0.0
+        for row in engine_rows(path, args):
+            engine_rate = row["images_per_s"]  # that of NumPy arrays, the last
+            rows.append(row)
+            _write(args, rows, setup_s)
+        for acceptors in (int(n) for n in args.acceptors.split(",")):
+            for row in server_rows(path, Path(folder), acceptors, args):
+                row["of_engine"] = round(row["images_per_s"] / engine_rate, 3)
+                rows.append(row)
+                _write(args, rows, setup_s)  # what was measured is kept
+    columns = ["server", "work", "images_per_s", "of_engine", "p50_ms", "p99_ms", "failures"]
+    print(markdown(columns, [[row.get(name, "") for name in columns] for row in rows]))
+    print(f"wrote {args.out}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default=default_target())
+    parser.add_argument("--network", default="resnet50")
+    parser.add_argument("--precision", default="fp16")
+    parser.add_argument("--batch", type=int, default=32, help="most images at once")
+    parser.add_argument("--plan", type=Path, help="taken from here if it is there, else kept here")
+    parser.add_argument("--untuned", action="store_true", help="measure no kernels: a plan sooner")
+    parser.add_argument("--cache", type=Path, help="timing cache, read and added to")
+    parser.add_argument("--works", default=",".join(WORKS))
+    parser.add_argument("--acceptors", default="0,6", help="of each server; 0 is one process")
+    parser.add_argument("--clients", type=int, default=256, help="connections, but for raw")
+    parser.add_argument("--generators", type=int, default=6, help="processes that ask")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each row")
+    parser.add_argument("--about", help="what a reader has to know of the machine")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.out = args.out or RESULTS / f"serve-{args.target}.json"
+    return args
+
+
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]], setup_s: float) -> None:
+    told = {"about": args.about, "cores": len(os.sched_getaffinity(0)), "setup_s": setup_s}
+    write(args.out, document(args.target, rows) | told)
+    print(json.dumps(rows[-1]), flush=True)
+
+
+def _save_plan(path: Path, args: argparse.Namespace) -> None:
+    work = workload(args.network, args.batch)
+    channels, height, width = work.inputs[0].at(1)[1:]
+    record = Preprocess(height=height, width=width, channels=channels, mean=(0.45,), std=(0.225,))
+    rebuild = f"python -m benchmarks.serve --target {args.target}"
+    plan: Plan = compiler.compile_graph(
+        capture(work.module, work.inputs),
+        target=args.target,
+        batch=DimRange(min=1, opt=args.batch, max=args.batch),
+        precision=args.precision,
+        input="uint8",
+        about=compiler.About(built_from=args.network, rebuild=rebuild, preprocess=record),
+        measuring=Measuring(cache=args.cache, untuned=args.untuned),
+    )
+    plan, _ = add_kernels(plan)
+    plan.save(path)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def engine_rows(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The engine with images on its device, and with NumPy arrays as a server has them."""
+    with load(path) as engine:
+        (spec,) = engine.inputs
+        pixels = _pixels(spec.at(args.batch))
+        on_device = torch.from_numpy(pixels).to(engine.device)
+        yield _engine_row("engine, tensors on the device", engine, on_device, args.seconds)
+        yield _engine_row("engine, NumPy arrays", engine, pixels, args.seconds)
+
+
+def _engine_row(name: str, engine: Engine, images: Any, seconds: float) -> dict[str, Any]:
+    taken_s: list[float] = []
+    until_s = time.perf_counter() + seconds
+    while not taken_s or time.perf_counter() < until_s:
+        begun_s = time.perf_counter()
+        engine(images)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken_s.append(time.perf_counter() - begun_s)
+    return {
+        "server": "none",
+        "work": name,
+        "images_per_s": round(len(images) / statistics.median(taken_s)),
+        "p50_ms": round(1e3 * statistics.median(taken_s), 3),
+        "p99_ms": round(1e3 * sorted(taken_s)[int(0.99 * len(taken_s))], 3),
+    }
+
+
+def _pixels(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+def server_rows(
+    path: Path, folder: Path, acceptors: int, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each work of a server of that many acceptors."""
+    name = f"{acceptors} acceptors" if acceptors else "one process"
+    shape = load_plan(path).manifest.inputs[0].at(1)
+    with _serving(path, acceptors, grpc="grpc" in args.works.split(",")) as (url, grpc):
+        target = loadtest.Target(url=url, model=MODEL)
+        for work in args.works.split(","):
+            batch = args.batch if work == "raw" else 1
+            clients = 8 if work == "raw" else args.clients
+            row: dict[str, Any] = {"server": name, "work": work, "images_per_s": 0}
+            with ExitStack() as kept:
+                try:
+                    content = _content(work, target, (batch, *shape[1:]), folder, kept)
+                    asked = replace(target, grpc=grpc) if work == "grpc" else target
+                    row |= _asked(asked, content, batch, clients, folder, args)
+                except Exception as error:  # the next row can still be measured
+                    row["failures"] = {f"{type(error).__name__}: {error}"[:300]: 1}
+            yield row
+
+
+def _content(
+    work: str, target: loadtest.Target, shape: tuple[int, ...], folder: Path, kept: ExitStack
+) -> bytes:
+    """A whole request."""
+    pixels = _pixels(shape)
+    if work == "jpeg":
+        picture = folder / "picture.jpg"
+        smooth = cv2.GaussianBlur(_pixels((*SIDES, 3)), (0, 0), 2.0)
+        bright = cv2.normalize(smooth, smooth, 0, 255, cv2.NORM_MINMAX)
+        encoded = cv2.imencode(".jpg", bright, [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
+        picture.write_bytes(encoded.tobytes())
+        return loadtest.body_for(target, "image", picture=picture)
+    if work == "grpc":
+        return loadtest.body_for(target, "grpc", batch=len(pixels))
+    if work != "shared":
+        return loadtest.body_for(target, "binary", batch=len(pixels))
+    memory = SharedMemory(f"{REGION}-{os.getpid()}", create=True, size=pixels.nbytes)
+    kept.callback(memory.unlink)
+    kept.callback(memory.close)
+    Path("/dev/shm", memory.name).write_bytes(pixels.tobytes())
+    root = f"{target.url}/v2/systemsharedmemory/region/{REGION}"
+    told = {"key": f"/{memory.name}", "byte_size": pixels.nbytes}
+    httpx.post(f"{root}/register", json=told).raise_for_status()
+    kept.callback(httpx.post, f"{root}/unregister")
+    place = {"shared_memory_region": REGION, "shared_memory_byte_size": pixels.nbytes}
+    (spec,) = httpx.get(f"{target.url}/v2/models/{MODEL}").json()["inputs"]
+    entry = {"name": spec["name"], "datatype": "UINT8", "shape": list(shape), "parameters": place}
+    text = json.dumps({"parameters": {"binary_data_output": True}, "inputs": [entry]}).encode()
+    head = [
+        f"POST /v2/models/{MODEL}/infer HTTP/1.1",
+        f"Host: {target.url.removeprefix('http://')}",
+        f"Content-Length: {len(text)}",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + text
+
+
+@contextmanager
+def _serving(path: Path, acceptors: int, *, grpc: bool) -> Iterator[tuple[str, str | None]]:
+    """A server in processes of its own; its URL, and the address of its gRPC."""
+    port = _free_port() if grpc else None
+    command = "from benchmarks.serve import be_server; be_server()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", command, path, str(acceptors), str(port or 0)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        if not url:
+            raise RuntimeError(f"the server of {acceptors} acceptors did not start")
+        yield url, None if port is None else f"127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def be_server() -> None:
+    """Be a server: of a plan, with so many acceptors, with gRPC on a port unless it is 0."""
+    path, acceptors, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    serve(
+        {MODEL: path},
+        port=0,
+        acceptors=acceptors,
+        doors=Doors(grpc_port=port or None, shared_memory=True),
+        ready=lambda url: print(url, flush=True),
+    )
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def _asked(
+    target: loadtest.Target,
+    content: bytes,
+    batch: int,
+    clients: int,
+    folder: Path,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """What came back of one work, from all processes that asked."""
+    (folder / "content").write_bytes(content)
+    processes = min(args.generators, clients)
+    command = "from benchmarks.serve import be_client; be_client()"
+    connections = str(-(-clients // processes))
+    told = [target.url, target.grpc or "", str(folder / "content"), connections, str(args.seconds)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", command, *told],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(processes)
+    ]
+    try:
+        for client in running:  # all begin together
+            assert client.stdout is not None
+            client.stdout.readline()
+        answers = [json.loads(client.communicate(timeout=120)[0]) for client in _started(running)]
+    finally:
+        for client in running:
+            client.kill()
+            client.wait()
+    latencies_s = sorted(s for answer in answers for s in answer["latencies_s"])
+    failures: dict[str, int] = {}
+    for answer in answers:
+        for status, count in answer["failures"].items():
+            failures[status] = failures.get(status, 0) + count
+    found = loadtest.Outcome(
+        latencies_s=latencies_s,
+        failures=failures,
+        late_s=[],
+        seconds=max(answer["seconds"] for answer in answers),
+    )
+    return {
+        "clients": clients,
+        "images_per_s": round(batch * found.rate),
+        "p50_ms": round(1e3 * found.percentile(50), 2) if latencies_s else None,
+        "p99_ms": round(1e3 * found.percentile(99), 2) if latencies_s else None,
+        "failures": failures,
+    }
+
+
+def _started(running: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
+    for client in running:
+        assert client.stdin is not None
+        client.stdin.write("go\n")
+        client.stdin.flush()
+    return running
+
+
+def be_client() -> None:
+    """Be a process that asks, once somebody says a line; prints what came back."""
+    url, grpc, path, clients, seconds = sys.argv[1:]
+    target = loadtest.Target(url=url, model=MODEL, grpc=grpc or None)
+    content = Path(path).read_bytes()
+    warm = Schedule(times_s=None, seconds=0.5, clients=int(clients))
+    loadtest.generate(target, content, warm)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    found = loadtest.generate(target, content, loadtest.closed(int(clients), float(seconds)))
+    told = {"latencies_s": found.latencies_s, "failures": found.failures, "seconds": found.seconds}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
