@@ -64,6 +64,40 @@ def test_numpy_in_numpy_out(engine: Engine) -> None:
     assert np.array_equal(engine(strided)["scores"], scores)
 
 
+def test_arrays_that_come_again_find_their_call_ready(lenet: Plan) -> None:
+    with runtime.load(lenet) as engine:
+        earlier: list[tuple[np.ndarray, torch.Tensor]] = []
+        for number in range(3):
+            for count in (8, 1, 3, 2):
+                x = images(count) * number
+                for array in (x.numpy(), x.numpy()[:, :, ::-1][:, :, ::-1], np.asfortranarray(x)):
+                    made = engine(image=array)["scores"]
+                    earlier.append((made, engine(x)["scores"]))
+        for made, right in earlier:  # none was written over by a later call
+            assert np.array_equal(made, right.numpy())
+        for bad in (np.zeros((1, 1, 28, 28)), np.zeros((1, 1, 28, 28), ">f4"), np.zeros((1, 28))):
+            with pytest.raises((InputError, ValueError, TypeError)):
+                engine(bad)
+    with pytest.raises(UsageError, match="closed"):
+        engine(images(1).numpy())
+
+
+def test_a_ready_call_takes_arrays_in_place_of_all_inputs_alone() -> None:
+    class Two(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return a + b, a - b
+
+    engine = _two_inputs(Two())
+    a, b = np.ones((3, 4), np.float32), np.full((3, 4), 2, np.float32)
+    for _ in range(3):
+        for one, other in ((a, b), (a, torch.from_numpy(b)), (torch.from_numpy(a), b)):
+            made = engine(one, other)
+            assert np.array_equal(np.asarray(made["sum"]), a + b)
+            assert np.array_equal(np.asarray(made["difference"]), a - b)
+        with pytest.raises(InputError, match="different batch sizes"):
+            engine(a, b[:2])
+
+
 def test_strides_and_gradients_of_the_caller_do_not_matter(engine: Engine) -> None:
     x = images(4)
     right = engine(x)["scores"]

@@ -6,7 +6,9 @@ The compiler races and checks a bucket as this, before there is a plan; the runt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 
 from tessella.artifacts.program import Slice
@@ -15,6 +17,7 @@ from tessella.device.x86.code import Launch
 from tessella.execution.steps import Binder, BoundStep, Slots, runner
 
 Run = Callable[[Slots], None]
+RESHAPE = "reshape.view"
 Made = tuple[BoundStep, list[torch.Tensor]]  # a step, and its results
 
 
@@ -40,6 +43,7 @@ class BoundBucket:
         self._outputs = [slot_of[n] for n in program.outputs]
         self.steps: list[BoundStep] = []
         self.strides: dict[str, tuple[int, ...]] = {}
+        self._reads: list[list[int]] = []
         self._writes: list[list[int]] = []
         self._runs: list[tuple[Run, tuple[int, ...]]] = []
         self._slices = {
@@ -59,9 +63,11 @@ class BoundBucket:
             if not (bound.lying and bound.views):
                 moving.append(len(self._runs))
             drops = tuple(slot_of[n] for n in step.frees if n not in placed)
+            self._reads.append(reads)
             self._writes.append(writes)
             self._runs.append((self._runner(bound, reads, writes), drops))
             self.steps.append(bound)
+        self._moving = moving
         self._each = [self._runs[i] for i in moving]
         self._checked = False
 
@@ -89,6 +95,36 @@ class BoundBucket:
                 pass
             self._checked = True
         return [slots[slot] for slot in self._outputs]
+
+    def settled(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> tuple[list[Callable[[], object]], list[torch.Tensor]] | None:
+        """The steps as calls that always read these inputs, to be run in order, and where they
+        leave the results; None if a step is neither machine code nor a reshape, or before the
+        first run.
+
+        Raises:
+            TypeError: a reshape of an element type that NumPy lacks.
+        """
+        if not self._checked:
+            return None
+        slots = list(self._slots)
+        for slot, tensor in zip(self._inputs, inputs, strict=True):
+            slots[slot] = tensor
+        calls: list[Callable[[], object]] = []
+        for i in self._moving:
+            bound, given = self.steps[i], [slots[slot] for slot in self._reads[i]]
+            if isinstance(bound.call, Launch) and bound.lying:
+                calls.append(partial(bound.call.at(*given, out=bound.out), None))
+            elif bound.step.kernel == RESHAPE:
+                ((write,), (whole,)) = self._writes[i], given
+                slots[write] = made = bound.call(whole)
+                if made.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                    place = made.numpy().reshape(whole.shape)
+                    calls.append(partial(np.copyto, place, whole.numpy()))
+            else:
+                return None
+        return calls, [slots[slot] for slot in self._outputs]
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
         """Run the steps one by one: each with what it made, which a later one may overwrite."""

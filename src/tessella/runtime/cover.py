@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tessella.artifacts.plan import Plan
+
 OVERHEAD_US = 20.0  # of one more run: copying in and out, and the call
 
 
@@ -30,3 +32,15 @@ def covers(costs_us: Mapping[int, float | None]) -> list[tuple[int, ...]]:
         # the largest first, so that only the last part is padded
         plans.append(tuple(sorted((-size, *plans[max(0, n + size)]), reverse=True)))
     return plans
+
+
+def costs_us(plan: Plan) -> dict[int, float | None]:
+    """The measured time of each bucket, all steps; None where nothing was measured."""
+    times: dict[int, list[float | None]] = {b.batch: [] for b in plan.program.buckets}
+    for candidate in plan.tuning:
+        if candidate.chosen and candidate.batch in times:
+            times[candidate.batch].append(candidate.time_us)
+    return {
+        batch: None if not found or None in found else sum(t for t in found if t is not None)
+        for batch, found in times.items()
+    }
