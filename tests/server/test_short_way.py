@@ -97,7 +97,7 @@ class Place:
         self.models: Repository = repository(engines or {"flowers": Scores(), "pair": Pair()})
         self.models.load_all()
         for model in self.models.models:
-            model.batcher._pace = Steady()
+            model.batcher._effort = Steady()
         guard = Guard(host="127.0.0.1", token=token)
         rest = Describing(self.models, token=token is not None)
         self.app = App(self.models, guard, limits, rest=rest)
@@ -421,6 +421,45 @@ def test_clients_that_go_away(taken: list[bool]) -> None:
         assert here.counts() == there.counts()
         assert here.held_bytes == there.held_bytes == 0
         assert len(here.state.connections) == 1  # that of the first answer
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("bad", "status"),
+    [
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * (DEFAULT_LIMITS.head_bytes + 1), b"431"),
+        (raw(IMAGE, b"Transfer-Encoding: chunked")[:-768] + b"no number\r\n", b"400"),
+    ],
+)
+def test_requests_that_came_whole_are_answered_before_a_broken_one(
+    bad: bytes, status: bytes
+) -> None:
+    async def test() -> None:
+        for whole in (1, 3):
+            for cut in (len(bad), 5):
+                place = Place()
+                wire = place.connect()
+                sent = raw() * whole + bad[:cut]
+                wire.protocol.data_received(sent)
+                for part in (bad[cut:], b"more"):
+                    if part and not wire.is_closing():
+                        wire.protocol.data_received(part)
+                await until(wire.is_closing)
+                statuses = re.findall(rb"HTTP/1.1 (\d+)", wire.sent)
+                assert statuses == [b"200"] * whole + [status]
+                await until(lambda place=place: place.held_bytes == 0)
+
+    run(test())
+
+
+def test_a_broken_request_alone_is_refused_at_once() -> None:
+    async def test() -> None:
+        wire = Place().connect()
+        wire.protocol.data_received(b"NONSENSE\r\n\r\n")
+        assert wire.sent.startswith(b"HTTP/1.1 400")
+        assert wire.is_closing()
 
     run(test())
 

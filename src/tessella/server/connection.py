@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -46,6 +48,7 @@ class Connection(HttpToolsProtocol):
         self._behind = b""  # what came after it
         self._gathering: Timer | None = None
         self._is_last = False
+        self._parting: Callable[[], None] | None = None  # what is said when all have answers
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
@@ -55,6 +58,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._parting is not None:
+            return
         if self._request is not None or self._behind:
             self._receive_more(data)
             return
@@ -80,7 +85,7 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
-        if self._reading_head and not self.transport.is_closing():
+        if self._reading_head and self._parting is None and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.head_bytes:
                 self._refuse(431, f"the headers are larger than {self.limits.head_bytes:,} bytes")
@@ -126,8 +131,35 @@ class Connection(HttpToolsProtocol):
             f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+
+        def refuse() -> None:
+            self.transport.write(head.encode() + body)
+            self.transport.close()
+
+        self._part(refuse)
+
+    def send_400_response(self, msg: str) -> None:
+        self._part(partial(super().send_400_response, msg))
+
+    def _part(self, last: Callable[[], None]) -> None:
+        """Say what ends the connection, behind the answers of the requests that came whole."""
+        cycle = self.cycle
+        is_broken = cycle is not None and cycle.more_body  # it was in the body of this request
+        if self.pipeline:
+            if is_broken and self.pipeline[0][0] is cycle:
+                self.pipeline.popleft()
+        elif cycle is None or cycle.response_complete or is_broken:
+            last()
+            return
+        self._stop_deadline()
+        self._parting = last
+
+    def on_response_complete(self) -> None:
+        is_end = self._parting is not None and not self.pipeline
+        super().on_response_complete()
+        if is_end and not self.transport.is_closing():
+            assert self._parting is not None
+            self._parting()
 
     # --- the short way ----------------------------------------------------------------------------
 
