@@ -78,7 +78,7 @@ def measure(
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        body = _save_plan(folder / "network.plan")
+        body = save_plan(folder / "network.plan")
         servers = {}
         for count in acceptors:
             name = f"{count} acceptors" if count else "one process"
@@ -134,7 +134,7 @@ def engine_us(engine: Engine, batch: int, *, seconds: float = 0.2) -> float:
     return statistics.median(taken_ns) / batch / 1e3
 
 
-def _save_plan(path: Path) -> bytes:
+def save_plan(path: Path) -> bytes:
     """Compile the network; the tensor of one image, as a client sends it."""
     work = workload(NETWORK, BATCH.opt)
     plan: Plan = compiler.compile_graph(
