@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -357,7 +358,7 @@ def in_loop(engine: Callable[..., Any], ns: int, **settings: int) -> Batcher:
     """A batcher that takes an execution of one sample for ``ns`` long; 0 has to be measured."""
     made = batcher(engine, in_loop=True, **settings)
     if ns:
-        made._pace = Steady(ns)
+        made._effort = Steady(ns)
     return made
 
 
@@ -381,7 +382,7 @@ def test_what_was_never_timed_and_what_takes_long_runs_in_the_engines_thread() -
         unknown = in_loop(engine, 0)
         await unknown.infer(rows(1))
         assert threading.get_ident() not in engine.threads
-        assert unknown._pace.expected_ns(1, 8) > 0
+        assert unknown._effort.expected_ns(1, 8) > 0
         slow = in_loop(engine, 3 * BRIEF_NS // 4)  # one is brief, two are not
         await asyncio.gather(*(slow.infer(rows(i)) for i in range(4)))
         assert threading.get_ident() not in engine.threads
@@ -405,11 +406,30 @@ def test_a_slow_execution_does_not_hold_up_the_loop_and_brief_ones_come_back_to_
         await until(lambda: engine.batches == [1])
         later = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
         await asyncio.sleep(0)
-        joined._pace = Steady(1000)  # as if it were brief by now
+        joined._effort = Steady(1000)  # as if it were brief by now
         engine.gate.set()
         await asyncio.gather(first, *later)
         assert engine.batches == [1, 3]
         assert engine.threads[1] == threading.get_ident() != engine.threads[0]
+        await joined.close(lambda: None)
+
+    run(test())
+
+
+def test_time_that_an_execution_only_waits_does_not_keep_it_in_the_thread() -> None:
+    """As when it gets Python's lock back late after each kernel, while the loop has it."""
+
+    class Waits(Witness):
+        def __call__(self, x: np.ndarray) -> dict[str, np.ndarray]:
+            time.sleep(4 * BRIEF_NS / 1e9)
+            return super().__call__(x)
+
+    async def test() -> None:
+        engine = Waits()
+        joined = in_loop(engine, 0)
+        await joined.infer(rows(1))
+        await joined.infer(rows(2))
+        assert engine.threads[0] != threading.get_ident() == engine.threads[1]
         await joined.close(lambda: None)
 
     run(test())
@@ -452,7 +472,7 @@ def test_closing_finishes_what_the_loop_was_to_run() -> None:
         engine = Witness()
         joined = in_loop(engine, 0, max_batch=1)
         await joined.infer(rows(0))  # so that there is a thread
-        joined._pace = Steady(1000)
+        joined._effort = Steady(1000)
         tasks = [asyncio.create_task(joined.infer(rows(i))) for i in range(3)]
         await asyncio.sleep(0)
         released: list[int] = []

@@ -26,7 +26,6 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.task import TaskRecord
 from tessella.server import tickets
 from tessella.server.answers import error_answer, reply
-from tessella.server.batcher import DEFAULT_PRIORITY, Arrays, Infers, Waiter
 from tessella.server.body import Receive, Scope
 from tessella.server.engine_process import GREETING
 from tessella.server.lane import (
@@ -41,6 +40,7 @@ from tessella.server.protocol import Signature, signature
 from tessella.server.repository import MODEL_VERSION, unknown_model, unknown_version
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tickets import Ticket
+from tessella.server.waiting import DEFAULT_PRIORITY, Arrays, Infers, Waiter
 
 COUNTED_S = 0.5  # how old an acceptor's counts may be in the engine's statistics
 RETRY_S = 0.05  # between attempts to reach an engine that is being started

@@ -14,116 +14,22 @@ import heapq
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from time import perf_counter_ns
-from typing import Protocol
+from time import perf_counter_ns, thread_time_ns
 
 import numpy as np
 
 from tessella.core.errors import ServeError
 from tessella.server.pace import Pace
 from tessella.server.statistics import Computation, Stages, Statistics
+from tessella.server.waiting import DEFAULT_PRIORITY, Arrays, Infers, Piece, Request, Waiter
 
-Arrays = dict[str, np.ndarray]
-
-PRIORITIES = (1, 2, 3)  # 1 runs before 2 before 3, as in Triton
-DEFAULT_PRIORITY = 2
 # A request without a deadline takes its turn as if it had this one, so that nobody waits for ever.
 PATIENCE_NS = 10**9
 # What may run in the event loop's thread, and so holds up everything else there: less than Python's
 # own turn of a thread (5 ms). Two threads that wake each other cost a LeNet's request 0.3 ms.
 BRIEF_NS = 4 * 10**6
-
-
-class Waiter(Protocol):
-    """Who waits for the outputs on an event loop; an ``asyncio.Future`` is one."""
-
-    def done(self) -> bool: ...
-
-    def set_result(self, outputs: Arrays, /) -> None: ...
-
-    def set_exception(self, error: Exception, /) -> None: ...
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Request:
-    """Inputs that wait for an engine, and later their outputs or the error.
-
-    Attributes:
-        deliver: called with all requests of an execution that share it, in the thread that ran it.
-        deadline_ns: when the answer has to be there, on ``perf_counter``'s clock; None is whenever.
-        answer: what an event loop waits for; None where ``deliver`` is all.
-        tag: what ``deliver`` knows it by.
-    """
-
-    arrays: Arrays
-    deliver: Callable[[list[Request]], object]
-    priority: int = DEFAULT_PRIORITY
-    deadline_ns: int | None = None
-    stages: Stages = field(default_factory=Stages)
-    answer: Waiter | None = None
-    tag: tuple[int, ...] = ()
-    outputs: Arrays | None = None
-    error: Exception | None = None
-    since_ns: int = 0
-    batch: int = 0
-    begun: int = 0  # samples that have been given to the engine
-    parts: list[Arrays] = field(default_factory=list)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of the inputs by name, but for the batch: only requests of equal ones can be joined."""
-        return [self.arrays[name].shape[1:] for name in sorted(self.arrays)]
-
-    def gave_up(self) -> bool:
-        """Whether nobody waits for the answer any more."""
-        return self.answer is not None and self.answer.done()
-
-
-Piece = tuple[Request, int, int]  # of a request, the samples from the first to the second number
-
-
-class Infers(Protocol):
-    """Computes requests: in this process, or in the one with the engines."""
-
-    async def infer(
-        self,
-        arrays: Arrays,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> Arrays:
-        """The engine's outputs for these inputs, computed alone or in a batch with other requests.
-
-        Args:
-            timeout_us: when the answer is of no use any more, from now on.
-            stages: where the time went is added to it.
-
-        Raises:
-            ServeError: 503, too many requests wait; 429, there is no time for this one.
-            Exception: whatever the engine raised for this request.
-        """
-        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
-        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
-        return await answer
-
-    def begin(
-        self,
-        arrays: Arrays,
-        answer: Waiter,
-        *,
-        timeout_us: int | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        stages: Stages | None = None,
-    ) -> None:
-        """As ``infer``, for a waiter that the event loop tells the outputs or the error.
-
-        Raises:
-            ServeError: as ``infer``; the waiter is told nothing then.
-        """
 
 
 class Batcher(Infers):
@@ -157,6 +63,7 @@ class Batcher(Infers):
         self._max_waiting = max_waiting
         self._statistics = statistics
         self._pace = Pace()
+        self._effort = Pace()  # by the processor's time: other threads and programs do not count
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
@@ -251,11 +158,14 @@ class Batcher(Infers):
     def _is_brief(self) -> bool:
         """Whether the next execution belongs into the event loop's thread: as far as those before
         tell, it does not hold it up.
+
+        By what they took of the processor: by the clock, executions in a thread that waits for
+        Python's lock after each of its kernels seem long, and so would stay in the thread for good.
         """
         if not self._in_loop or self._loop is None or self._release is not None:
             return False
         samples = min(self._samples, self._max_batch)
-        return 0 < self._pace.expected_ns(samples, self._max_batch) <= BRIEF_NS
+        return 0 < self._effort.expected_ns(samples, self._max_batch) <= BRIEF_NS
 
     def _is_for_thread(self) -> bool:
         """Whether the engine's thread has something to do: an execution, or the end."""
@@ -466,9 +376,10 @@ class Batcher(Infers):
         begin_ns = perf_counter_ns()
         first = pieces[0][0].arrays
         joined = {n: _join([r.arrays[n][start:end] for r, start, end in pieces]) for n in first}
-        joined_ns = perf_counter_ns()
+        joined_ns, worked_ns = perf_counter_ns(), thread_time_ns()
         outputs = self._engine(**joined)
-        ran_ns = perf_counter_ns()
+        ran_ns, worked_ns = perf_counter_ns(), thread_time_ns() - worked_ns
+        self._effort.took(sum(end - start for _, start, end in pieces), worked_ns)
         answers = _split(outputs, [end - start for _, start, end in pieces])
         end_ns = perf_counter_ns()
         spent = Computation(

@@ -7,8 +7,8 @@ from typing import Any
 from tessella.core.dtype import dtype
 from tessella.core.spec import TensorSpec
 from tessella.core.version import VERSION
-from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
 from tessella.server.repository import MODEL_VERSION, Model
+from tessella.server.waiting import DEFAULT_PRIORITY, PRIORITIES
 
 PLATFORM = "tessella_plan"
 EXTENSIONS = (

@@ -31,12 +31,13 @@ from tessella.core.errors import ServeError
 from tessella.core.record import to_plain
 from tessella.server import tickets
 from tessella.server.app import App
-from tessella.server.batcher import Batcher, Request
+from tessella.server.batcher import Batcher
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
 from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
+from tessella.server.waiting import Request
 
 log = logging.getLogger(__name__)
 GREETING = b"lane"

@@ -12,7 +12,6 @@ import numpy as np
 
 from tessella.core.errors import TessellaError
 from tessella.server.answers import JSON, Answer, status_of
-from tessella.server.batcher import Infers
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
 from tessella.server.protocol import NO_REGIONS, InferRequest, Signature, parse_infer
@@ -20,6 +19,7 @@ from tessella.server.repository import MODEL_VERSION
 from tessella.server.responses import build_infer
 from tessella.server.shared_memory import Regions
 from tessella.server.statistics import Stages, Statistics
+from tessella.server.waiting import Infers
 
 OCTETS = (b"content-type", b"application/octet-stream")
 

@@ -13,9 +13,9 @@ from tessella.core.errors import ServeError, TessellaError
 from tessella.core.version import VERSION
 from tessella.server.answers import error_answer
 from tessella.server.metrics import Metrics
-from tessella.server.protocol import parse_object
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
+from tessella.server.strict_json import parse_object
 from tessella.server.welcome import INFERENCE_ROUTES
 
 

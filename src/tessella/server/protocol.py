@@ -7,7 +7,6 @@ client are checked against the body and the model's signature.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,16 +18,17 @@ from tessella.core.errors import InputError, ServeError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.core.task import CLASSIFICATION, TaskRecord
-from tessella.server.batcher import DEFAULT_PRIORITY, PRIORITIES
 from tessella.server.images import as_encoded_images
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.shared_memory import Place, Regions
+from tessella.server.strict_json import flag, object_of, objects_of, parse_object
 from tessella.server.tensors import (
     from_binary,
     from_json,
     parse_shape,
     strings_from_binary,
 )
+from tessella.server.waiting import DEFAULT_PRIORITY, PRIORITIES
 from tessella.tasks import of
 from tessella.tasks.task import Answers
 
@@ -163,7 +163,7 @@ def parse_infer(
     if head is not None and len(body) == json_bytes + head.nbytes:
         return head.request_with(memoryview(body)[json_bytes:])
     document = parse_object(text, "the request")
-    parameters = _object(document, "parameters", "the request")
+    parameters = object_of(document, "parameters", "the request")
     if parameters.get("sequence_id"):
         raise ServeError("sequences are not supported", status=501, fix="send no sequence_id")
     request_id = document.get("id")
@@ -175,7 +175,7 @@ def parse_infer(
     request = InferRequest(
         id=request_id,
         outputs=outputs,
-        labels=_flag(parameters, "labels", False),
+        labels=flag(parameters, "labels", False),
         timeout_us=parse_timeout(parameters.get("timeout")),
         priority=parse_priority(parameters.get("priority")),
         arrays=arrays,
@@ -281,58 +281,11 @@ def _json_bytes(header_length: bytes | None, body_bytes: int) -> int:
     return int(header_length)
 
 
-def parse_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
-    """A JSON object, strictly: no NaN, no key twice, no absurd nesting."""
-    try:
-        document = _STRICT.decode(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{what} is not valid JSON",
-            seen=str(error)[:120],
-            fix="send a JSON object, and name its length if tensors follow it",
-        ) from error
-    if not isinstance(document, dict):
-        raise InputError(f"{what} is not a JSON object", seen=type(document).__name__)
-    return document
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("a key is given twice")
-    return document
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-# Made once: json.loads and json.dumps make a new one at each call that has options.
-_STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
-
-
-def _object(holder: dict[str, Any], key: str, what: str) -> dict[str, Any]:
-    value = holder.get(key, {})
-    if not isinstance(value, dict):
-        raise InputError(f"{key} of {what} is not an object", seen=repr(value)[:60])
-    return value
-
-
-def _list_of_objects(holder: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    value = holder.get(key, [])
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise InputError(f"{key} is not a list of objects", seen=repr(value)[:60])
-    names = [v.get("name") for v in value]
-    if not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
-        raise InputError(f"{key} need names, each once", seen=repr(names)[:120])
-    return value
-
-
 def _parse_outputs(
     document: dict[str, Any], parameters: dict[str, Any], model: Signature, regions: Regions
 ) -> tuple[RequestedOutput, ...]:
-    binary = _flag(parameters, "binary_data_output", False)
-    asked = _list_of_objects(document, "outputs")
+    binary = flag(parameters, "binary_data_output", False)
+    asked = objects_of(document, "outputs")
     if not asked:
         return tuple(RequestedOutput(name=n, binary=binary) for n in model.outputs)
     outputs = []
@@ -342,7 +295,7 @@ def _parse_outputs(
             raise InputError(
                 f"the model has no output {name[:80]!r}", fix=f"ask for {', '.join(model.outputs)}"
             )
-        own = _object(entry, "parameters", f"output {name!r}")
+        own = object_of(entry, "parameters", f"output {name!r}")
         count = own.get("classification")
         if count is not None and (type(count) is not int or count < 0):
             raise InputError(
@@ -352,19 +305,12 @@ def _parse_outputs(
         outputs.append(
             RequestedOutput(
                 name=name,
-                binary=_flag(own, "binary_data", binary) or "shared_memory_region" in own,
+                binary=flag(own, "binary_data", binary) or "shared_memory_region" in own,
                 classification=count or None,  # 0 is how some clients say "no"
                 place=regions.place(own, f"output {name!r}"),
             )
         )
     return tuple(outputs)
-
-
-def _flag(parameters: dict[str, Any], key: str, default: bool) -> bool:
-    value = parameters.get(key, default)
-    if not isinstance(value, bool):
-        raise InputError(f"{key} is not true or false", seen=repr(value)[:40])
-    return value
 
 
 def _parse_inputs(
@@ -376,7 +322,7 @@ def _parse_inputs(
 ) -> tuple[dict[str, np.ndarray], dict[str, list[bytes]]]:
     arrays: dict[str, np.ndarray] = {}
     images: dict[str, list[bytes]] = {}
-    entries = _list_of_objects(document, "inputs")
+    entries = objects_of(document, "inputs")
     if {e["name"] for e in entries} != set(model.inputs):
         raise InputError(
             "the request does not give the model's inputs",
@@ -386,7 +332,7 @@ def _parse_inputs(
     position = 0
     for entry in entries:
         name = entry["name"]
-        parameters = _object(entry, "parameters", f"input {name!r}")
+        parameters = object_of(entry, "parameters", f"input {name!r}")
         content = None
         if place := regions.place(parameters, f"input {name!r}"):
             _refuse_two_sources(entry, parameters)

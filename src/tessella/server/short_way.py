@@ -15,11 +15,11 @@ from typing import Any
 
 from tessella.core.errors import ServeError
 from tessella.server.answers import Answer, error_answer
-from tessella.server.batcher import Arrays
 from tessella.server.body import Headers, accepted
 from tessella.server.guard import Guard, require_once
 from tessella.server.inference import Inference, ServedModel, Watch
 from tessella.server.protocol import InferRequest
+from tessella.server.waiting import Arrays
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # half a megabyte at most
 MOST_BODY_BYTES = 1 << 20  # that is put together here
