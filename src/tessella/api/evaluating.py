@@ -178,23 +178,12 @@ def evaluate(
         UsageError: the dataset has no such split.
         DataError: its task or classes are others than the model's.
     """
-    if not 0 < level < 1 or resamples < 1 or errors < 0:
-        raise UsageError(
-            "level is between 0 and 1, resamples at least 1 and errors not negative",
-            seen=f"level={level}, resamples={resamples}, errors={errors}",
-        )
+    _check_numbers(level, resamples, errors)
     opened = _opened(model)
     task, record = task_of(opened)
     labels = predictor(opened, trust_code=trust_code)[2]
     ways = task.errors
-    if ways is None and (threshold is not None or overlap is not None):
-        raise UsageError(
-            "a threshold and an overlap are for tasks whose answers have a place",
-            seen=task.title,
-            fix="leave them out",
-        )
-    _check_share("threshold", threshold, 0.0)
-    _check_share("overlap", overlap, LEAST_OVERLAP)
+    _check_places(task, threshold, overlap)
     samples = split_of(data, split, labels, record)
     _warn(opened, data, split, emit)
     own = _answered(opened, samples, trust_code, emit)
@@ -205,11 +194,7 @@ def evaluate(
     curves: tuple[Curve, ...] = ()
     calibrated = None
     if single:
-        probabilities_NK = softmax(own.rows_NR)
-        curves = tuple(
-            curve_of(label, probabilities_NK[:, k], samples.labels == k)
-            for k, label in enumerate(labels)
-        )
+        curves = _curves(own, samples, labels)
         calibrated = _calibrated(opened, own, samples, data, trust_code, emit)
     comparison = None
     if against is not None:
@@ -237,6 +222,33 @@ def evaluate(
         ),
         comparison=comparison,
     )
+
+
+def _check_numbers(level: float, resamples: int, errors: int) -> None:
+    if not 0 < level < 1 or resamples < 1 or errors < 0:
+        raise UsageError(
+            "level is between 0 and 1, resamples at least 1 and errors not negative",
+            seen=f"level={level}, resamples={resamples}, errors={errors}",
+        )
+
+
+def _curves(own: _Answered, samples: Split, labels: tuple[str, ...]) -> tuple[Curve, ...]:
+    probabilities_NK = softmax(own.rows_NR)
+    return tuple(
+        curve_of(label, probabilities_NK[:, k], samples.labels == k)
+        for k, label in enumerate(labels)
+    )
+
+
+def _check_places(task: Task, threshold: float | None, overlap: float | None) -> None:
+    if task.errors is None and (threshold is not None or overlap is not None):
+        raise UsageError(
+            "a threshold and an overlap are for tasks whose answers have a place",
+            seen=task.title,
+            fix="leave them out",
+        )
+    _check_share("threshold", threshold, 0.0)
+    _check_share("overlap", overlap, LEAST_OVERLAP)
 
 
 def _require_same_question(

@@ -48,10 +48,10 @@ def built(
 
 def _chosen(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, batch: int) -> list[Choice]:
     """A kernel for each step of a graph with concrete shapes, by the passes for a batch size."""
-    name, stages = f"batch {batch}", ("choose",)
+    name, stages = f"batch {batch}", ["choose"]
     choices = join_in_place.again(graph, formats, tuner, emit, name)
     if choices is None:
-        stages = ("join", "choose")
+        stages = ["join", "choose"]
         choices = choose_kernels.apply(graph, formats, tuner, emit, name)
     for step in of_stage(*stages) if tuner.measures else ():
         choices = step.apply(graph, choices, tuner, emit)

@@ -25,9 +25,12 @@ def tables(program: Program, weights: Mapping[str, torch.Tensor]) -> dict[str, i
         read = [origins.get(name, set()) for name in step.inputs if name is not None]
         if step.op in KEEPS:
             origins[step.outputs[0]] = set().union(*read)
-        elif step.op == "embedding" and step.inputs[1] in weights:
+        elif step.op == "embedding":
+            _, table = step.inputs
+            if table is None or table not in weights:
+                continue
             for name in read[0]:
-                count = len(weights[step.inputs[1]])
+                count = len(weights[table])
                 rows[name] = min(count, rows.get(name, count))
     return rows
 

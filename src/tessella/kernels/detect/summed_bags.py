@@ -82,14 +82,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         x1, y1 = far[..., 0], far[..., 1] * told
         for corner, (x, y) in enumerate(((x0, y0), (x1, y0), (x0, y1), (x1, y1))):
             np.multiply(x, y, out=weights[:, :, :, corner])
-        # a corner outside has no weight, and any row will do
-        after = np.minimum(low + 1, last_P2).astype(np.int32)
-        before = np.minimum(np.maximum(low, 0), last_P2).astype(np.int32)
-        top, bottom = (y[..., 1] * width_P for y in (before, after))
-        for corner, (x, y) in enumerate(
-            ((before, top), (after, top), (before, bottom), (after, bottom))
-        ):
-            np.add(x[..., 0], y, out=rows[:, :, :, corner])
+        _pixels(low, last_P2, width_P, rows)
         np.multiply(rows, heads, out=rows)
         np.add(rows, first[:, :, :, None], out=rows)
         summed = torch.nn.functional.embedding_bag(
@@ -98,3 +91,18 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         return out.copy_(summed.view(out.shape))
 
     return run
+
+
+def _pixels(
+    low: npt.NDArray[Any], last_P2: npt.NDArray[Any], width_P: npt.NDArray[Any],
+    out: npt.NDArray[np.int32],
+) -> None:  # fmt: skip
+    """The pixel of a map at each corner around some places, the upper left ones first."""
+    # a corner outside has no weight, and any row will do
+    after = np.minimum(low + 1, last_P2).astype(np.int32)
+    before = np.minimum(np.maximum(low, 0), last_P2).astype(np.int32)
+    top, bottom = (y[..., 1] * width_P for y in (before, after))
+    for corner, (x, y) in enumerate(
+        ((before, top), (after, top), (before, bottom), (after, bottom))
+    ):
+        np.add(x[..., 0], y, out=out[:, :, :, corner])
