@@ -260,7 +260,7 @@ def _training() -> Iterator[str]:
         " one batch that stays on the GPU; *torch* is a plain loop (channels last, autocast, fused"
         " optimizer), *torch.compile* the same loop with it in its default mode (`max-autotune`"
         " took more than five minutes to compile). *Loading* and *training* read a dataset of"
-        " pixels or of PNG files.\n"
+        " pixels, of PNG files, or of the JPEG files as they are, which the GPU decodes.\n"
     )
     runs = _runs("train-sm_90.json")
     lines = [

@@ -14,6 +14,7 @@ from tessella.artifacts.run import Recipe
 from tessella.core.errors import TrainError
 from tessella.core.memory import is_out_of_memory
 from tessella.nn.fused import can_fuse, interruptions
+from tessella.training.feed import gpu_asked
 from tessella.training.parallel import World
 
 WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and Dynamo captures
@@ -99,7 +100,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads may pin memory meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with gpu_asked, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._measured = self._work(self._images, self._targets)
         except RuntimeError as error:
             if is_out_of_memory(error):

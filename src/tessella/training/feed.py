@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from tessella.device.nvjpeg import has_nvjpeg
 from tessella.training.parallel import World
 
 MOST_THREADS = 32
+# Held by who gives work to the GPU: an upload, or a step that is being recorded. Of three
+# trainings in which nvJPEG may have worked beside a recording, one did not go on.
+gpu_asked = threading.Lock()
 
 
 def loading_threads(asked: int | None, world: World) -> int:
@@ -77,11 +81,11 @@ class Feed:
         """A batch alone."""
         return self._scaled(*self._all_moved(batch))
 
-    def stream(self, batches: Iterator[Batch]) -> Iterator[Fed]:
-        """The batches in order; the caller computes a step between one and the next."""
+    def stream(self, batches: Iterator[Batch]) -> Generator[Fed, None, None]:
+        """The batches in order, a step computed between one and the next; to be closed."""
         return self._uploaded(batches) if self._device.type == "cuda" else self._waited(batches)
 
-    def _waited(self, batches: Iterator[Batch]) -> Iterator[Fed]:
+    def _waited(self, batches: Iterator[Batch]) -> Generator[Fed, None, None]:
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -90,7 +94,7 @@ class Feed:
                 return
             yield self(batch)
 
-    def _uploaded(self, batches: Iterator[Batch]) -> Iterator[Fed]:
+    def _uploaded(self, batches: Iterator[Batch]) -> Generator[Fed, None, None]:
         # its kernels go before the step's: those of a decoder are short and wait for each other
         own: torch.cuda.Stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         computing = torch.cuda.current_stream(self._device)
@@ -100,7 +104,7 @@ class Feed:
             batch = next(batches, None)
             if batch is None:
                 return None
-            with torch.cuda.device(self._device), torch.cuda.stream(own):
+            with gpu_asked, torch.cuda.device(self._device), torch.cuda.stream(own):
                 return batch, self._all_moved(batch), own.record_event(_timed())
 
         # in a thread: 256 files keep nvJPEG for 17 ms, in which a step could be started

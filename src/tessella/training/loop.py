@@ -147,8 +147,9 @@ class Training:
     def _go_on(self) -> None:
         """Step until the end; asked to stop, save first."""
         # several processes would have to agree on the step: there, the last snapshot has to do
-        with stop_signals() if self._world.size == 1 else nullcontext(never) as asked:
-            for fed in self._trainer.feed.stream(self._batches()):
+        listening = stop_signals() if self._world.size == 1 else nullcontext(never)
+        with listening as asked, closing(self._trainer.feed.stream(self._batches())) as stream:
+            for fed in stream:
                 self._step(fed)
                 if self._finished():
                     break
