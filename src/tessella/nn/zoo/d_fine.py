@@ -20,8 +20,8 @@ from tessella.operations.reference.detect import deformable_attention
 QUERIES = 300
 STEP = 32  # height and width are multiples of the coarsest features' stride
 
-# By name: what differs from ``transformers``' defaults, which are D-FINE-L's; as published in
-# github.com/Peterande/D-FINE, configs/dfine.
+# By name: what differs from ``transformers``' defaults, which are D-FINE-L's, as its script that
+# converts the published weights has it.
 _SMALL_BACKBONE: dict[str, Any] = {
     "stem_channels": [3, 16, 16],
     "stage_in_channels": [16, 64, 256, 512],
