@@ -43,6 +43,9 @@ def test_what_the_host_decodes():
     turned[0x0112] = 6
     picture = RNG.integers(0, 256, (20, 30, 3), np.uint8)
     upright = (cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440)
+    large = bytearray(jpeg())
+    frame = large.index(b"\xff\xc0")
+    large[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"  # height and width
     others = {
         "progressive": jpeg(progressive=True),
         "may be turned": jpeg(exif=turned),
@@ -51,6 +54,7 @@ def test_what_the_host_decodes():
         "RGB by name": jpeg(keep_rgb=True),
         "of grey samples in twos": jpeg(mode="L", subsampling="4:2:0"),
         "narrow": jpeg(width=4),
+        "large by its header": bytes(large),
         "a PNG": cv2.imencode(".png", picture)[1].tobytes(),
         "nothing": b"",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from tessella.core.headers import HEAD_BYTES
+from tessella.core.headers import HEAD_BYTES, PLAIN_PIXELS
 
 _BASELINE, _SCAN, _QUANTIZATION, _EXIF, _ADOBE = 0xFFC0, 0xFFDA, 0xFFDB, 0xFFE1, 0xFFEE
 _KNOWN = (0xFFC4, _QUANTIZATION, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))
@@ -40,7 +40,7 @@ def frame_of(content: bytes) -> Frame | None:
     """The frame of a JPEG that a GPU may decode; None of all else, which the host decodes.
 
     That is: one scan of 8 bits by Huffman's code; grey, 4:4:4, 4:2:2 or 4:2:0, in YCbCr as libjpeg
-    reads the markers; no EXIF block, which may turn the picture.
+    reads the markers; no EXIF block, which may turn the picture; at most ``PLAIN_PIXELS``.
     """
     if not content.startswith(b"\xff\xd8"):
         return None
@@ -73,7 +73,8 @@ def _frame(content: bytes, place: int) -> tuple[Frame | None, bytes]:
     nbytes, bits, height, width, components = struct.unpack_from(">HBHHB", content, place + 2)
     ids = content[place + 10 : place + 10 + 3 * components : 3]
     factors = [divmod(f, 16) for f in content[place + 11 : place + 10 + 3 * components : 3]]
-    if bits != 8 or nbytes != 8 + 3 * components or not height or width < NARROWEST:
+    sound = bits == 8 and nbytes == 8 + 3 * components and height > 0 and width >= NARROWEST
+    if not sound or height * width > PLAIN_PIXELS:
         return None, ids
     if components == 1:  # nvJPEG makes nothing of 2 × 1, and says nothing
         return (Frame(height, width, 0, 0) if factors == [(1, 1)] else None), ids
