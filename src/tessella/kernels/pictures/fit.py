@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 
 from tessella.core.integers import ceil_div, power_of_two
@@ -29,13 +28,8 @@ _BITS = 22  # of Pillow's weights after the point
 Taps = npt.NDArray[np.int32]
 
 
-def fits(record: Preprocess) -> bool:
-    """Whether a record's pixels are made here: 8 bits, grey or RGB."""
-    return record.depth == 8 and record.channels in (1, 3)
-
-
 def fitted(planes: Planes, frames: Sequence[Frame], record: Preprocess) -> Tensor:
-    """Pixels of the record's height × width, uint8 [N, H, W, C]."""
+    """Pixels of the record's height × width, uint8 [N, H, W, C]; of 8 bits, grey or RGB."""
     sides, taps = _sides(frames, record)
     count, device = len(frames), planes.memory.device
     sizes = np.array(frames, np.int64)
@@ -66,63 +60,30 @@ def _moved(data: Tensor, device: torch.device) -> Tensor:
 
 
 def _sides(frames: Sequence[Frame], record: Preprocess) -> tuple[Any, Taps]:
-    """How ``fit_kernel`` brings each picture to its size, int64 [N, 5]; and all taps.
+    """How ``fit_kernel`` brings each picture to its size, int64 [N, 4]; and all taps.
 
-    The five: where the taps of the first and the second pass begin, how many each place has, and
-    whether the first pass goes along the columns.
+    The four: where the taps of its columns and of its rows begin, and how many each place has.
     """
     ways: dict[tuple[int, int], tuple[int, ...]] = {}
     parts: list[Taps] = []
     end = 0
     for size in {frame[:2]: None for frame in frames}:
-        *passes, upright = _passes(*size, record)
-        begins = end, end + passes[0].size
-        parts += (made.reshape(-1) for made in passes)
-        end += passes[0].size + passes[1].size
-        ways[size] = (*begins, *(made.shape[1] - 1 for made in passes), upright)
+        across, down = _passes(*size, record)
+        ways[size] = end, end + across.size, across.shape[1] - 1, down.shape[1] - 1
+        parts += (across.reshape(-1), down.reshape(-1))
+        end += across.size + down.size
     return np.array([ways[frame[:2]] for frame in frames], np.int64), np.concatenate(parts)
 
 
 @functools.lru_cache(maxsize=1024)  # 10 KB a size where sides shrink to half
-def _passes(height: int, width: int, record: Preprocess) -> tuple[Taps, Taps, bool]:
-    """The taps of both passes over a picture, and whether the first goes along its columns."""
+def _passes(height: int, width: int, record: Preprocess) -> tuple[Taps, Taps]:
+    """The taps along a picture's rows, and then along its columns."""
     place = placement(height, width, record)
     low, top, high, bottom = place.box
-    along_rows = taps(width, low, high, place.width, place.left, record.width)
-    along_columns = taps(height, top, bottom, place.height, place.top, record.height)
-    if columns_first((height, width), (place.height, place.width)):
-        return along_columns, along_rows, True
-    return along_rows, along_columns, False
-
-
-def columns_first(sides: tuple[int, int], wanted: tuple[int, int]) -> bool:
-    """Whether the installed Pillow resizes a picture along its columns first.
-
-    Since one of its versions it does where the height shrinks by more than twice what the width
-    does; each pass rounds, so that the order shows in some pixels, by 1.
-    """
-    lower, narrower = (have - want for have, want in zip(sides, wanted, strict=True))
-    return lower > max(0, 2 * narrower) and _pillow_has_an_order()
-
-
-@functools.cache
-def _pillow_has_an_order() -> bool:
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 8), np.uint8)
-    made = np.asarray(Image.fromarray(pixels).resize((16, 16), Image.Resampling.BILINEAR))
-    along_columns, along_rows = (taps(s, 0.0, s, 16, 0, 16) for s in pixels.shape)
-    ours = resized(resized(pixels, along_columns).T, along_rows).T
-    return bool((made == ours).all())
-
-
-def resized(pixels: npt.NDArray[np.uint8], taps: Taps) -> npt.NDArray[np.uint8]:
-    """A pass along the columns of [H, W], in NumPy."""
-    places = taps[:, :1] + np.arange(taps.shape[1] - 1)
-    weights = taps[:, 1:].astype(np.int64)
-    total = np.einsum("hkw,hk->hw", pixels[places].astype(np.int64), weights)
-    made: npt.NDArray[np.uint8] = (
-        ((total + (1 << _BITS - 1)) >> _BITS).clip(0, 255).astype(np.uint8)
+    return (
+        taps(width, low, high, place.width, place.left, record.width),
+        taps(height, top, bottom, place.height, place.top, record.height),
     )
-    return made
 
 
 def taps(size: int, low: float, high: float, shown: int, before: int, wanted: int) -> Taps:

@@ -1,6 +1,6 @@
 """Device code of pictures: chroma interpolated and colours as libjpeg's, resized as by Pillow.
 
-All in the integers of these libraries, so that every bit is theirs. A table has a row of 15 numbers
+All in the integers of these libraries, so that every bit is theirs. A table has a row of 14 numbers
 for each picture (``fit``).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WIDTH: tl.constexpr = tl.constexpr(15)  # of a table
+WIDTH: tl.constexpr = tl.constexpr(14)  # of a table
 
 
 @triton.jit
@@ -67,30 +67,6 @@ def colour_kernel(planes, table, out, LUMA: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _passed(
-    corner, inner_taps, outer_taps, inner, outer, inner_step, outer_step, shown, BLOCK: tl.constexpr
-):
-    """A row's red, green and blue after both passes; each rounds to whole numbers."""
-    red = tl.full([BLOCK], 1 << 21, tl.int32)
-    green, blue = red, red
-    for i in range(outer):
-        weight = tl.load(outer_taps + 1 + i)
-        r = tl.full([BLOCK], 1 << 21, tl.int32)
-        g, b = r, r
-        line = corner + i * outer_step
-        for j in range(inner):
-            part = tl.load(inner_taps + 1 + j)
-            value = tl.load(line + j * inner_step, mask=shown, other=0)
-            r += (value & 255) * part
-            g += ((value >> 8) & 255) * part
-            b += ((value >> 16) & 255) * part
-        red += _byte(r >> 22) * weight
-        green += _byte(g >> 22) * weight
-        blue += _byte(b >> 22) * weight
-    return red, green, blue
-
-
-@triton.jit
 def fit_kernel(
     pixels, table, taps, out, height, width,
     CHANNELS: tl.constexpr, GREY: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,7 +74,7 @@ def fit_kernel(
     """Pixels of ``colour_kernel`` to [N, height, width, CHANNELS], some places of a row at a time.
 
     ``taps`` holds, for each place of a side, a first pixel and weights of 22 bits behind the point.
-    The first pass, here the inner loop, goes along the rows, of tall pictures along the columns.
+    The first pass, here the inner loop, goes along the rows; each rounds to whole numbers.
     """
     picture = tl.program_id(1)
     at = table + picture * WIDTH
@@ -106,21 +82,29 @@ def fit_kernel(
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    inner, outer = tl.load(at + 12).to(tl.int32), tl.load(at + 13).to(tl.int32)  # taps of a place
-    inner_taps, outer_taps = taps + tl.load(at + 10), taps + tl.load(at + 11)
-    line, first = tl.load(at + 7).to(tl.int32), pixels + tl.load(at + 5)
-    place = tl.minimum(column, width - 1)
-    if tl.load(at + 14) != 0:
-        rows, columns = inner_taps + row * (1 + inner), outer_taps + place * (1 + outer)
-    else:
-        rows, columns = outer_taps + row * (1 + outer), inner_taps + place * (1 + inner)
+    wide, high = tl.load(at + 12).to(tl.int32), tl.load(at + 13).to(tl.int32)  # taps of a place
+    columns = taps + tl.load(at + 10) + tl.minimum(column, width - 1) * (1 + wide)
+    rows = taps + tl.load(at + 11) + row * (1 + high)
     top, left = tl.load(rows), tl.load(columns)
     shown = mask & (tl.minimum(top, left) >= 0)
-    corner = first + top.to(tl.int64) * line + left
-    if tl.load(at + 14) != 0:
-        red, green, blue = _passed(corner, rows, columns, inner, outer, line, 1, shown, BLOCK)
-    else:
-        red, green, blue = _passed(corner, columns, rows, inner, outer, 1, line, shown, BLOCK)
+    step = tl.load(at + 7)
+    corner = pixels + tl.load(at + 5) + top * step + left
+    red = tl.full([BLOCK], 1 << 21, tl.int32)
+    green, blue = red, red
+    for i in range(high):
+        weight = tl.load(rows + 1 + i)
+        r = tl.full([BLOCK], 1 << 21, tl.int32)
+        g, b = r, r
+        line = corner + i * step
+        for j in range(wide):
+            part = tl.load(columns + 1 + j)
+            value = tl.load(line + j, mask=shown, other=0)
+            r += (value & 255) * part
+            g += ((value >> 8) & 255) * part
+            b += ((value >> 16) & 255) * part
+        red += _byte(r >> 22) * weight
+        green += _byte(g >> 22) * weight
+        blue += _byte(b >> 22) * weight
     out += ((picture.to(tl.int64) * height + row) * width + column) * CHANNELS
     tl.store(out, tl.where(shown, _byte(red >> 22), GREY).to(tl.uint8), mask=mask)
     if CHANNELS == 3:
