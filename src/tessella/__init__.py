@@ -14,6 +14,7 @@ In the order in which data flows; ``help(tessella.train)`` and so on says more:
     verify      a plan beside its checkpoint, sample by sample
     load        a plan, ready to run: an engine, called with arrays or tensors
     serve       plans over HTTP (Open Inference Protocol)
+    size        how to serve a plan: the most answers a second within a p99, and the command
     kernels     single layers by the fastest kernel: ``kernels.conv2d``, ``kernels.find``
 
 >>> import tessella as ts
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         load,
         pareto,
         serve,
+        size,
         sweep,
         train,
         tune,
@@ -61,6 +63,7 @@ __all__ = [
     "load",
     "pareto",
     "serve",
+    "size",
     "sweep",
     "train",
     "tune",
@@ -68,8 +71,8 @@ __all__ = [
 ]
 
 _API = (
-    "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "sweep", "train",
-    "tune", "verify",
+    "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "size", "sweep",
+    "train", "tune", "verify",
 )  # fmt: skip
 
 

@@ -90,6 +90,7 @@ def test_a_stall_is_charged_to_all_who_would_have_come(
         body = loadtest.body_for(target, "binary")
         schedule = loadtest.poisson(50, 0.6, clients=1)
         outcome = loadtest.generate(target, body, schedule)
+        impatient = loadtest.generate(target, body, schedule, give_up_s=0.1)
     finally:
         engine.delay_s = 0.0
     assert schedule.times_s is not None
@@ -100,6 +101,8 @@ def test_a_stall_is_charged_to_all_who_would_have_come(
     assert outcome.latencies_s[-1] >= least > 0.3
     assert outcome.lateness(100) >= least - 0.05 - 1e-3
     assert outcome.goodput(0.1) < outcome.rate
+    assert impatient.failures["not sent"] > 0
+    assert len(impatient.latencies_s) + impatient.failures["not sent"] == count
 
 
 def test_poisson_times_are_independent_of_answers_and_seeded() -> None:

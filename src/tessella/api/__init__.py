@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from tessella.api.samples import CalibrationData, JudgingData
     from tessella.api.serving import serve
+    from tessella.api.sizing import Sizing, size
     from tessella.api.sources import Batch, batch_range, open_checkpoint
     from tessella.api.sweeping import sweep
     from tessella.api.training import forecast, train
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
     from tessella.artifacts.settings import recipe_from
 
 __all__ = [
-    "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model",
+    "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model", "Sizing",
     "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
     "compile", "drawn", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split",
     "explain", "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint",
     "open_model", "pareto", "pictures", "plain_answer", "predictor", "recipe_from", "serve",
-    "sweep", "task_of", "train", "tune", "verify",
+    "size", "sweep", "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -60,6 +61,7 @@ _PLACES = {
     ),
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),
+    "api.sizing": ("Sizing", "size"),
     "api.sources": ("Batch", "batch_range", "open_checkpoint"),
     "api.sweeping": ("sweep",),
     "api.training": ("forecast", "train"),

@@ -34,6 +34,7 @@ VERBS: dict[str, str] = {
     "diff": "Compare two plans: device, precision, steps, times, memory.",
     "serve": "Serve plans over HTTP and gRPC (Open Inference Protocol).",
     "load": "Put load on a server: latencies, goodput, open and closed loops.",
+    "size": "Find how to serve a plan: the most answers a second within a p99, and the command.",
     "studio": "Open the studio: data, train, monitor, explore, plan, in the browser.",
     "kernels": "List the kernels, or find the fastest for a problem: time, workspace, error.",
     "doctor": "Check this machine: GPU, libraries, disk, what works and what to do.",

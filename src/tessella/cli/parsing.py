@@ -1,7 +1,8 @@
-"""How sizes, ranges and modes are written on the command line."""
+"""How sizes, ranges, times and modes are written on the command line."""
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 from tessella.core.errors import UsageError
@@ -32,3 +33,19 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if all(p.strip().isdigit() and int(p) > 0 for p in parts):
         return tuple(int(p) for p in parts)
     raise UsageError("batch sizes are positive numbers", seen=text, fix="write 8 or 1,8,32")
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """``0`` or ``0,2,4``: numbers to try."""
+    parts = text.split(",")
+    if all(p.strip().isdecimal() for p in parts):
+        return tuple(int(p) for p in parts)
+    raise UsageError("numbers to try are 0 or more", seen=text, fix="write 2 or 0,2,4")
+
+
+def parse_duration(text: str) -> float:
+    """``20ms``, ``1.5s`` or ``800us`` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|ms|us|µs)", text.strip())
+    if found is None:
+        raise UsageError("a time has a unit", seen=text, fix="write 20ms, 1.5s or 800us")
+    return float(found[1]) * {"s": 1.0, "ms": 1e-3}.get(found[2], 1e-6)

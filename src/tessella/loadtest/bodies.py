@@ -87,6 +87,15 @@ def body_for(target: Target, kind: Kind, *, batch: int = 1, picture: Path | None
     return _http(target, "infer", b"".join([text, *tensors]), (length,))
 
 
+def max_batch(target: Target) -> int:
+    """The most samples that the server joins.
+
+    Raises:
+        ServeError: the server does not answer, or has no such model.
+    """
+    return int(_asked(target, "/config")["max_batch_size"])
+
+
 def _random(chance: random.Random, datatype: str, count: int) -> bytes:
     if datatype == "FP32":
         return struct.pack(f"<{count}f", *(chance.random() for _ in range(count)))

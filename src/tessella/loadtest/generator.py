@@ -27,6 +27,7 @@ try:
 except ImportError:
     grpc = None
 
+NOT_SENT = "not sent"  # the failure of a request that was given up
 ANSWER_S = 60.0  # after the last request, how long its answer is waited for
 Ask = Callable[[bytes], Awaitable[str]]  # the answer's status, "200" or "OK" if it is good
 
@@ -40,12 +41,14 @@ class Outcome:
         failures: other answers, by status.
         late_s: how much later than intended requests were sent, sorted; empty in a closed loop.
         seconds: from the start to the last answer, at least as long as the schedule.
+        generator_cores: what part of a core this process took meanwhile.
     """
 
     latencies_s: list[float] = field(repr=False)
     failures: dict[str, int]
     late_s: list[float] = field(repr=False)
     seconds: float
+    generator_cores: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -65,17 +68,23 @@ class Outcome:
         return sum(s <= slo_s for s in self.latencies_s) / self.seconds
 
 
-def generate(target: Target, body: bytes, schedule: Schedule) -> Outcome:
+def generate(
+    target: Target, body: bytes, schedule: Schedule, *, give_up_s: float = math.inf
+) -> Outcome:
     """Run a schedule; HTTP for a target without ``grpc``.
+
+    Args:
+        give_up_s: requests of an open loop for which no connection is free so long after their time
+            are failures, ``not sent``: an overload ends soon after its schedule.
 
     Raises:
         ServeError: the server cannot be reached.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_generate(target, body, schedule))
+        return runner.run(_generate(target, body, schedule, give_up_s))
 
 
-async def _generate(target: Target, body: bytes, schedule: Schedule) -> Outcome:
+async def _generate(target: Target, body: bytes, schedule: Schedule, give_up_s: float) -> Outcome:
     asks: list[Ask] = []
     close: Callable[[], Awaitable[None]] = _nothing
     if target.grpc is not None:
@@ -85,23 +94,25 @@ async def _generate(target: Target, body: bytes, schedule: Schedule) -> Outcome:
         await asyncio.gather(*(c.open() for c in connections))
         asks = [c.ask for c in connections]
     run = _Run(body)
-    started_s = time.perf_counter()
+    started_s, worked_s = time.perf_counter(), time.process_time()
     try:
         if schedule.times_s is None:
             until_s = started_s + schedule.seconds
             await asyncio.gather(*(run.closed(ask, until_s) for ask in asks))
         else:
-            await run.open(asks, schedule.times_s, started_s)
+            await run.open(asks, schedule.times_s, started_s, give_up_s)
     finally:
         await close()
         if target.grpc is None:
             for connection in connections:
                 connection.close()
+    took_s, worked_s = time.perf_counter() - started_s, time.process_time() - worked_s
     return Outcome(
         latencies_s=sorted(run.latencies_s),
         failures=dict(run.failures),
         late_s=sorted(run.late_s),
-        seconds=max(schedule.seconds, time.perf_counter() - started_s),
+        seconds=max(schedule.seconds, took_s),
+        generator_cores=worked_s / took_s,
     )
 
 
@@ -116,7 +127,9 @@ class _Run:
         while (now_s := time.perf_counter()) < until_s:
             await self._one(ask, now_s)
 
-    async def open(self, asks: list[Ask], times_s: tuple[float, ...], started_s: float) -> None:
+    async def open(
+        self, asks: list[Ask], times_s: tuple[float, ...], started_s: float, give_up_s: float
+    ) -> None:
         """Every free connection takes the next request that is due, or waits for it."""
         due = deque(times_s)
 
@@ -125,7 +138,11 @@ class _Run:
                 intended_s = started_s + due.popleft()
                 if (early_s := intended_s - time.perf_counter()) > 0:
                     await asyncio.sleep(early_s)
-                self.late_s.append(time.perf_counter() - intended_s)
+                late_s = time.perf_counter() - intended_s
+                self.late_s.append(late_s)
+                if late_s > give_up_s:
+                    self.failures[NOT_SENT] += 1
+                    continue
                 await self._one(ask, intended_s)
 
         await asyncio.gather(*map(client, asks))
