@@ -82,13 +82,13 @@ def test_latencies_are_those_that_tritonclient_sees(
 def test_a_stall_is_charged_to_all_who_would_have_come(
     target: loadtest.Target, engine: Scores
 ) -> None:
-    """Every answer takes 50 ms on one connection, where 50 a second are to come: the wait grows
+    """Every answer takes 50 ms on one connection, where 100 a second are to come: the wait grows
     with every request, though each answer by itself takes 50 ms.
     """
     engine.delay_s = 0.05
     try:
         body = loadtest.body_for(target, "binary")
-        schedule = loadtest.poisson(50, 0.6, clients=1)
+        schedule = loadtest.poisson(100, 0.15, clients=1)
         outcome = loadtest.generate(target, body, schedule)
         impatient = loadtest.generate(target, body, schedule, give_up_s=0.1)
     finally:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,7 +49,7 @@ def size(
 
     Example: tessella size flowers.plan --p99 20ms
     """
-    with output(json_only=json, events=events) as out, _ended_as_by_ctrl_c():
+    with output(json_only=json, events=events) as out:
         ((name, path),) = parse_models([model]).items()
         # The device was chosen for this process and its children; the command has to say it again.
         before = {} if context.parent is None else context.parent.params
@@ -109,13 +106,3 @@ def shown(found: Sizing, command: str) -> Group:
         *(Text(f"note: {note}") for note in found.notes),
         Text(command),
     )
-
-
-@contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends the servers, too, before it ends this process."""
-    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)

@@ -23,6 +23,14 @@ START_S = 600.0  # a plan for a GPU may compile its kernels when it is loaded
 END_S = 60.0  # a server that is told to end finishes its requests first
 WARM_S = 0.2
 LEAST_CLIENTS, MOST_CLIENTS = 8, 256
+# Becomes ``tessella WORDS``, which gets SIGTERM (15) when the process that started it ends, however
+# it ends: PR_SET_PDEATHSIG (1) of linux/prctl.h is kept by exec.
+_PROGRAM = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "tessella", *sys.argv[2:]])
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +81,9 @@ def started(words: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="tessella-size-") as folder:
         events, said = Path(folder, "events.jsonl"), Path(folder, "said")
         with said.open("wb") as file:
+            asked = [*words, "--port", "0", "--events", str(events)]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tessella", *words, "--port", "0", "--events", events],
+                [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), *asked],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
