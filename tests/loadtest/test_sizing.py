@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from tessella import api, loadtest
 from tessella.api.sizing import Sizing
 from tessella.cli.parsing import parse_counts, parse_duration
 from tessella.core.errors import ServeError, TessellaError, UsageError
-from tessella.loadtest import Asked, Found, Outcome, Setting, search, sizing
+from tessella.core.events import Event, EventLog
+from tessella.loadtest import Asked, Found, Outcome, Setting, search, servers, sizing
 from tests.support.cli import in_process
 from tests.support.plans.linear import linear_plan
 
@@ -158,6 +160,17 @@ def test_times_and_numbers_as_they_are_written() -> None:
 def test_a_server_that_does_not_start_is_told() -> None:
     with pytest.raises(ServeError, match=r"did not start.*serv"), loadtest.started(("serv",)):
         pass
+
+
+def test_what_a_server_said_of_its_failure_is_told(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    error = UsageError("the port is taken", seen=8000, fix="choose another")
+    log(Event(kind="error", text=str(error), values=error.to_json()))
+    log.close()
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+        with pytest.raises(ServeError, match=r"the port is taken.*8000.*choose another"):
+            servers.url_of(ended, tmp_path / "events.jsonl", tmp_path / "said")
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

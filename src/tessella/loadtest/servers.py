@@ -90,7 +90,7 @@ def started(words: Sequence[str]) -> Iterator[str]:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         try:
-            yield _url(process, events, said)
+            yield url_of(process, events, said)
         finally:
             process.terminate()
             try:
@@ -100,7 +100,16 @@ def started(words: Sequence[str]) -> Iterator[str]:
                 process.wait()
 
 
-def _url(process: subprocess.Popen[bytes], events: Path, said: Path) -> str:
+def url_of(process: subprocess.Popen[bytes], events: Path, said: Path) -> str:
+    """Where a server takes requests, once it does.
+
+    Args:
+        events: its log of events.
+        said: what it printed.
+
+    Raises:
+        ServeError: it ended instead, with what it said.
+    """
     until_s = time.monotonic() + START_S
     happened: list[Event] = []
     while time.monotonic() < until_s:
@@ -112,11 +121,19 @@ def _url(process: subprocess.Popen[bytes], events: Path, said: Path) -> str:
         if ended:
             break
         time.sleep(0.02)
-    errors = [event.text for event in happened if event.kind == "error"]
+    for event in happened:
+        if event.kind == "error":  # the parts of the error that the server raised
+            told = event.values
+            raise ServeError(
+                f"the server did not start: {told['wrong']}",
+                status=503,
+                seen=told["seen"],
+                fix=told["fix"],
+            )
     last = said.read_text(errors="replace").strip().splitlines()[-3:]
     raise ServeError(
         "the server did not start",
         status=503,
-        seen=" ".join(errors or last) or f"nothing in {START_S:g} s",
+        seen=" ".join(last) or f"nothing in {START_S:g} s",
         fix="start it by hand, and see what it says",
     )
