@@ -225,6 +225,7 @@ def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):
         (("show", "network", "resnet51"), 2, "resnet50"),
         (("train", "lenet", "nowhere", "--out", "x", "--epoch", "3"), 2, "--epochs"),
         (("serve", "a=x.plan", "a=y.plan"), 2, "the same name"),
+        (("serve", "--tls-cert", "a.pem", "x.plan"), 2, "--tls-key"),
         (("run", "m"), 2, "one of the two"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from tessella.kernels.detect import sampled
 from tessella.operations.reference.detect import deformable_attention
-from tessella.search.find import find
+from tessella.search.find import SearchOptions, find
 from tests.support.problems.looks import asked, drawn
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,8 @@ def test_every_configuration_sees_what_the_reference_sees(name: str, dtype: str)
 @pytest.mark.parametrize("name", ["d_fine_n", "d_fine_s"])
 def test_ours_is_the_fastest(name: str, images: int) -> None:
     problem = asked(images=images, dtype="float16", **NETWORKS[name])
-    best, *others = find(problem, {}, target="sm_90")
+    named = SearchOptions(algorithms=("sampled", "reference"))  # it waits for a run of this test
+    best, *others = find(problem, {}, target="sm_90", options=named)
     rest = ", ".join(f"{t.kernel} {t.time_us:.0f}" for t in others if t.time_us)
     print(f"{name} of {images}: {best.kernel} {best.config} {best.time_us:.1f} µs; {rest}")
     assert best.kernel == "deformable_attention.sampled"

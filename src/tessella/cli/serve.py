@@ -51,9 +51,10 @@ def serve(
 
     Example: tessella serve flowers=flowers.plan --port 8000
     """
-    if (tls_cert is None) != (tls_key is None):
-        raise UsageError("TLS needs a certificate and its key", fix="give --tls-cert and --tls-key")
     with output(events=events) as out:
+        if (tls_cert is None) != (tls_key is None):
+            fix = "give --tls-cert and --tls-key"
+            raise UsageError("TLS needs a certificate and its key", fix=fix)
         api.serve(
             parse_models(models),
             host=host,

@@ -355,7 +355,7 @@ KERNELS: tuple[Kernel, ...] = (
     # boxes of a map
     *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
     *_cpu("deformable_attention", "bags", "detect.summed_bags"),
-    *_gpu("deformable_attention", "sampled", "detect.sampled"),
+    *_gpu("deformable_attention", "sampled", "detect.sampled", unproven=True),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",

@@ -30,7 +30,15 @@ from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.search.compile_ahead import launch_without_memory
-from tests.support.problems import attentions, convolutions, gradients, pools, products, programs
+from tests.support.problems import (
+    attentions,
+    convolutions,
+    gradients,
+    looks,
+    pools,
+    products,
+    programs,
+)
 from tests.support.problems.programs import LAST, SUM, meta
 from tests.support.problems.rearrangements import turned, windows
 
@@ -69,6 +77,10 @@ def problems() -> dict[str, Problem]:
     norm = ("layer_norm", (0, 1, 2), {"normalized_shape": (768,), "eps": 1e-5})
     narrow = replace(HEADS, queries=49, keys=49, width=32)
     pixels = meta(8, 224, 224, 3, dtype="uint8")
+    looked = looks.asked(
+        images=8, queries=300, heads=8, depth=16, sizes=(40, 40, 20, 20), points=(6, 6),
+        dtype="float16",
+    )  # fmt: skip
     scaling = {"gain": [0.1, 0.2, 0.3], "offset": [0.0, 0.1, 0.2], "dtype": "float16"}
     return found | {
         "dgrad": gradient("conv2d_dgrad", padding=(1, 1)),
@@ -94,6 +106,7 @@ def problems() -> dict[str, Problem]:
         "columns": next(iter(pools.COLUMNS.values())),
         "windows": windows(8, 56, 7, 96, 3, dtype="float16"),
         "planes": turned(8, 768, 14, dtype="float16"),
+        "looks": looked,
         "image": Problem(
             op="image_to_tensor", inputs=(pixels,), attrs=scaling,
             outputs=(meta(8, 3, 224, 224, dtype="float16", format=LAST),),
