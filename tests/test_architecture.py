@@ -215,8 +215,10 @@ def test_device_functions_take_their_arguments_in_groups() -> None:
 # Where an input is found by its number, outside of a kernel's ``bind`` and code for the GPU: how
 # often, and why a name does not do. An operation's operands have names, ``node["bias"]``.
 POSITIONS = {
-    "operations/named.py": (1, "here names become positions"),
+    "operations/named.py": (2, "here names become positions; the first, whatever it is called"),
     "operations/problem.py": (1, "inputs of operations that take any number have no names"),
+    "graph/aten.py": (1, "the first input of any operation, whatever it is called"),
+    "studio/plan_accuracy.py": (1, "the first input of any step, whatever it is called"),
     "graph/nodes.py": (1, "here names become positions"),
     "compiler/choices/fuse_chains.py": (1, "a program of any number of inputs numbers them"),
     "kernels/shared/lowering.py": (1, "a program of any number of inputs numbers them"),

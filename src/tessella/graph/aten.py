@@ -15,6 +15,7 @@ import torch
 
 from tessella.core.errors import CompileError
 from tessella.graph import recurrent
+from tessella.graph.aten_layers import LAYERS
 from tessella.graph.attributes import is_attribute
 from tessella.graph.build import Builder
 from tessella.graph.graph import Dim, Value
@@ -65,12 +66,12 @@ def _same_arguments(call: OperatorCall, build: Builder, row: Operation) -> Resul
     if "self" in arguments:
         arguments["input"] = arguments.pop("self")
     inputs = [arguments.pop(i, None) for i in row.inputs]
-    first = next(iter(inputs))
     attrs = {a: arguments.pop(a) for a in row.attributes if a in arguments}
     defaults = {a.name: a.default_value for a in call.operator._schema.arguments}
     changed = {
         a for a, v in arguments.items() if a not in _IGNORED and v not in (None, defaults.get(a))
     }
+    first = inputs[0]
     if changed or not isinstance(first, Value):
         return None
     if row.name in _RANKS and len(first.shape) != _RANKS[row.name]:
@@ -348,80 +349,6 @@ def _square(call: OperatorCall, build: Builder) -> Result:
     return build.one("mul", [call.input, call.input])
 
 
-# ── layers ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _convolution(call: OperatorCall, build: Builder) -> Result:
-    """The general operator, which some modules call directly."""
-    a = call.arguments
-    spatial = len(a["stride"])
-    inputs = [call.input, a["weight"], a["bias"]]
-    if len(call.input.shape) != spatial + 2:
-        return None
-    attrs = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
-    if not a["transposed"]:
-        return build.one(f"conv{spatial}d", inputs, **attrs)
-    if spatial != 2:
-        return None
-    attrs["output_padding"] = a["output_padding"]
-    return build.one("conv_transpose2d", inputs, **attrs)
-
-
-def _conv_padding_by_name(call: OperatorCall, build: Builder) -> Result:
-    """``padding="same"`` or ``"valid"``; an odd total puts the extra row or column after."""
-    a = call.arguments
-    spatial = call.overload[len("conv")]
-    kernel = a["weight"].shape[2:]
-    rank = len(kernel)
-    if len(call.input.shape) != rank + 2:
-        return None
-    stride, dilation = (
-        tuple(a[k]) * (rank if len(a[k]) == 1 else 1) for k in ("stride", "dilation")
-    )
-    total = (
-        [d * (k - 1) for d, k in zip(dilation, kernel)] if a["padding"] == "same" else [0] * rank
-    )
-    x, padding = call.input, [t // 2 for t in total]
-    if any(t % 2 for t in total):
-        after = [n for t in reversed(total) for n in (t // 2, t - t // 2)]
-        x, padding = build.one("pad", [x], pad=after, mode="constant", value=0.0), [0] * rank
-    return build.one(
-        f"conv{spatial}d",
-        [x, a["weight"], a["bias"]],
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=a["groups"],
-    )
-
-
-def _batch_norm(call: OperatorCall, build: Builder) -> Result:
-    a = call.arguments
-    if a.get("training") or a.get("running_mean") is None:
-        if call.input.shape[0] == 1:  # statistics of one sample, as weight standardization takes
-            made = _per_channel(call, build)
-            return (made,) if len(call.shapes) > 1 else made
-        raise CompileError(
-            "a batch normalization without running statistics mixes the images of a batch",
-            seen=build.layer or "the network itself",
-            fix="train it with track_running_stats=True",
-        )
-    inputs = [call.input, a["running_mean"], a["running_var"], a["weight"], a["bias"]]
-    made = build.one("batch_norm", inputs, eps=a["eps"])
-    return (made,) if len(call.shapes) > 1 else made
-
-
-def _instance_norm(call: OperatorCall, build: Builder) -> Result:
-    return _per_channel(call, build) if call.arguments["use_input_stats"] else None
-
-
-def _per_channel(call: OperatorCall, build: Builder) -> Value:
-    """Normalize each channel of each sample: a group normalization with groups of one."""
-    a = call.arguments
-    inputs = [call.input, a["weight"], a["bias"]]
-    return build.one("group_norm", inputs, num_groups=call.input.shape[1], eps=a["eps"])
-
-
 def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
     if call.read - {0}:
         return None
@@ -441,24 +368,6 @@ def _extreme(op: str) -> Translator:
     return translated
 
 
-def _linear(call: OperatorCall, build: Builder) -> Result:
-    """Of a weight that is one row, which torch takes without an axis of rows; others: None."""
-    weight = call.arguments["weight"]
-    if len(weight.shape) != 1 or call.arguments["bias"] is not None:
-        return None
-    row = build.one("reshape", [weight], shape=(1, *weight.shape))
-    made = build.one("linear", [call.input, row, None])
-    return build.one("reshape", [made], shape=call.shapes[0])
-
-
-def _matmul(call: OperatorCall, build: Builder) -> Result:
-    return build.one("matmul", [call.input, call.arguments["mat2"]])
-
-
-def _embedding(call: OperatorCall, build: Builder) -> Result:
-    return build.one("embedding", [call.arguments["indices"], call.arguments["weight"]])
-
-
 def _vector_norm(call: OperatorCall, build: Builder) -> Result:
     """The 2-norm along axes."""
     a = call.arguments
@@ -473,49 +382,11 @@ def _complex(value: Value) -> bool:
     return value.dtype.startswith("complex")
 
 
-def _adaptive_avg_pool1d(call: OperatorCall, build: Builder) -> Result:
-    shape = call.input.shape
-    if len(shape) != 3 or call.shapes[0] is None:
-        return None
-    flat = build.one("reshape", [call.input], shape=(*shape[:2], 1, shape[2]))
-    size = (1, *call.arguments["output_size"])
-    pooled = build.one("adaptive_avg_pool2d", [flat], output_size=size)
-    return build.one("reshape", [pooled], shape=call.shapes[0])
-
-
-def _attention(call: OperatorCall, build: Builder) -> Result:
-    if call.arguments["dropout_p"]:
-        raise CompileError(
-            "an attention layer drops values at random even in evaluation mode",
-            seen=f"dropout_p={call.arguments['dropout_p']} in {build.layer or 'the network'}",
-            fix="pass dropout_p=self.p if self.training else 0.0",
-        )
-    return None  # the row shares its arguments
-
-
 def _mean_of_all(op: str) -> Callable[[OperatorCall, Builder], Result]:
     def translator(call: OperatorCall, build: Builder) -> Result:
         dtype = call.arguments.get("dtype")
         name = None if dtype is None else dtype_name(dtype)
         return build.one(op, [call.input], dim=None, keepdim=False, dtype=name)
-
-    return translator
-
-
-def _interpolate(mode: str) -> Callable[[OperatorCall, Builder], Result]:
-    def translator(call: OperatorCall, build: Builder) -> Result:
-        a = call.arguments
-        if len(call.input.shape) < 3 or not is_attribute([a["output_size"], a["scale_factors"]]):
-            return None
-        return build.one(
-            "interpolate",
-            [call.input],
-            size=a["output_size"],
-            scale_factor=a["scale_factors"],
-            mode=mode,
-            align_corners=a.get("align_corners"),
-            antialias=call.overload.endswith("_aa.vec"),
-        )
 
     return translator
 
@@ -558,7 +429,6 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("repeat_interleave.self_int", _repeat_interleave),
     ("copy.default", _copy),
     ("linalg_vector_norm.default", _vector_norm),
-    ("adaptive_avg_pool1d.default", _adaptive_avg_pool1d),
     ("split.Tensor split.sizes split_with_sizes.default chunk.default", _split),
     ("unbind.int", _unbind),
     ("cat.default concat.default concatenate.default", _cat),
@@ -575,28 +445,14 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("square.default", _square),
     ("selu.default celu.default", _scaled_elu),
     ("__and__.Tensor __or__.Tensor __xor__.Tensor", _bitwise),
-    ("convolution.default", _convolution),
-    ("conv1d.padding conv2d.padding conv3d.padding", _conv_padding_by_name),
-    ("batch_norm.default _native_batch_norm_legit_no_training.default", _batch_norm),
-    ("_native_batch_norm_legit.no_stats", _batch_norm),
-    ("instance_norm.default", _instance_norm),
     ("max_pool2d_with_indices.default", _max_pool_with_indices),
-    ("mm.default bmm.default", _matmul),
-    ("linear.default", _linear),
     ("max.dim", _extreme("amax")),
     ("min.dim", _extreme("amin")),
-    ("embedding.default", _embedding),
-    ("scaled_dot_product_attention.default", _attention),
     ("mean.default", _mean_of_all("mean")),
     ("sum.default", _mean_of_all("sum")),
-    ("upsample_nearest1d.vec upsample_nearest2d.vec", _interpolate("nearest")),
-    ("upsample_nearest3d.vec", _interpolate("nearest")),
-    ("upsample_linear1d.vec", _interpolate("linear")),
-    ("upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec", _interpolate("bilinear")),
-    ("upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec", _interpolate("bicubic")),
-    ("upsample_trilinear3d.vec", _interpolate("trilinear")),
     ("zeros.default ones.default full.default zeros_like.default ones_like.default", _filled),
     ("full_like.default new_zeros.default new_ones.default new_full.default", _filled),
     ("empty.memory_format empty_like.default new_empty.default zero.default", _filled),
+    *LAYERS.items(),
     *QUANTIZED.items(),
 )

@@ -31,7 +31,7 @@ class NamedOperands(Generic[T]):
     @property
     def first(self) -> T | None:
         """The first input, whatever the operation calls it; None if there is none."""
-        return next(iter(self.inputs), None)
+        return self.inputs[0] if self.inputs else None
 
     def get(self, operand: str) -> T | None:
         """The input of this name; None where it is left out."""

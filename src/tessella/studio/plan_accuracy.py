@@ -290,7 +290,7 @@ def precision_of(plan: Outline, bucket: Bucket, step: Step) -> str:
     types = {b.name: b.dtype for b in bucket.buffers}
     types |= {s.name: s.dtype for s in plan.manifest.inputs}
     types |= {n: str(t.dtype).removeprefix("torch.") for n, t in plan.weights.items()}
-    dtype = types.get(next(iter(step.inputs)) or "", "")
+    dtype = types.get(step.inputs[0] or "", "")
     if dtype == "float32" and plan.manifest.precision == "tf32":
         return "tf32"
     return NAMES.get(dtype, dtype)
