@@ -15,6 +15,7 @@ from PIL import Image
 from tessella.annotations.check import sides_of
 from tessella.core.errors import DataError
 from tessella.core.pictures import FORMATS
+from tessella.core.record import no_constant, unique_keys
 
 MAX_JSON_BYTES = 1 << 30
 # COCO's largest file (448 MB) has 4 million lists and records and 60 million values. A gigabyte of
@@ -54,7 +55,7 @@ def read_json(path: Path) -> Any:
             fix="split it",
         )
     try:
-        return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        return json.loads(content, object_pairs_hook=unique_keys, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise DataError(
             "the annotation file is not JSON that can be read",
@@ -73,17 +74,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key is given twice")
-    return made
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_text(path: Path) -> str:

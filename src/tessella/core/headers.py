@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tessella.core.preprocess import Preprocess
@@ -29,8 +30,9 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_KINDS = frozenset(
     (b"PLTE", b"tRNS", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"tIME", b"sBIT", b"bKGD", b"IDAT")
 )
-_SEQUENTIAL, _PROGRESSIVE, _SCAN, _EXIF = (0xFFC0, 0xFFC1), 0xFFC2, 0xFFDA, 0xFFE1
-_TABLES = (0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))
+_SEQUENTIAL, _PROGRESSIVE = (0xFFC0, 0xFFC1), 0xFFC2
+SCAN, EXIF = 0xFFDA, 0xFFE1
+TABLES = (0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))
 _EXIF_BYTES = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8)  # of a value of each type
 
 
@@ -100,25 +102,36 @@ def jpeg_frame(content: bytes) -> JpegFrame | None:
         return None
 
 
-def _jpeg_frame(content: bytes) -> JpegFrame | None:
-    place, frame, exif = 2, None, False
+def jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """The marker, place and bytes of each segment of a JPEG's head, the first scan's last.
+
+    Raises:
+        struct.error: the file ends before.
+    """
+    place = 2
     while place < HEAD_BYTES:
         marker, nbytes = struct.unpack_from(">HH", content, place)
-        if marker == _SCAN and frame is not None:
+        yield marker, place, nbytes
+        if marker == SCAN or nbytes < 2:
+            return
+        place += 2 + nbytes
+
+
+def _jpeg_frame(content: bytes) -> JpegFrame | None:
+    frame, exif = None, False
+    for marker, place, nbytes in jpeg_segments(content):
+        if marker == SCAN and frame is not None:
             return _with_scans(content, place, *frame)
         if marker in _SEQUENTIAL or marker == _PROGRESSIVE:
             if frame is not None:
                 return None
             frame = (marker, *struct.unpack_from(">HHB", content, place + 5))
-        elif marker == _EXIF and content.startswith(b"Exif\0\0", place + 4):
+        elif marker == EXIF and content.startswith(b"Exif\0\0", place + 4):
             if exif or not _is_sound_exif(content[place + 10 : place + 2 + nbytes]):
                 return None
             exif = True
-        elif marker not in _TABLES:
+        elif marker not in TABLES:
             return None
-        if nbytes < 2:
-            return None
-        place += 2 + nbytes
     return None
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from tessella.core.headers import HEAD_BYTES, PLAIN_PIXELS
+from tessella.core.headers import EXIF, PLAIN_PIXELS, SCAN, TABLES, jpeg_segments
 
-_BASELINE, _SCAN, _QUANTIZATION, _EXIF, _ADOBE = 0xFFC0, 0xFFDA, 0xFFDB, 0xFFE1, 0xFFEE
-_KNOWN = (0xFFC4, _QUANTIZATION, 0xFFDD, 0xFFFE, *range(0xFFE0, 0xFFF0))
+_BASELINE, _ADOBE = 0xFFC0, 0xFFEE
 _IDS = ((1, 2, 3), (0, 1, 2))  # of Y, Cb and Cr; libjpeg takes others for RGB, or guesses
 # sampling factors of Y where those of Cb and Cr are 1 × 1; to the right, to below
 _SAMPLINGS = ((1, 1), (2, 1), (2, 2))
@@ -44,14 +43,11 @@ def frame_of(content: bytes) -> Frame | None:
     """
     if not content.startswith(b"\xff\xd8"):
         return None
-    place, frame, ids = 2, None, b""
+    frame, ids = None, b""
     try:
-        while place < HEAD_BYTES:
-            marker, nbytes = struct.unpack_from(">HH", content, place)
-            if marker == _SCAN:
-                in_scan = content[place + 4]
-                whole = frame is not None and in_scan == len(ids)
-                return frame if whole else None
+        for marker, place, nbytes in jpeg_segments(content):
+            if marker == SCAN:
+                return frame if content[place + 4] == len(ids) else None
             if marker == _BASELINE and frame is None:
                 frame, ids = _frame(content, place)
                 if frame is None:
@@ -59,11 +55,8 @@ def frame_of(content: bytes) -> Frame | None:
             elif marker == _ADOBE:
                 if not _is_ycbcr(content, place, nbytes):
                     return None
-            elif marker == _EXIF or marker not in _KNOWN:
+            elif marker == EXIF or marker not in TABLES:
                 return None
-            if nbytes < 2:
-                return None
-            place += 2 + nbytes
     except (struct.error, IndexError):  # it ends before its header does
         pass
     return None

@@ -14,6 +14,7 @@ import json
 import math
 import types
 import typing
+from collections import Counter
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from tessella.core.errors import ArtifactError, CorruptArtifact, TessellaError
@@ -52,22 +53,25 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for a decoder's ``object_pairs_hook``; ``ValueError`` for a key twice."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        twice = sorted(name for name, count in Counter(k for k, _ in pairs).items() if count > 1)
+        raise ValueError(f"key given twice: {twice}")
+    return out
+
+
+def no_constant(name: str) -> float:
+    """For a decoder's ``parse_constant``: NaN and Infinity are no numbers of JSON."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
 def parse_json(text: str | bytes, *, where: str) -> Any:
     """``json.loads`` that refuses duplicate keys, numbers that are none and absurd nesting.
 
     Recursive functions can walk what passes, and ``canonical_json`` write it. Errors name the file.
     """
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            names = [k for k, _ in pairs]
-            twice = sorted({n for n in names if names.count(n) > 1})
-            raise ValueError(f"key given twice: {twice}")
-        return out
-
-    def no_constant(name: str) -> float:
-        raise ValueError(f"{name} is not a JSON number")
 
     def finite(number: str) -> float:
         if math.isinf(value := float(number)):
@@ -77,7 +81,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
     try:
         data = json.loads(
             text,
-            object_pairs_hook=no_duplicates,
+            object_pairs_hook=unique_keys,
             parse_constant=no_constant,
             parse_float=finite,
         )

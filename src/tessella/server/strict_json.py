@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from tessella.core.errors import InputError
+from tessella.core.record import no_constant, unique_keys
 
 
 def parse_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
@@ -23,19 +24,8 @@ def parse_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
     return document
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("a key is given twice")
-    return document
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 # Made once: json.loads and json.dumps make a new one at each call that has options.
-_STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_STRICT = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=no_constant)
 
 
 def object_of(holder: dict[str, Any], key: str, what: str) -> dict[str, Any]:
