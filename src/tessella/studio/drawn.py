@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,22 @@ class Drawn:
         self, dataset: Dataset, split: str, index: int, *, version: int | None = None
     ) -> tuple[Box, ...]:
         """The boxes of an image at a version; None: the newest, 0: the dataset's own."""
-        for line in reversed(self._read(dataset)[:version]):
-            if (line["split"], line["index"]) == (split, index):
-                size = (dataset.preprocess.height, dataset.preprocess.width)
-                return checked(line["boxes"], len(dataset.classes), size)
-        return stored(dataset, split, index)
+        return self._newest(dataset, version)(split, index)
+
+    def _newest(
+        self, dataset: Dataset, version: int | None
+    ) -> Callable[[str, int], tuple[Box, ...]]:
+        """The boxes of any image at a version, by its split and number; the file is read once."""
+        lines = {(line["split"], line["index"]): line for line in self._read(dataset)[:version]}
+        size = (dataset.preprocess.height, dataset.preprocess.width)
+
+        def of(split: str, index: int) -> tuple[Box, ...]:
+            line = lines.get((split, index))
+            if line is None:
+                return stored(dataset, split, index)
+            return checked(line["boxes"], len(dataset.classes), size)
+
+        return of
 
     def export(self, dataset: Dataset, out: Path) -> dict[str, Path]:
         """Write the newest version into a new folder: COCO's JSON for each split, and pictures.
@@ -131,7 +142,7 @@ class Drawn:
 
     def _split(self, dataset: Dataset, name: str, folder: Path, decoder: Decoder) -> Annotations:
         """The pictures of a split with their boxes; the pictures are written, too."""
-        record, pictures = dataset.preprocess, []
+        record, pictures, boxes = dataset.preprocess, [], self._newest(dataset, None)
         (folder / "images" / name).mkdir(parents=True)
         for index, example in enumerate(dataset.split(name)):
             path = f"images/{name}/{index:06d}.png"
@@ -143,7 +154,7 @@ class Drawn:
                     path=path,
                     height=record.height,
                     width=record.width,
-                    things=_things(self.of(dataset, name, index)),
+                    things=_things(boxes(name, index)),
                 )
             )
         return Annotations(classes=dataset.classes, pictures=tuple(pictures), problems=())
