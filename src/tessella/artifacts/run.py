@@ -119,8 +119,9 @@ class Recipe:
             Batch norms then see the parts.
         recompute: compute a block's inner values again in the backward pass instead of keeping
             them: less memory, a third more computing, the same numbers.
-        decode: where JPEG files are decoded that a dataset keeps as they are (``original``): on the
-            ``host``, or by the ``gpu``, to the same bits where it has decoders of its own (A100,
+        decode: where JPEG files are decoded that a dataset keeps as they are (``original``), if
+            they are more than 256 MB decoded: on the ``host``, or, where they are only cut and
+            mirrored, by the ``gpu``, to the same bits where it has decoders of its own (A100,
             H100 and later of that class). That leaves the cores alone, but steps beside it were
             slower than from a dataset of pixels.
         workers: threads that load images in each process; 0: none beside the one that trains. By

@@ -234,6 +234,7 @@ def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World)
         training=True,
         workers=workers,
         for_gpu=world.device.type == "cuda",
+        decodes=recipe.decode == "gpu",
     )
     next(stream)  # opens the shards, and decodes a small split at once
     began, loaded = time.perf_counter(), 0

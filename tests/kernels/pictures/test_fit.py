@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 
 from tessella.core import preprocess
+from tessella.core.errors import KernelError
 from tessella.core.jpeg import Frame, frame_of
 from tessella.core.preprocess import Placement, Preprocess, fitted, placement
 from tessella.device.nvjpeg import Planes, places
-from tessella.kernels.pictures import fit
+from tessella.kernels.pictures import decode, fit
 from tests.support.kernels.compile_only import compile_all
 
 RNG = np.random.default_rng(0)
@@ -109,6 +110,27 @@ def fit_on_the_host(pixels: np.ndarray, record: Preprocess) -> np.ndarray:
 
 def shown_at(place: Placement) -> tuple[slice, slice]:
     return slice(place.top, place.top + place.height), slice(place.left, place.left + place.width)
+
+
+def test_what_nvjpeg_refuses_the_host_decodes(monkeypatch):
+    """Batch by batch, and it is told."""
+
+    class Refusing:
+        def __init__(self, device: torch.device, *, hardware: bool) -> None: ...
+
+        def __call__(self, files: list[bytes], frames: list[Frame]) -> Planes:
+            raise KernelError("nvJPEG cannot decode a picture of this batch", seen="status 3")
+
+    monkeypatch.setattr(decode, "JpegDecoder", Refusing)
+    monkeypatch.setattr(decode, "MOST_PIXELS", 300)
+    record = Preprocess(height=8, width=11)
+    files = [jpeg(13, 21, "4:2:0"), jpeg(9, 14, "4:4:4"), jpeg(7, 12, None)]
+    decoder = decode.PictureDecoder(record, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="the host decodes . JPEG files: nvJPEG cannot") as told:
+        made = decoder(files, [frame_of(content) for content in files])
+    assert len(told) == 2  # 273 pixels, then 126 and 84
+    for content, pixels in zip(files, made, strict=True):
+        assert np.array_equal(pixels.numpy(), fitted(content, record))
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

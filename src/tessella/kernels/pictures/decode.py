@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,15 +25,11 @@ class PictureDecoder:
 
     Args:
         hardware: see ``JpegDecoder``.
-
-    Attributes:
-        damaged: how many files the GPU did not decode, so that the host did.
     """
 
     def __init__(self, record: Preprocess, device: torch.device, *, hardware: bool = True) -> None:
         self._record, self._device = record, device
         self._decoder = JpegDecoder(device, hardware=hardware)
-        self.damaged = 0
 
     def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
         """Pixels, uint8 [N, H, W, C] of the record's size.
@@ -46,8 +43,8 @@ class PictureDecoder:
     def _some(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
         try:
             return fitted(self._decoder(files, frames), frames, self._record)
-        except KernelError:  # libjpeg goes on where a file is damaged; which one, nvJPEG hides
-            self.damaged += len(files)
+        except KernelError as error:  # libjpeg goes on where a file is damaged; which, is not told
+            warnings.warn(f"the host decodes {len(files)} JPEG files: {error}", stacklevel=2)
             made = np.stack([preprocess.fitted(content, self._record) for content in files])
             return torch.from_numpy(made).to(self._device)
 
