@@ -64,7 +64,7 @@ def create_app(
     app.include_router(pictures.router(context.workspace, context.uploads))
     app.mount("/static", StaticFiles(directory=STATIC))
     if SITE is not None:
-        app.mount("/site", StaticFiles(directory=SITE))
+        app.mount("/site", StaticFiles(directory=SITE, html=True))
     for page in PAGES:
         page.register(context)
     nicegui.app.on_shutdown(context.answers.close)
