@@ -22,7 +22,7 @@ def start(folder, *command):
 def test_the_exit_code_is_written_and_the_output_passed_on(tmp_path):
     code = f"import os, sys; print(os.environ['{MARK}']); sys.exit(7)"
     process = start(tmp_path, sys.executable, "-c", code)
-    assert process.communicate(timeout=20)[0].decode() == f"{tmp_path}\n"
+    assert process.communicate(timeout=90)[0].decode() == f"{tmp_path}\n"
     assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 7
 
 
@@ -41,7 +41,7 @@ for _ in range(1200): time.sleep(0.05)
     process = start(tmp_path, sys.executable, "-c", program)
     assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=20)[0] == b"told\n" * 2
+    assert process.communicate(timeout=90)[0] == b"told\n" * 2
     assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 5
 
 
@@ -57,5 +57,5 @@ def test_no_exit_code_without_an_end(tmp_path):
     process = start(tmp_path, sys.executable, "-c", "import time; time.sleep(0.5)")
     wait_for(lambda: process.poll() is None, 1)
     assert not (tmp_path / "exit.json").exists()
-    process.communicate(timeout=20)
+    process.communicate(timeout=90)
     assert (tmp_path / "exit.json").exists()

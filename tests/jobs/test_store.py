@@ -140,7 +140,7 @@ def test_a_gpu_is_leased_to_one_job_whoever_asks(store, tmp_path):
     """Threads with stores of their own want the same GPUs; each GPU is granted exactly once."""
     jobs = [store.submit(spec("ok")) for _ in range(24)]
     granted: list[tuple[str, int]] = []
-    start = threading.Barrier(4, timeout=30)
+    start = threading.Barrier(4, timeout=60)
 
     def ask(part: int) -> None:
         own = Store(tmp_path / "queue.db")
@@ -182,7 +182,7 @@ def test_two_processes_never_claim_the_same_job_or_gpu(store, tmp_path):
     for claimer in claimers:
         claimer.stdin.write("go\n")
         claimer.stdin.flush()
-    claimed = [claimer.communicate(timeout=30)[0].split() for claimer in claimers]
+    claimed = [claimer.communicate(timeout=90)[0].split() for claimer in claimers]
     assert len(claimed[0]) + len(claimed[1]) == 20
     assert not set(claimed[0]) & set(claimed[1])
     assert sorted(store.leases()) == list(range(20))

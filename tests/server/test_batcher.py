@@ -81,10 +81,10 @@ def test_a_delay_waits_for_company_but_not_when_full() -> None:
         await asyncio.sleep(0.02)
         assert engine.batches == []
         answers.append(asyncio.create_task(patient.infer(rows(2))))
-        await asyncio.wait_for(asyncio.gather(*answers), 5)
+        await asyncio.wait_for(asyncio.gather(*answers), 60)
         assert engine.batches == [3]
         brief = batcher(engine, max_batch=3, max_delay_us=1000)
-        await asyncio.wait_for(brief.infer(rows(1)), 5)
+        await asyncio.wait_for(brief.infer(rows(1)), 60)
         assert engine.batches == [3, 1]
 
     run(test())

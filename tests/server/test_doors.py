@@ -66,7 +66,7 @@ def served(
     try:
         yield process.stdout.readline().strip(), port
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
     finally:
         process.kill()
@@ -82,7 +82,7 @@ def test_all_doors_at_once(served: tuple[str, int], certificate: tuple[str, str]
     memory = SharedMemory(name, create=True, size=4096)
     try:
         memory.buf[: IMAGES.nbytes] = IMAGES.tobytes()
-        with httpx.Client(base_url=url, verify=trusted, timeout=20) as http:
+        with httpx.Client(base_url=url, verify=trusted, timeout=60) as http:
             asked = {"key": f"/{name}", "offset": 0, "byte_size": 4096}
             register = "/v2/systemsharedmemory/region/r/register"
             http.post(register, json=asked).raise_for_status()

@@ -150,7 +150,7 @@ def test_contents_instead_of_raw_bytes(channel: grpc.Channel) -> None:
             getattr(b.contents, field).extend(values)
         return request
 
-    answer = infer(asked(int_contents=[1, 2, 3, 4, 5, -6]), metadata=metadata, timeout=10)
+    answer = infer(asked(int_contents=[1, 2, 3, 4, 5, -6]), metadata=metadata, timeout=60)
     outputs = dict(zip((o.name for o in answer.outputs), answer.raw_output_contents, strict=True))
     assert np.frombuffer(outputs["total"], np.int32).tolist() == [1, 3, 5, 7, 9, -1]
     both = asked(int_contents=[1] * 6)
@@ -162,7 +162,7 @@ def test_contents_instead_of_raw_bytes(channel: grpc.Channel) -> None:
         (both, "given twice"),
     ):
         with pytest.raises(grpc.RpcError, match=told) as caught:
-            infer(wrong, metadata=metadata, timeout=10)
+            infer(wrong, metadata=metadata, timeout=60)
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -176,12 +176,12 @@ def test_a_stream_answers_in_order_and_errors_are_answers(client: Client) -> Non
         client.async_stream_infer("flowers", [image_input(scale * IMAGES)])
     client.async_stream_infer("weeds", [image_input()])
     for scale in (1, 2):
-        result, error = answers.get(timeout=10)
+        result, error = answers.get(timeout=60)
         assert error is None
         np.testing.assert_allclose(
             result.as_numpy("scores"), scale * expected_scores(IMAGES), rtol=1e-4
         )
-    assert "no such model" in str(answers.get(timeout=10)[1])
+    assert "no such model" in str(answers.get(timeout=60)[1])
     client.stop_stream()
 
 
@@ -270,12 +270,12 @@ def test_what_lies_is_refused_and_harms_nobody(client: Client, channel: grpc.Cha
         service_pb2.ModelInferRequest(model_name="a/../b%2f").SerializeToString(),
     ):  # fmt: skip
         with pytest.raises(grpc.RpcError) as caught:
-            call(body, metadata=metadata, timeout=10)
+            call(body, metadata=metadata, timeout=60)
         assert caught.value.code() in (
             grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND,
         )  # fmt: skip
     with pytest.raises(grpc.RpcError) as caught:
-        call(bytes(grpc_front.MOST_MESSAGE_BYTES + 1), metadata=metadata, timeout=10)
+        call(bytes(grpc_front.MOST_MESSAGE_BYTES + 1), metadata=metadata, timeout=60)
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"/{SERVICE}/CudaSharedMemoryRegister")(b"", timeout=10)

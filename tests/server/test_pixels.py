@@ -35,7 +35,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     ).save(path)
     models = Repository({"flowers": path})
     models.load_all()
-    with Server(models) as running, httpx.Client(base_url=running.url, timeout=30) as client:
+    with Server(models) as running, httpx.Client(base_url=running.url, timeout=60) as client:
         yield client
 
 

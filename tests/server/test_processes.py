@@ -81,7 +81,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     finally:
         if server.process.poll() is None:
             server.process.send_signal(signal.SIGTERM)
-        _, err = server.process.communicate(timeout=30)
+        _, err = server.process.communicate(timeout=90)
         print(err)
 
 
@@ -131,7 +131,7 @@ class Load:
     def until_all_answered(self) -> None:
         """Return when each client has had three more answers."""
         before = list(self.answered)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 90
         while any(now < then + 3 for now, then in zip(self.answered, before, strict=True)):
             assert time.monotonic() < until, "somebody waits for ever"
             assert not any(f.done() for f in self._futures)
@@ -247,7 +247,7 @@ def test_a_killed_acceptor_takes_its_own_connections_alone(running: Running) -> 
     with Load(running, see) as load:
         before[0].kill()
         load.until_all_answered()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(running.acceptors()) < ACCEPTORS and time.monotonic() < until:
             time.sleep(0.05)
         load.until_all_answered()
@@ -271,7 +271,7 @@ def test_a_killed_engine_is_503_and_comes_back(running: Running) -> None:
     acceptors = running.acceptors()
     with Load(running, see) as load, running.client() as http:
         engine.kill()
-        until = time.monotonic() + 30
+        until = time.monotonic() + 90
         while True:
             ready, answer = http.get("/v2/health/ready"), infer(http, images(1))
             # an acceptor is ready, too, as long as it has not noticed
@@ -373,10 +373,10 @@ def test_nothing_is_left_of_a_server_that_is_killed(killed: str, tmp_path: Path)
         running.watching.kill()
     else:
         running.process.kill()
-    _, err = running.process.communicate(timeout=30)
+    _, err = running.process.communicate(timeout=90)
     assert running.process.returncode != 0
     assert ("the processes of the server have ended" in err) == (killed == "watching")
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert list(running.sockets.iterdir()) == []
 
 
@@ -386,8 +386,8 @@ def test_nothing_is_left_of_a_server_that_is_killed_while_it_starts(tmp_path: Pa
         time.sleep(0.001)
     family = psutil.Process(running.process.pid).children(recursive=True)
     running.process.kill()
-    running.process.communicate(timeout=30)
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    running.process.communicate(timeout=90)
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert list(running.sockets.iterdir()) == []
 
 
@@ -404,7 +404,7 @@ def test_sigterm_answers_what_was_accepted_and_leaves_nothing(running: Running) 
     assert len(family) == 2 + ACCEPTORS
     host, _, port = running.url.removeprefix("http://").partition(":")
     body = images(1).tobytes()
-    with socket.create_connection((host, int(port)), timeout=20) as late:
+    with socket.create_connection((host, int(port)), timeout=60) as late:
         late.sendall(
             b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\n"
             b"Inference-Header-Content-Length: 0\r\nContent-Length: %d\r\n\r\n"
@@ -423,5 +423,5 @@ def test_sigterm_answers_what_was_accepted_and_leaves_nothing(running: Running) 
         np.frombuffer(answer[-16:], np.float32), expected_scores(images(1))[0], rtol=1e-3, atol=1e-3
     )
     assert running.process.wait(20) == 0
-    assert psutil.wait_procs(family, timeout=5)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert list(running.sockets.iterdir()) == []

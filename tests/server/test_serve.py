@@ -34,7 +34,7 @@ def plan_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client(verify=False, timeout=30) as client:
+    with httpx.Client(verify=False, timeout=60) as client:
         yield client
 
 
@@ -56,7 +56,7 @@ def test_a_real_plan_under_many_clients(plan_path: Path) -> None:
     with Server({"flowers": plan_path}, max_delay_us=500) as server:
 
         def client(seed: int) -> None:
-            with httpx.Client(verify=False, timeout=30) as http:
+            with httpx.Client(verify=False, timeout=60) as http:
                 for size in sizes[seed]:
                     batch = images(size, seed)
                     np.testing.assert_allclose(
@@ -99,7 +99,7 @@ def test_reloading_under_load_loses_no_request(plan_path: Path, http: httpx.Clie
     stop = threading.Event()
 
     def client() -> None:
-        with httpx.Client(verify=False, timeout=30) as mine:
+        with httpx.Client(verify=False, timeout=60) as mine:
             while not stop.is_set():
                 answer = infer(mine, server.url, batch)
                 factor = 1 if np.allclose(answer, once, rtol=1e-3, atol=1e-3) else 2
@@ -190,7 +190,7 @@ def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
             # A body that is still coming when the signal does is read to its end and answered.
             host, _, port = url.removeprefix("http://").partition(":")
             body = images(1).tobytes()
-            with socket.create_connection((host, int(port)), timeout=20) as late:
+            with socket.create_connection((host, int(port)), timeout=60) as late:
                 late.sendall(
                     b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\n"
                     b"Inference-Header-Content-Length: 0\r\n"
@@ -208,7 +208,7 @@ def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
         assert answer.startswith(b"HTTP/1.1 200")
         scores = np.frombuffer(answer[-16:], np.float32)
         np.testing.assert_allclose(scores, expected_scores(images(1))[0], rtol=1e-3, atol=1e-3)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=90)
         assert (process.returncode, err) == (0, "")
     finally:
         process.kill()

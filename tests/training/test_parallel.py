@@ -57,7 +57,7 @@ def test_two_processes_give_the_curve_of_one_even_when_killed(dataset, tmp_path,
         time.sleep(0.1)
     assert parent.returncode == -signal.SIGKILL
     assert len(family) >= 3  # torchrun and two workers, which end with their parent
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     assert 10 <= len(losses(Run(out))) < 80
 

@@ -149,7 +149,7 @@ def test_a_sweep_that_was_killed_goes_on(dataset, tmp_path, pretended):
     """The trial at hand goes on too, under its number; its process ended with its parent."""
     out = tmp_path / "s"
     kill(dataset, out, pretended)
-    _, alive = psutil.wait_procs(running(pretended), timeout=20)
+    _, alive = psutil.wait_procs(running(pretended), timeout=60)
     assert not alive
     settings = {"vary": {"batch_size": [8, 15, 4]}, "sampler": "grid", "pruner": "none"}
     with pytest.raises(UsageError, match="already holds a sweep"):

@@ -17,14 +17,14 @@ def spec(*argv: str, **fields) -> JobSpec:
     return JobSpec(**{"name": argv[0], "kind": "train", "argv": argv, **fields})
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
 
 
-def drive(scheduler: Scheduler, *, until: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def drive(scheduler: Scheduler, *, until: Callable[[], bool], timeout_s: float = 90.0) -> None:
     """Step until it is so; a scheduler makes its decisions in ``step`` alone."""
 
     def stepped() -> bool:

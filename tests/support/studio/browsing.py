@@ -43,7 +43,7 @@ def alive(chromium: Chrome) -> None:
     until(lambda: chromium.find_elements(By.CSS_SELECTOR, "main.page"))
 
 
-def until(condition: Callable[[], T], seconds: float = 20.0, what: str = "it") -> T:
+def until(condition: Callable[[], T], seconds: float = 60.0, what: str = "it") -> T:
     """Wait until ``condition`` returns something true; return that.
 
     An element that was drawn again in the meantime is asked for once more.
@@ -59,7 +59,7 @@ def until(condition: Callable[[], T], seconds: float = 20.0, what: str = "it") -
     raise AssertionError(f"{what} did not happen in {seconds:.0f} s{problem}")
 
 
-def see(chromium: Chrome, words: str, seconds: float = 20.0) -> None:
+def see(chromium: Chrome, words: str, seconds: float = 60.0) -> None:
     """Wait until the page shows these words."""
 
     def shown() -> bool:

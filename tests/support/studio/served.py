@@ -31,7 +31,7 @@ class Served:
 
     def client(self) -> httpx.Client:
         """A client that has been let in."""
-        client = httpx.Client(base_url=self.url, follow_redirects=True, timeout=30)
+        client = httpx.Client(base_url=self.url, follow_redirects=True, timeout=60)
         assert client.get("/", params={"token": self.token}).status_code == 200
         return client
 
