@@ -37,7 +37,7 @@ from tessella.core.spec import DimRange
 from tessella.graph import capture
 from tessella.runtime import Engine, load
 from tessella.server import serve
-from tessella.server.listening import HttpServer, bind
+from tessella.server.listening import bind, url_of
 
 NETWORK, BATCH = "lenet", DimRange(min=1, opt=8, max=32)
 BARE = "bare uvicorn"
@@ -194,9 +194,10 @@ def be_server() -> None:
         await send({"type": "http.response.body", "body": answer})
 
     config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
-    server = HttpServer(config, bind("127.0.0.1", 0))  # uvicorn's own, which tells its URL
-    server.on_ready = lambda url: print(url, flush=True)
-    server.run(sockets=[server.listener])
+    listener = bind("127.0.0.1", 0)
+    listener.listen(2048)
+    print(url_of(listener), flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 # --- clients --------------------------------------------------------------------------------------
