@@ -79,6 +79,7 @@ def test_the_description_names_every_route_and_every_route_answers(http: httpx.C
     assert ("post", "/v2/repository/models/{name}/load") in described
     for method, path in described:
         path = path.replace("{model}", "flowers").replace("{name}", "pair")
+        path = path.replace("{version}", "1")
         if not path.endswith("/unload"):
             answer = http.request(method, path)
             verb = path.rpartition("/")[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -225,6 +226,48 @@ def test_reloading_under_load_loses_and_mixes_nothing(running: Running) -> None:
     assert load.lost == [0] * 6
 
 
+def test_versions_come_share_shadow_and_go_under_load(running: Running) -> None:
+    """No answer is lost, and each is of the version that it names."""
+    seen: set[str] = set()
+
+    def see(batch: np.ndarray, answer: httpx.Response) -> None:
+        assert answer.status_code == 200, answer.text
+        length = int(answer.headers["inference-header-content-length"])
+        version = json.loads(answer.content[:length])["model_version"]
+        assert right(answer, batch, float(version))
+        seen.add(version)
+
+    second = running.plan.parent / "flowers" / "2"
+    second.mkdir(parents=True)
+    linear_plan(scale=2.0).save(second / "model.plan")
+    root = "/v2/repository/models/flowers"
+    with Load(running, see) as load, running.client() as http:
+        for step, body in (
+            ("versions/2/load", {}),
+            ("traffic", {"split": {"1": 50, "2": 50}}),
+            ("traffic", {"shadow": "2"}),
+            ("traffic", {}),
+            ("versions/2/unload", {}),
+        ):
+            assert http.post(f"{root}/{step}", json=body).status_code == 200, step
+            load.until_all_answered()
+    assert seen == {"1", "2"}
+    assert load.lost == [0] * 6
+    with running.client() as http:
+        http.post(f"{root}/versions/2/load").raise_for_status()
+        http.post(f"{root}/traffic", json={"shadow": "2"}).raise_for_status()
+        until = time.monotonic() + 30
+        shadow: dict[str, float] = {}
+        while not shadow.get("requests") and time.monotonic() < until:
+            assert right(infer(http, images(1)), images(1)), "the shadow answers nobody"
+            stats = http.get("/v2/models/flowers/versions/2/stats").json()["model_stats"][0]
+            shadow = stats.get("shadow", {})
+        assert shadow["agreement"] == 1
+        http.post(f"{root}/traffic", json={}).raise_for_status()
+        http.post(f"{root}/versions/2/unload").raise_for_status()
+    shutil.rmtree(second.parent)
+
+
 def test_an_unloaded_model_is_gone_on_all_acceptors(running: Running) -> None:
     with running.client() as http:
         assert http.post("/v2/repository/models/flowers/unload").status_code == 200
@@ -344,7 +387,7 @@ def test_a_ticket_is_for_the_tensors_that_its_acceptor_knew(running: Running) ->
         acceptor.settimeout(10)
         acceptor.connect(str(next(running.sockets.glob("tessella-*/engine"))))
         socket.send_fds(acceptor, [b"lane"], [memory])
-        (described,) = json.loads(hears(acceptor, b"d"))
+        (described,) = json.loads(hears(acceptor, b"d"))["models"]
         ticket = Ticket(7, described["number"], 2, 0, 0, 4096, (1, 3, 8, 8)).pack()
         for plan, letter in (
             (linear_plan(scale=2.0), b"o"),

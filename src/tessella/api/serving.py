@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tessella import server
@@ -16,6 +16,7 @@ def serve(
     token: str | None = None,
     max_delay_us: int = 0,
     folder: str | Path | None = None,
+    traffic: Sequence[str] = (),
     compiled: bool = True,
     device: str | None = None,
     acceptors: int = 0,
@@ -27,11 +28,15 @@ def serve(
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
 
     >>> serve({"flowers": "flowers.plan"}, port=8000)
+    >>> serve({"flowers": "a.plan", "flowers@2": "b.plan"}, traffic=["flowers=1:90,2:10"])
 
     Args:
+        models: plans by NAME (its version 1) or NAME@VERSION, or folders of VERSION/model.plan.
         token: what clients must send; needed unless ``host`` is this machine's own.
         max_delay_us: how long a request may wait for others to share its batch.
-        folder: NAME.plan files that clients may load too.
+        folder: NAME.plan files, and NAME/VERSION/model.plan, that clients may load too.
+        traffic: rules ``NAME=1:90,2:10,shadow:3``: which share of the requests without a version
+            each version answers, and which one gets copies for comparison.
         compiled, device: as for ``load``, for all plans.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all.
@@ -47,6 +52,7 @@ def serve(
         token=token,
         max_delay_us=max_delay_us,
         folder=None if folder is None else Path(folder),
+        traffic=dict(map(server.parse_rule, traffic)),
         compiled=compiled,
         device=device,
         acceptors=acceptors,

@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    models: Annotated[list[str], Argument(help="NAME=FILE.plan, or FILE.plan.")],
+    models: Annotated[
+        list[str], Argument(help="NAME=FILE.plan, NAME@VERSION=FILE.plan, NAME=FOLDER, or FILE.")
+    ],
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port; 0 takes a free one.")] = 8000,
     token_file: Annotated[
@@ -29,7 +31,12 @@ def serve(
         int, Option(help="How long a request may wait for others to share its batch.")
     ] = 0,
     folder: Annotated[
-        Path | None, Option(help="Folder of NAME.plan files that clients may load too.")
+        Path | None,
+        Option(help="Folder of NAME.plan and NAME/VERSION/model.plan that clients may load too."),
+    ] = None,
+    traffic: Annotated[
+        list[str] | None,
+        Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
     ] = None,
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
@@ -50,6 +57,8 @@ def serve(
     """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
 
     Example: tessella serve flowers=flowers.plan --port 8000
+
+    Two versions: tessella serve flowers=a.plan flowers@2=b.plan --traffic flowers=1:90,2:10
     """
     with output(events=events) as out:
         if (tls_cert is None) != (tls_key is None):
@@ -62,6 +71,7 @@ def serve(
             token=None if token_file is None else read_token(token_file),
             max_delay_us=max_delay_us,
             folder=folder,
+            traffic=traffic or (),
             compiled=not recompile,
             acceptors=acceptors,
             grpc_port=grpc_port,
@@ -72,7 +82,7 @@ def serve(
 
 
 def parse_models(models: list[str]) -> dict[str, Path]:
-    """``NAME=FILE`` or ``FILE`` (its stem is the name) as paths by name."""
+    """``NAME=FILE``, ``NAME@VERSION=FILE`` or ``FILE`` (its stem is the name) as paths by name."""
     paths: dict[str, Path] = {}
     for model in models:
         name, found, path = model.rpartition("=")

@@ -4,5 +4,6 @@ from tessella.server.doors import Doors
 from tessella.server.limits import Limits
 from tessella.server.repository import Repository
 from tessella.server.serve import Server, serve
+from tessella.server.traffic import Traffic, parse_rule
 
-__all__ = ["Doors", "Limits", "Repository", "Server", "serve"]
+__all__ = ["Doors", "Limits", "Repository", "Server", "Traffic", "parse_rule", "serve"]

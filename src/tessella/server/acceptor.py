@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, cast
 
@@ -37,9 +38,10 @@ from tessella.server.lane import (
     places_of,
 )
 from tessella.server.protocol import Signature, signature
-from tessella.server.repository import MODEL_VERSION, unknown_model, unknown_version
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tickets import Ticket
+from tessella.server.traffic import Route, Traffic, settled
+from tessella.server.versions import unknown_model, unknown_version
 from tessella.server.waiting import DEFAULT_PRIORITY, Arrays, Infers, Waiter
 
 COUNTED_S = 0.5  # how old an acceptor's counts may be in the engine's statistics
@@ -60,8 +62,9 @@ class Link:
         self._address = address
         self._order = order
         self._engine: _Engine | None = None
-        self._models: dict[str, RemoteModel] = {}
-        self._statistics: dict[str, Statistics] = {}
+        self._models: dict[str, dict[str, RemoteModel]] = {}  # by name and version
+        self._defaults: dict[str, RemoteModel] = {}
+        self._statistics: dict[str, Statistics] = {}  # by NAME@VERSION
         self._tasks: list[asyncio.Task[None]] = []
 
     def get(self, name: str, version: str | None = None) -> RemoteModel:
@@ -71,12 +74,16 @@ class Link:
             ServeError: 404 no such model or version, 503 the engine is not there.
         """
         self.require_ready()
-        model = self._models.get(name)
-        if model is None:
+        if not version:
+            if (default := self._defaults.get(name)) is None:
+                raise unknown_model(name)
+            return default
+        versions = self._models.get(name)
+        if versions is None:
             raise unknown_model(name)
-        if version not in (None, "", MODEL_VERSION):
+        if version not in versions:
             raise unknown_version(name, version)
-        return model
+        return versions[version]
 
     def require_ready(self) -> None:
         """Raise ``ServeError`` 503 while the engine is not there."""
@@ -149,10 +156,11 @@ class Link:
             raise
         return engine
 
-    def _described(self, engine: _Engine, told: list[dict[str, Any]]) -> None:
-        models = {}
-        for one in told:
-            name = one["name"]
+    def _described(self, engine: _Engine, told: dict[str, Any]) -> None:
+        before = [model for versions in self._models.values() for model in versions.values()]
+        models: dict[str, dict[str, RemoteModel]] = {}
+        for one in told["models"]:
+            name, version = one["name"], one["version"]
             inputs, outputs = (
                 tuple(from_plain(TensorSpec, spec, where=name) for spec in one[side])
                 for side in ("inputs", "outputs")
@@ -160,9 +168,18 @@ class Link:
             record = one["preprocess"] and from_plain(Preprocess, one["preprocess"], where=name)
             task = from_plain(TaskRecord, one["task"], where=name)
             known = signature(inputs, outputs, tuple(one["labels"]), record, task)
-            statistics = self._statistics.setdefault(name, Statistics())
-            models[name] = RemoteModel(name, one["number"], known, engine, statistics)
+            statistics = self._statistics.setdefault(f"{name}@{version}", Statistics())
+            model = RemoteModel(name, version, one["number"], known, engine, statistics)
+            models.setdefault(name, {})[version] = model
+        self._defaults = {}
+        for name, versions in models.items():
+            rule = told["traffic"].get(name)
+            traffic = None if rule is None else from_plain(Traffic, rule, where=name)
+            default, route = settled(traffic, versions)
+            default.route = route
+            self._defaults[name] = default
         self._models = models
+        _when_unused(before, partial(engine.has_understood, told["number"]))
 
     async def _tell_counts(self) -> None:
         while True:
@@ -173,20 +190,45 @@ class Link:
         told = {
             name: statistics.taken()
             for name, statistics in self._statistics.items()
-            if self._engine is not None and statistics.success.count + statistics.fail.count
+            if self._engine is not None and statistics.is_untold
         }
         if told and self._engine is not None:
             self._engine.write(tickets.frame(b"s", json.dumps(told).encode()))
 
 
+def _when_unused(models: list[RemoteModel], then: Callable[[], None]) -> None:
+    """Call back when no request uses these models any more: at once, if none does."""
+    used = [model for model in models if model.users]
+    if not used:
+        then()
+        return
+    used[0].on_unused.append(lambda: _when_unused(used[1:], then))
+
+
 class RemoteModel(Infers):
-    """A model in the engine's process. Takes what an app asks of a model and of its batcher."""
+    """A model in the engine's process. Takes what an app asks of a model and of its batcher.
+
+    Attributes:
+        users: requests that may yet send a ticket for it.
+        on_unused: called once when there are none.
+    """
+
+    route: Route[RemoteModel] | None = None
 
     def __init__(
-        self, name: str, number: int, known: Signature, engine: _Engine, statistics: Statistics
+        self,
+        name: str,
+        version: str,
+        number: int,
+        known: Signature,
+        engine: _Engine,
+        statistics: Statistics,
     ) -> None:
         self.name = name
+        self.version = version
         self.number = number
+        self.users = 0
+        self.on_unused: list[Callable[[], None]] = []
         self.signature = known
         self.statistics = statistics
         self.batcher = self
@@ -194,10 +236,13 @@ class RemoteModel(Infers):
         self._output_bytes = sum(_most_bytes(spec) for spec in known.outputs.values())
 
     def __enter__(self) -> RemoteModel:
-        return self  # the engine's process keeps a model until its tickets are done
+        self.users += 1
+        return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.users -= 1
+        while not self.users and self.on_unused:
+            self.on_unused.pop()()
 
     def room_for_outputs(self, batch: int) -> int:
         """The bytes that the outputs of a batch take at most, each aligned."""
@@ -238,7 +283,7 @@ class _Engine(asyncio.Protocol):
         self,
         lane: Lane,
         places: Places,
-        on_description: Callable[[_Engine, list[dict[str, Any]]], None],
+        on_description: Callable[[_Engine, dict[str, Any]], None],
     ) -> None:
         self.described = asyncio.Event()
         self.lost = asyncio.Event()
@@ -284,6 +329,10 @@ class _Engine(asyncio.Protocol):
         if not self._to_send:
             self._loop.call_soon(self._flush)
         self._to_send.append(frame)
+
+    def has_understood(self, number: int) -> None:
+        """Say that no ticket will come for models that this description does not name."""
+        self.write(tickets.pack_understood(number))
 
     def _flush(self) -> None:
         self.transport.write(b"".join(self._to_send))

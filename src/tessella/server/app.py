@@ -22,7 +22,7 @@ from tessella.server.answers import JSON, Answer, Send, error_answer, json_answe
 from tessella.server.body import Disconnected, Headers, Receive, Scope
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
-from tessella.server.inference import Inference, Models, ServedModel, Watch
+from tessella.server.inference import Inference, Models, ServedModel, Watch, chosen
 from tessella.server.limits import Limits
 from tessella.server.protocol import (
     NO_REGIONS,
@@ -32,10 +32,10 @@ from tessella.server.protocol import (
     parse_priority,
     parse_timeout,
 )
-from tessella.server.repository import MODEL_VERSION
 from tessella.server.shared_memory import Regions
 from tessella.server.short_way import ShortWay
 from tessella.server.tensors import require_finite
+from tessella.server.traffic import Route
 from tessella.tasks import Query, View, verbs
 
 MANAGEMENT_BODY_BYTES = 1 << 20
@@ -154,16 +154,28 @@ class App:
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            with self._models.get(name, version) as model, watch.on(model):
+            first = self._models.get(name, version)
+            with watch.on(first):
                 json_length = headers.get(b"inference-header-content-length")
-                request = self._inference.parse(body, json_length, model)
-                outputs, _ = await self._run(model, request, watch)
-                return self._inference.answer(model, request, outputs, watch)
+                request = self._inference.parse(body, json_length, first)
+                with chosen(first, version, request.id) as model:
+                    watch.on(model)
+                    route = None if version else first.route
+                    outputs, _ = await self._run(model, request, watch, route)
+                    return self._inference.answer(model, request, outputs, watch)
 
     async def _run(
-        self, model: ServedModel, request: InferRequest, watch: Watch
+        self,
+        model: ServedModel,
+        request: InferRequest,
+        watch: Watch,
+        route: Route[Any] | None,
     ) -> tuple[dict[str, np.ndarray], tuple[View, ...]]:
-        """The outputs; and where the model saw each picture that came as a file."""
+        """The outputs; and where the model saw each picture that came as a file.
+
+        Args:
+            route: by which the model was chosen; its shadow may get a copy.
+        """
         arrays, views = request.arrays, tuple[View, ...]()
         for name, files in request.images.items():
             record = model.signature.preprocess
@@ -180,6 +192,8 @@ class App:
             stages=watch.stages,
         )
         watch.lap("queue")
+        if route is not None:
+            self._inference.shadowing.offer(route, arrays, outputs)
         return outputs, views
 
     async def _tell(
@@ -196,7 +210,9 @@ class App:
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            with self._models.get(name, version) as model, watch.on(model):
+            default = _with_verb(self._models.get(name, version), verb)
+            model, route = chosen(default, version), None if version else default.route
+            with model, watch.on(model):
                 spec = _only_image(model)
                 files = await _files(headers, body)
                 check_tensor_bytes(spec, len(files), self._limits)
@@ -207,7 +223,7 @@ class App:
                     priority=parse_priority(_whole(query, "priority") or 0),
                     images={spec.name: files},
                 )
-                outputs, views = await self._run(model, request, watch)
+                outputs, views = await self._run(model, request, watch, route)
                 first, scores = next(iter(outputs.items()))
                 require_finite(scores, name=first)
                 known = model.signature
@@ -220,7 +236,7 @@ class App:
                 if "draw" in query:
                     return await self._drawn(files, predictions, known)
         answer = json_answer(
-            {"model_name": model.name, "model_version": MODEL_VERSION, "predictions": predictions}
+            {"model_name": model.name, "model_version": model.version, "predictions": predictions}
         )
         return replace(answer, headers=(JSON, (b"server-timing", watch.stages.header())))
 

@@ -11,7 +11,7 @@ from tessella.server.guard import require_method
 from tessella.server.management import management
 from tessella.server.metrics import Metrics
 from tessella.server.protocol import NO_REGIONS
-from tessella.server.repository import MODEL_VERSION, Model, Repository
+from tessella.server.repository import Model, Repository
 from tessella.server.shared_memory import Regions
 from tessella.server.welcome import front_page, models, routes_page
 
@@ -67,16 +67,16 @@ class Describing:
         return None
 
     def _of_model(self, name: str, version: str | None, verb: list[str]) -> Describe | None:
-        get = self._repository.get
+        get, versions = self._repository.get, self._repository.versions
         match verb:
             case []:
-                return lambda: model_metadata(get(name, version))
+                return lambda: model_metadata(get(name, version), versions(name))
             case ["config"]:
-                return lambda: model_config(get(name, version))
+                return lambda: model_config(get(name, version), versions(name))
             case ["stats"]:
-                return lambda: _statistics([get(name, version)])
+                return lambda: _statistics([get(name, version)] if version else versions(name))
         return None
 
 
 def _statistics(models: list[Model]) -> dict[str, object]:
-    return {"model_stats": [m.statistics.to_json(m.name, MODEL_VERSION) for m in models]}
+    return {"model_stats": [m.statistics.to_json(m.name, m.version) for m in models]}

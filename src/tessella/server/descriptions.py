@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tessella.core.dtype import dtype
 from tessella.core.spec import TensorSpec
 from tessella.core.version import VERSION
-from tessella.server.repository import MODEL_VERSION, Model
+from tessella.server.repository import Model
 from tessella.server.waiting import DEFAULT_PRIORITY, PRIORITIES
 
 PLATFORM = "tessella_plan"
@@ -21,10 +22,11 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "tessella", "version": VERSION, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(model: Model) -> dict[str, Any]:
+def model_metadata(model: Model, versions: Sequence[Model]) -> dict[str, Any]:
+    """The protocol's metadata of a version; ``versions`` are those of its name that are ready."""
     return {
         "name": model.name,
-        "versions": [MODEL_VERSION],
+        "versions": [other.version for other in versions],
         "platform": PLATFORM,
         "inputs": [_tensor(s) for s in model.signature.inputs.values()],
         "outputs": [_tensor(s) for s in model.signature.outputs.values()],
@@ -40,7 +42,7 @@ def _shape(spec: TensorSpec) -> list[int]:
     return [d if isinstance(d, int) else -1 for d in spec.shape]
 
 
-def model_config(model: Model) -> dict[str, Any]:
+def model_config(model: Model, versions: Sequence[Model]) -> dict[str, Any]:
     """The configuration in Triton's fields; facts without a field are in ``parameters``."""
     manifest = model.engine.manifest
     facts = {
@@ -52,13 +54,15 @@ def model_config(model: Model) -> dict[str, Any]:
         "image_input": model.signature.image_input or "",
         "task": manifest.task.name,
         "verb": model.signature.answers.VERB,
+        "version": model.version,
     }
+    served = [int(other.version) for other in versions]
     on_gpu = manifest.fingerprint.target.startswith("sm_")
     return {
         "name": model.name,
         "platform": PLATFORM,
         "backend": "tessella",
-        "version_policy": {"latest": {"num_versions": 1}},
+        "version_policy": {"specific": {"versions": served}},
         "max_batch_size": model.max_batch,
         "input": [_config_tensor(s) for s in model.signature.inputs.values()],
         "output": [_config_tensor(s) for s in model.signature.outputs.values()],

@@ -23,6 +23,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,16 @@ from tessella.server.app import App
 from tessella.server.batcher import Batcher
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
-from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
+from tessella.server.versions import split_key
 from tessella.server.waiting import Request
 
 log = logging.getLogger(__name__)
 GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
+LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
 
@@ -67,7 +69,9 @@ class _Room:
     def __init__(self, repository: Repository, app: App, door: socket.socket) -> None:
         self.repository = repository
         self.app = app
-        self._models: dict[int, tuple[str, Signature]] = {}  # by the numbers of tickets
+        self._models: dict[int, _Known] = {}  # by the numbers of tickets
+        self.leaving: dict[int, Model] = {}  # unloaded, but acceptors may not know it
+        self._descriptions = 0
         self._numbers = itertools.count()
         self.loop = asyncio.new_event_loop()
         self.busy: dict[Batcher, None] = {}  # in the order of their next turns
@@ -93,12 +97,21 @@ class _Room:
             for key, _ in self._selector.select(seconds):
                 key.data()
             due_ns = None
-            for batcher in list(self.busy):
+            for batcher in self._next_turns():
                 del self.busy[batcher]
                 if (next_ns := batcher.step()) is not None:
                     self.busy[batcher] = None
                     due_ns = next_ns if due_ns is None else min(due_ns, next_ns)
+                elif self.busy:  # copies for a shadow, which had to wait
+                    due_ns = 0 if due_ns is None else due_ns
         asyncio.run_coroutine_threadsafe(self.repository.close(), self.loop).result(CLOSE_S)
+
+    def _next_turns(self) -> list[Batcher]:
+        """Who runs now: all that have something to do, or all but those with copies alone."""
+        turns = list(self.busy)
+        if len(turns) > 1:
+            turns = [batcher for batcher in turns if batcher.has_requests()] or turns
+        return turns
 
     def end(self) -> None:
         """Finish what waits and return from ``work``: a signal's handler, which wakes it."""
@@ -118,7 +131,9 @@ class _Room:
             return
         with self._lock:
             self._acceptors.add(acceptor)
-        acceptor.send(self._description())
+        with self._lock:
+            self._models, told = self._described()
+            acceptor.tell(self._descriptions, told, [])
 
         def read() -> None:
             try:
@@ -132,29 +147,39 @@ class _Room:
             connection.close()
             with self._lock:
                 self._acceptors.discard(acceptor)
+            acceptor.release_all()
 
         self._selector.register(connection, selectors.EVENT_READ, read)
 
     def _tell(self) -> None:
-        """Tell all acceptors which models there are."""
-        told = self._description()
+        """Tell all acceptors which models there are, in the event loop's thread. Models that are
+        about to go stay open until no acceptor will send a ticket for them, or for ``LEAVE_S``.
+        """
         with self._lock:
-            acceptors = list(self._acceptors)
-        for acceptor in acceptors:
-            acceptor.send(told)
-
-    def _description(self) -> bytes:
-        with self._lock:
-            numbers = {known: number for number, (known, _) in self._models.items()}
-            told, models = [], {}
-            for model in self.repository.models:
-                number = numbers.get(model.name)
-                if number is None or self._models[number][1] != model.signature:
-                    number = next(self._numbers)
-                models[number] = model.name, model.signature
-                told.append({"number": number, **describe(model)})
+            models, told = self._described()
+            gone = {n: k.model for n, k in self._models.items() if n not in models}
+            for acceptor in self._acceptors:
+                kept = [_Leaving(self.leaving, number, model) for number, model in gone.items()]
+                acceptor.tell(self._descriptions, told, kept)
+                for one in kept:
+                    self.loop.call_later(LEAVE_S, one.go)
             self._models = models
-        return tickets.frame(b"d", json.dumps(told).encode())
+
+    def _described(self) -> tuple[dict[int, _Known], bytes]:
+        """The models by number, and the frame that tells of them."""
+        numbers = {(k.name, k.version): number for number, k in self._models.items()}
+        told, models = [], {}
+        for model in self.repository.models:
+            number = numbers.get((model.name, model.version))
+            if number is None or not _is_same(self._models[number].model, model):
+                number = next(self._numbers)
+            models[number] = _Known(name=model.name, version=model.version, model=model)
+            told.append({"number": number, **describe(model)})
+        self._descriptions += 1
+        document = {
+            "number": self._descriptions, "models": told, "traffic": self.repository.rules()
+        }  # fmt: skip
+        return models, tickets.frame(b"d", json.dumps(document).encode())
 
     def model(self, number: int) -> Model:
         """The model of a ticket.
@@ -162,11 +187,53 @@ class _Room:
         Raises:
             ServeError: 503, it was unloaded, or its tensors are others than the acceptor knew.
         """
-        name, known = self._models.get(number, ("", None))
-        model = self.repository.get(name) if known is not None else None
-        if model is None or (model.signature is not known and model.signature != known):
+        known = self._models.get(number)
+        if known is None:
+            model = self.leaving.get(number)
+        else:
+            try:
+                model = self.repository.get(known.name, known.version)
+            except ServeError:  # just unloaded, and ``_tell`` is about to say so
+                model = known.model
+            model = model if _is_same(model, known.model) else None
+        if model is None:
             raise ServeError("the model was replaced", status=503, fix="send it again")
         return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """A version as it was described to acceptors."""
+
+    name: str
+    version: str
+    model: Model
+
+
+def _is_same(one: Model, other: Model) -> bool:
+    return one.signature is other.signature or one.signature == other.signature
+
+
+class _Leaving:
+    """An unloaded model that one acceptor may not know to be gone. Made in the event loop's thread,
+    where models count their users.
+
+    Args:
+        leaving: all these models, by their number.
+    """
+
+    def __init__(self, leaving: dict[int, Model], number: int, model: Model) -> None:
+        self._leaving, self._number, self._model = leaving, number, model
+        self._is_gone = False
+        leaving[number] = model.__enter__()
+
+    def go(self) -> None:
+        """Let the model go, once, in the event loop's thread."""
+        if not self._is_gone:
+            self._is_gone = True
+            self._model.__exit__()
+            if not self._model.is_used:
+                self._leaving.pop(self._number, None)
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -174,6 +241,7 @@ def describe(model: Model) -> dict[str, Any]:
     known = model.signature
     return {
         "name": model.name,
+        "version": model.version,
         "inputs": [to_plain(spec) for spec in known.inputs.values()],
         "outputs": [to_plain(spec) for spec in known.outputs.values()],
         "labels": list(known.labels),
@@ -203,6 +271,7 @@ class _Acceptor:
         self._lane = Lane(descriptors[0])
         self._sending = threading.Lock()
         self._frames = tickets.Frames()
+        self._leaving: dict[int, list[_Leaving]] = {}  # by description, until it is understood
         self._deliver = self._answer  # one object, by which a batcher groups its answers
 
     def read(self) -> bool:
@@ -216,9 +285,25 @@ class _Acceptor:
                 asyncio.run_coroutine_threadsafe(question, self._room.loop)
             elif letter == b"s":
                 known = self._room.repository.statistics
-                for name, told in json.loads(content).items():
-                    known[name].add(told)
+                for key, told in json.loads(content).items():
+                    known[split_key(key)].add(told)
+            elif letter == b"k":
+                self._let_go(self._leaving.pop(tickets.unpack_number(content)))
         return bool(data)
+
+    def tell(self, number: int, description: bytes, leaving: list[_Leaving]) -> None:
+        """Describe the models; those that are leaving may go when the acceptor has understood."""
+        self._leaving[number] = leaving
+        self.send(description)
+
+    def release_all(self) -> None:
+        """No ticket will come any more."""
+        for number in list(self._leaving):
+            self._let_go(self._leaving.pop(number))
+
+    def _let_go(self, leaving: list[_Leaving]) -> None:
+        for one in leaving:
+            self._room.loop.call_soon_threadsafe(one.go)
 
     def send(self, frames: bytes) -> None:
         """Write to the acceptor. One that does not read, since it was stopped, is given up when the

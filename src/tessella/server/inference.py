@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,10 +15,11 @@ from tessella.server.answers import JSON, Answer, status_of
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
 from tessella.server.protocol import NO_REGIONS, InferRequest, Signature, parse_infer
-from tessella.server.repository import MODEL_VERSION
 from tessella.server.responses import build_infer
+from tessella.server.shadow import Shadowing
 from tessella.server.shared_memory import Regions
 from tessella.server.statistics import Stages, Statistics
+from tessella.server.traffic import Route
 from tessella.server.waiting import Infers
 
 OCTETS = (b"content-type", b"application/octet-stream")
@@ -28,15 +29,29 @@ class ServedModel(Protocol):
     """What an app asks of a model."""
 
     name: str
+    version: str
     signature: Signature
     statistics: Statistics
 
     @property
     def batcher(self) -> Infers: ...
 
+    @property
+    def route(self) -> Route[Any] | None: ...
+
     def __enter__(self) -> ServedModel: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def chosen(model: ServedModel, version: str | None, request_id: str | None = None) -> ServedModel:
+    """The model that answers a request: another version, if the client named none and a rule of
+    traffic says so.
+    """
+    if version or model.route is None:
+        return model
+    found: ServedModel = model.route.choose(request_id)
+    return found
 
 
 class Models(Protocol):
@@ -59,9 +74,11 @@ class Inference:
     limits: Limits
     regions: Regions = NO_REGIONS
     bodies: BodyReader = field(init=False)
+    shadowing: Shadowing = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.limits)
+        self.shadowing = Shadowing(self.bodies)
 
     def parse(
         self, body: bytes | bytearray | memoryview, json_length: bytes | None, model: ServedModel
@@ -82,7 +99,7 @@ class Inference:
             outputs,
             model.signature,
             name=model.name,
-            version=MODEL_VERSION,
+            version=model.version,
             regions=self.regions,
         )
         watch.lap("answer")

@@ -16,6 +16,7 @@ from tessella.server.metrics import Metrics
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
 from tessella.server.strict_json import parse_object
+from tessella.server.traffic import read_traffic
 from tessella.server.welcome import INFERENCE_ROUTES
 
 
@@ -24,31 +25,7 @@ def management(repository: Repository, metrics: Metrics, regions: Regions) -> Fa
     # FastAPI's own /docs page loads its scripts from a CDN; ours is in ``welcome``.
     app = FastAPI(title="Tessella", version=VERSION, docs_url=None, redoc_url=None)
 
-    @app.post("/v2/repository/index", summary="All models, their state and why")
-    async def index(request: Request) -> list[dict[str, Any]]:
-        document = await _document(request)
-        ready = document.get("ready", False)
-        return repository.index(ready=ready is True)
-
-    @app.post("/v2/repository/models/{name}/load", summary="Load a model, or load it again")
-    async def load(name: str, request: Request) -> dict[str, Any]:
-        parameters = (await _document(request)).get("parameters")
-        if parameters:  # Triton takes a configuration and files here: a way to write to the disk
-            raise ServeError(
-                "a model is loaded from its plan alone",
-                status=400,
-                seen=repr(parameters)[:80],
-                fix="send an empty body",
-            )
-        await repository.load(name)
-        return {}
-
-    @app.post("/v2/repository/models/{name}/unload", summary="Take a model out of service")
-    async def unload(name: str, request: Request) -> dict[str, Any]:
-        await _document(request)
-        await repository.unload(name)
-        return {}
-
+    _repository(app, repository)
     _shared_memory(app, regions)
 
     @app.get("/metrics", summary="Metrics in Prometheus' text format")
@@ -74,6 +51,49 @@ def management(repository: Repository, metrics: Metrics, regions: Regions) -> Fa
 
     app.openapi = lambda: _description(app)  # type: ignore[method-assign]
     return app
+
+
+def _repository(app: FastAPI, repository: Repository) -> None:
+    """The routes of models, their versions and their traffic."""
+
+    @app.post("/v2/repository/index", summary="All models, their state and why")
+    async def index(request: Request) -> list[dict[str, Any]]:
+        document = await _document(request)
+        ready = document.get("ready", False)
+        return repository.index(ready=ready is True)
+
+    root = "/v2/repository/models/{name}"
+
+    @app.post(f"{root}/load", summary="Load the newest version of a model, or load it again")
+    @app.post(f"{root}/versions/{{version}}/load", summary="Load a version, or load it again")
+    async def load(name: str, request: Request, version: str | None = None) -> dict[str, Any]:
+        parameters = (await _document(request)).get("parameters")
+        if parameters:  # Triton takes a configuration and files here: a way to write to the disk
+            raise ServeError(
+                "a model is loaded from its plan alone",
+                status=400,
+                seen=repr(parameters)[:80],
+                fix="send an empty body",
+            )
+        await repository.load(name, version)
+        return {}
+
+    @app.post(f"{root}/unload", summary="Take all versions of a model out of service")
+    @app.post(f"{root}/versions/{{version}}/unload", summary="Take a version out of service")
+    async def unload(name: str, request: Request, version: str | None = None) -> dict[str, Any]:
+        await _document(request)
+        await repository.unload(name, version)
+        return {}
+
+    @app.get(f"{root}/traffic", summary="Which versions answer requests that name none")
+    async def traffic(name: str) -> dict[str, Any]:
+        return repository.traffic(name)
+
+    @app.post(f"{root}/traffic", summary="Share requests among versions, or copy them to one")
+    async def direct(name: str, request: Request) -> dict[str, Any]:
+        document = await _document(request)
+        repository.direct(name, read_traffic(document) if document else None)
+        return repository.traffic(name)
 
 
 def _shared_memory(app: FastAPI, regions: Regions) -> None:
@@ -111,9 +131,12 @@ def _description(app: FastAPI) -> dict[str, Any]:
                 "summary": summary,
                 "responses": {"200": {"description": "OK"}},
             }
-            if "{model}" in path:
-                name = {"name": "model", "in": "path", "required": True}
-                operation["parameters"] = [{**name, "schema": {"type": "string"}}]
+            for name in ("model", "version"):
+                if f"{{{name}}}" in path:
+                    told = {"name": name, "in": "path", "required": True}
+                    operation.setdefault("parameters", []).append(
+                        {**told, "schema": {"type": "string"}}
+                    )
             schema["paths"].setdefault(path, {})[method] = operation
         app.openapi_schema = schema
     return app.openapi_schema

@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from tessella.server.repository import MODEL_VERSION, Repository
-from tessella.server.statistics import BOUNDS_S, Statistics
+from tessella.server.repository import Repository
+from tessella.server.statistics import BOUNDS_S, Comparison, Statistics
 from tessella.telemetry.prometheus import TelemetryCollector
 
 _US = 1000
@@ -66,10 +71,8 @@ class Metrics:
         models = self._repository.statistics
         for name, meaning, read in _COUNTERS:
             metric = Metric(name, meaning, "counter")
-            for model, statistics in models.items():
-                metric.add_sample(
-                    name, {"model": model, "version": MODEL_VERSION}, read(statistics)
-                )
+            for (model, version), statistics in models.items():
+                metric.add_sample(name, {"model": model, "version": version}, read(statistics))
             yield metric
         failure = Metric("nv_inference_request_failure", "requests that got an error", "counter")
         pending = GaugeMetricFamily(
@@ -77,28 +80,62 @@ class Metrics:
             "requests that wait for the engine",
             labels=("model", "version"),
         )
-        for model, statistics in models.items():
-            labels = {"model": model, "version": MODEL_VERSION}
+        for (model, version), statistics in models.items():
+            labels = {"model": model, "version": version}
             for reason in FAILURE_REASONS:
                 failure.add_sample(
                     failure.name, {**labels, "reason": reason}, statistics.failures[reason]
                 )
-            pending.add_metric((model, MODEL_VERSION), statistics.waiting)
+            pending.add_metric((model, version), statistics.waiting)
         yield failure
         yield pending
+        yield from _shadows(models)
         yield _stages(models)
 
 
-def _stages(models: dict[str, Statistics]) -> Metric:
+def _shadows(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
+    """How versions answered copies of what others had answered."""
+    copies = CounterMetricFamily(
+        "tessella_shadow_requests",
+        "copies of requests for a version that is a shadow, by what became of them",
+        labels=("model", "version", "result"),
+    )
+    samples = CounterMetricFamily(
+        "tessella_shadow_samples",
+        "samples of copies, by whether the largest element of every output was the same one",
+        labels=("model", "version", "result"),
+    )
+    largest = GaugeMetricFamily(
+        "tessella_shadow_largest_difference",
+        "largest difference of an element between the shadow's answers and those that were sent",
+        labels=("model", "version"),
+    )
+    for place, statistics in models.items():
+        shadow = statistics.shadow
+        if shadow == Comparison():
+            continue
+        for result, count in (
+            ("compared", shadow.requests), ("shed", shadow.shed), ("failed", shadow.failed)
+        ):  # fmt: skip
+            copies.add_metric((*place, result), count)
+        samples.add_metric((*place, "agreed"), shadow.agreed)
+        samples.add_metric((*place, "differed"), shadow.samples - shadow.agreed)
+        largest.add_metric(place, shadow.largest_difference)
+    yield copies
+    yield samples
+    yield largest
+
+
+def _stages(models: dict[tuple[str, str], Statistics]) -> Metric:
     """Where the time of answered requests went: a histogram a stage."""
     stages = HistogramMetricFamily(
         "tessella_request_stage_seconds",
         "time of answered requests, by stage; the stages of a request add up to its time",
         labels=("model", "version", "stage"),
     )
-    for model, statistics in models.items():
+    for (model, version), statistics in models.items():
         for stage, histogram in statistics.stages.items():
             upto = list(accumulate(histogram.counts))
             buckets = [(str(s), n) for s, n in zip((*BOUNDS_S, "+Inf"), upto, strict=True)]
-            stages.add_metric((model, MODEL_VERSION, stage), buckets, histogram.ns / 1e9)
+            stages.add_metric((model, version, stage), buckets, histogram.ns / 1e9)
     return stages

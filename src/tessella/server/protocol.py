@@ -109,8 +109,8 @@ class InferRequest:
         labels: whether the answer names the model's labels.
         timeout_us: when an answer is of no use any more; None is never.
         priority: one of ``PRIORITIES``; the lowest runs first.
-        texts: the JSON of its answer, by the shapes of the outputs: filled by ``responses`` where
-            nothing else decides it, for all requests of a head.
+        texts: the JSON of its answer, by the model's version and the shapes of the outputs: filled
+            by ``responses`` where nothing else decides it, for all requests of a head.
     """
 
     id: str | None
@@ -120,7 +120,9 @@ class InferRequest:
     priority: int = DEFAULT_PRIORITY
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     images: dict[str, list[bytes]] = field(default_factory=dict)
-    texts: dict[tuple[tuple[int, ...], ...], bytes] | None = field(default=None, compare=False)
+    texts: dict[tuple[str | tuple[int, ...], ...], bytes] | None = field(
+        default=None, compare=False
+    )
 
 
 # --- requests -----------------------------------------------------------------------------------

@@ -40,8 +40,10 @@ def build_infer(
     in shared memory.
     """
     if request.texts is not None:
-        shapes = tuple(outputs[o.name].shape for o in request.outputs)
-        if (known := request.texts.get(shapes)) is not None:
+        # A split gives the same head to several versions: each names itself.
+        told: tuple[str | tuple[int, ...], ...]
+        told = version, *(outputs[o.name].shape for o in request.outputs)
+        if (known := request.texts.get(told)) is not None:
             tensors = [
                 to_binary(outputs[o.name], dtype(model.outputs[o.name].dtype))
                 for o in request.outputs
@@ -71,7 +73,7 @@ def build_infer(
     document["outputs"] = entries
     text = _COMPACT.encode(document).encode()
     if request.texts is not None and len(request.texts) < MOST_TEXTS:
-        request.texts[shapes] = text
+        request.texts[told] = text
     any_binary = any(o.binary and o.place is None for o in request.outputs)
     return InferResponse(
         body=b"".join([text, *parts]) if parts else text,

@@ -30,6 +30,7 @@ from tessella.server.listening import (
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
 from tessella.server.supervisor import Settings, serve_in_processes
+from tessella.server.traffic import Traffic
 
 MOST_ACCEPTORS = 64  # each has memory for the largest request
 
@@ -42,6 +43,7 @@ def serve(
     token: str | None = None,
     max_delay_us: int = 0,
     folder: Path | None = None,
+    traffic: Mapping[str, Traffic] | None = None,
     compiled: bool = True,
     device: str | None = None,
     acceptors: int = 0,
@@ -51,11 +53,13 @@ def serve(
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
 
     Args:
-        models: plans by name.
+        models: plans by name, or ``NAME@VERSION``; or folders of ``VERSION/model.plan`` by name.
         host, port: where to listen; port 0 takes a free one.
         token: what clients must send; needed unless ``host`` is this machine's own.
         max_delay_us: how long a request may wait for others to share its batch.
-        folder: a folder of NAME.plan files that may be loaded over HTTP too.
+        folder: a folder of models that may be loaded over HTTP too: ``NAME.plan`` files, and
+            ``NAME/VERSION/model.plan``.
+        traffic: rules by name: how versions share the requests that name none.
         compiled: run the machine code that plans for a GPU carry, else compile it from our sources.
         device: ``cpu``, or the GPU of all plans by its number, ``cuda:1``; by default the first.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
@@ -82,6 +86,7 @@ def serve(
             token=token,
             max_delay_us=max_delay_us,
             folder=None if folder is None else str(folder.absolute()),
+            traffic=dict(traffic or {}),
             compiled=compiled,
             device=device,
             acceptors=acceptors,
@@ -92,6 +97,7 @@ def serve(
     repository = Repository(
         models,
         folder=folder,
+        traffic=traffic,
         max_delay_us=max_delay_us,
         open_engine=functools.partial(load_tried, compiled=compiled, device=device),
     )
@@ -103,16 +109,22 @@ def serve(
         if ready is not None:
             server.on_ready = ready
 
-        def stop(number: int, frame: FrameType | None) -> None:
-            server.should_exit = True
+        _run_until_signal(server)
 
-        # uvicorn has handlers of its own while it runs, then raises the signal again: it ends here.
-        earlier = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            server.run(sockets=[server.listener])
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
+
+def _run_until_signal(server: HttpServer) -> None:
+    """Serve until SIGTERM or SIGINT."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # uvicorn has handlers of its own while it runs, then raises the signal again: it ends here.
+    earlier = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run(sockets=[server.listener])
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 class Server:

@@ -17,8 +17,9 @@ from tessella.core.errors import ServeError
 from tessella.server.answers import Answer, error_answer
 from tessella.server.body import Headers, accepted
 from tessella.server.guard import Guard, require_once
-from tessella.server.inference import Inference, ServedModel, Watch
+from tessella.server.inference import Inference, ServedModel, Watch, chosen
 from tessella.server.protocol import InferRequest
+from tessella.server.traffic import Route
 from tessella.server.waiting import Arrays
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # half a megabyte at most
@@ -145,8 +146,8 @@ class ShortRequest:
     """
 
     __slots__ = (
-        "_begun_ns", "_held", "_is_answered", "_model", "_request", "_respond", "_watch", "_way",
-        "content", "known",
+        "_begun_ns", "_held", "_is_answered", "_model", "_request", "_respond", "_route", "_watch",
+        "_way", "content", "known",
     )  # fmt: skip
 
     def __init__(self, way: ShortWay, known: Known, respond: Callable[[Answer], None]) -> None:
@@ -159,6 +160,7 @@ class ShortRequest:
         self._is_answered = False
         self._model: ServedModel
         self._request: InferRequest
+        self._route: Route[Any] | None = None
         self._watch: Watch
 
     @property
@@ -197,6 +199,11 @@ class ShortRequest:
         self._model = model.__enter__()
         try:
             self._request = request = inference.parse(self.content, known.json_length, model)
+            self._route = None if known.version else model.route
+            if (other := chosen(model, known.version, request.id)) is not model:
+                model.__exit__()
+                self._model = model = other.__enter__()
+                watch.on(model)
             if request.images:
                 model.__exit__()
                 self._way.refuse(known)
@@ -228,6 +235,8 @@ class ShortRequest:
             self.set_exception(error)
             return
         self._end(None, answer)
+        if self._route is not None:
+            self._way.inference.shadowing.offer(self._route, self._request.arrays, outputs)
 
     def set_exception(self, error: Exception, /) -> None:
         """Answer with an error."""

@@ -6,6 +6,7 @@ What an engine's thread writes and what the event loop writes are different numb
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -112,6 +113,48 @@ class _BatchSize:
         return {name: duration.to_json() for name, duration in vars(self).items()}
 
 
+@dataclass
+class Comparison:
+    """How a version, as a shadow, answered copies of what another one had answered.
+
+    Attributes:
+        requests: copies that it answered.
+        samples: how many samples they had.
+        agreed: of the samples, those whose largest element is the same in every output.
+        largest_difference: of any element of any output.
+        shed: copies that were not computed, for want of time or memory.
+        failed: copies for which its engine raised.
+    """
+
+    requests: int = 0
+    samples: int = 0
+    agreed: int = 0
+    largest_difference: float = 0.0
+    shed: int = 0
+    failed: int = 0
+
+    def compared(self, samples: int, agreed: int, difference: float) -> None:
+        """One copy was answered; see ``shadow.compare``."""
+        self.requests += 1
+        self.samples += samples
+        self.agreed += agreed
+        self.largest_difference = max(self.largest_difference, difference)
+
+    def add(self, other: Comparison) -> None:
+        """Count what another process has counted."""
+        for name in ("requests", "samples", "agreed", "shed", "failed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest_difference = max(self.largest_difference, other.largest_difference)
+
+    def to_json(self) -> dict[str, Any]:
+        """As an entry of ``model_stats`` tells it; JSON has no infinity, so that is null."""
+        finite = math.isfinite(self.largest_difference)
+        return vars(self) | {
+            "agreement": self.agreed / self.samples if self.samples else None,
+            "largest_difference": self.largest_difference if finite else None,
+        }
+
+
 class Statistics:
     """Triton's statistics of one model. Durations of a request include its share of waiting."""
 
@@ -125,6 +168,7 @@ class Statistics:
         self.last_inference_ms = 0
         self.waiting = 0
         self.failures: Counter[str] = Counter()
+        self.shadow = Comparison()
         self.stages = {name: Histogram() for name in STAGES}
         self._batches: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
 
@@ -148,6 +192,11 @@ class Statistics:
         self.fail.add(ns)
         self.failures[reason] += 1
 
+    @property
+    def is_untold(self) -> bool:
+        """Whether something was counted since ``taken``."""
+        return bool(self.success.count or self.fail.count) or self.shadow != Comparison()
+
     def taken(self) -> dict[str, Any]:
         """What was counted of requests since the last call, for ``add`` in another process."""
         told = {
@@ -155,7 +204,9 @@ class Statistics:
             "fail": self.fail.to_json(),
             "failures": dict(self.failures),
             "stages": {name: [h.ns, *h.counts] for name, h in self.stages.items()},
+            "shadow": vars(self.shadow),
         }
+        self.shadow = Comparison()
         self.success, self.fail, self.failures = Duration(), Duration(), Counter()
         self.stages = {name: Histogram() for name in STAGES}
         return told
@@ -166,6 +217,7 @@ class Statistics:
             mine.count += more["count"]
             mine.ns += more["ns"]
         self.failures.update(told["failures"])
+        self.shadow.add(Comparison(**told["shadow"]))
         for name, (ns, *counts) in told["stages"].items():
             self.stages[name].ns += ns
             self.stages[name].counts = [
@@ -175,7 +227,8 @@ class Statistics:
     def to_json(self, name: str, version: str) -> dict[str, Any]:
         """An entry of ``model_stats``."""
         none = Duration().to_json()
-        return {
+        shadow = {"shadow": self.shadow.to_json()} if self.shadow != Comparison() else {}
+        return shadow | {
             "name": name,
             "version": version,
             "last_inference": self.last_inference_ms,

@@ -51,6 +51,7 @@ from tessella.server.listening import (
 )
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
+from tessella.server.traffic import Traffic
 
 log = logging.getLogger(__name__)
 Ready = Callable[[], None]
@@ -74,6 +75,7 @@ class Settings:
     token: str | None
     max_delay_us: int
     folder: str | None
+    traffic: dict[str, Traffic]
     compiled: bool
     device: str | None
     acceptors: int
@@ -257,6 +259,8 @@ class _Watching:
         repository = Repository(
             {name: Path(path) for name, path in settings.models.items()},
             folder=None if settings.folder is None else Path(settings.folder),
+            traffic=settings.traffic,
+            traffic_file=Path(settings.sockets) / "traffic",  # outlives an engine that crashes
             max_delay_us=settings.max_delay_us,
             open_engine=functools.partial(
                 load_tried, compiled=settings.compiled, device=settings.device

@@ -2,7 +2,8 @@
 
 A frame is its length, a letter, and what the letter says:
 
-    d  engine → acceptor   the models that there are, as JSON
+    d  engine → acceptor   the models that there are and the rules of traffic, as JSON
+    k  acceptor → engine   no ticket will come for the models that the d of this number left out
     i  acceptor → engine   a ticket: run these places of my lane through a model
     o  engine → acceptor   a ticket's outputs lie in its place; where the time went
     e  engine → acceptor   a ticket's or a question's error, as JSON
@@ -115,6 +116,15 @@ def pack_error(number: int, error: BaseException) -> bytes:
 def unpack_error(content: bytes) -> tuple[int, ServeError]:
     told = json.loads(content[_NUMBER.size :])
     return _NUMBER.unpack_from(content)[0], ServeError(told.pop("wrong"), **told)
+
+
+def pack_understood(number: int) -> bytes:
+    return frame(b"k", _NUMBER.pack(number))
+
+
+def unpack_number(content: bytes) -> int:
+    number: int = _NUMBER.unpack(content)[0]
+    return number
 
 
 def pack_question(number: int, question: dict[str, Any], body: bytes) -> bytes:

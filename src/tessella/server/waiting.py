@@ -15,6 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 PRIORITIES = (1, 2, 3)  # 1 runs before 2 before 3, as in Triton
 DEFAULT_PRIORITY = 2
+SHADOW_PRIORITY = PRIORITIES[-1] + 1  # of copies, which no client can ask for
 
 
 class Waiter(Protocol):

@@ -30,7 +30,8 @@ INFERENCE_ROUTES = (
     ("get", "/v2/models/{model}", "Inputs and outputs of a model"),
     ("get", "/v2/models/{model}/ready", "Whether a model takes requests"),
     ("get", "/v2/models/{model}/config", "Configuration of a model"),
-    ("get", "/v2/models/{model}/stats", "Statistics of a model"),
+    ("get", "/v2/models/{model}/stats", "Statistics of a model's versions"),
+    ("get", "/v2/models/{model}/versions/{version}", "A version; its ready, config, stats, infer"),
     ("post", "/v2/models/{model}/infer", "Inference on tensors or encoded images"),
     *(
         ("post", f"/v2/models/{{model}}/{verb}", "The answer to an image file (?top=5)")
@@ -39,8 +40,12 @@ INFERENCE_ROUTES = (
 )
 MANAGEMENT_ROUTES = (
     ("post", "/v2/repository/index", "All models, their state and why"),
-    ("post", "/v2/repository/models/{name}/load", "Load a model, or load it again"),
+    ("post", "/v2/repository/models/{name}/load", "Load the newest version, or load it again"),
+    ("post", "/v2/repository/models/{name}/versions/{version}/load", "Load a version"),
     ("post", "/v2/repository/models/{name}/unload", "Take a model out of service"),
+    ("post", "/v2/repository/models/{name}/versions/{version}/unload", "Take out a version"),
+    ("get", "/v2/repository/models/{name}/traffic", "Which versions answer, and how it goes"),
+    ("post", "/v2/repository/models/{name}/traffic", "Share requests among versions"),
     ("get", "/v2/systemsharedmemory/status", "The registered regions of shared memory"),
     ("get", "/v2/systemsharedmemory/region/{name}/status", "A region of shared memory"),
     ("post", "/v2/systemsharedmemory/region/{name}/register", "Register a region"),
@@ -74,9 +79,9 @@ def models(repository: Repository, url: str, *, token: bool) -> dict[str, Any]:
     """The loaded models: their tensors, labels, and a line of curl each."""
     return {
         "models": [
-            model_metadata(model)
+            model_metadata(model, repository.versions(model.name))
             | {"labels": list(model.signature.labels), "curl": curl(model, url, token=token)}
-            for model in repository.models
+            for model in repository.defaults
         ]
     }
 
@@ -111,7 +116,7 @@ def curl(model: Model, url: str, *, token: bool) -> str:
 
 def front_page(repository: Repository, url: str, *, token: bool) -> Answer:
     """The page ``/``."""
-    shown = "".join(_section(model, url, token=token) for model in repository.models)
+    shown = "".join(_section(repository, m, url, token=token) for m in repository.defaults)
     return _page(
         f"<h1>Tessella {VERSION}</h1>"
         f"<p>{len(repository.models)} loaded. <a href=/docs>All routes</a> ·"
@@ -120,7 +125,7 @@ def front_page(repository: Repository, url: str, *, token: bool) -> Answer:
     )
 
 
-def _section(model: Model, url: str, *, token: bool) -> str:
+def _section(repository: Repository, model: Model, url: str, *, token: bool) -> str:
     inputs = ", ".join(map(str, model.signature.inputs.values()))
     outputs = ", ".join(map(str, model.signature.outputs.values()))
     labels = model.signature.labels
