@@ -121,9 +121,9 @@ class Recipe:
             them: less memory, a third more computing, the same numbers.
         decode: where JPEG files are decoded that a dataset keeps as they are (``original``), if
             they are more than 256 MB decoded: on the ``host``, or, where they are only cut and
-            mirrored, by the ``gpu``, to the same bits where it has decoders of its own (A100,
-            H100 and later of that class). That leaves the cores alone, but steps beside it were
-            slower than from a dataset of pixels.
+            mirrored, by the ``gpu``. By default by a GPU that has decoders of its own (A100, H100
+            and later of that class), since these give the bits of the host; others round a cosine
+            transform otherwise.
         workers: threads that load images in each process; 0: none beside the one that trains. By
             default as many as cores where a GPU computes, else none.
     """
@@ -138,7 +138,7 @@ class Recipe:
     precision: Precision = "fp32"
     backend: Backend = "torch"
     fuse: bool | None = None
-    decode: Literal["host", "gpu"] = "host"
+    decode: Literal["host", "gpu"] | None = None
     gpus: int = 1
     seed: int = 0
     val_interval: float = 1.0
@@ -199,7 +199,7 @@ class Recipe:
                 seen=f"freeze={self.freeze}, probe_epochs={self.probe_epochs:g}, init='random'",
                 fix="give init='pretrained' or the path of a checkpoint",
             )
-        if self.decode not in ("host", "gpu"):
+        if self.decode not in (None, "host", "gpu"):
             raise UsageError("JPEG files are decoded on the host or the gpu", seen=self.decode)
         if self.fuse and (self.backend != "torch" or self.recompute):
             raise UsageError(

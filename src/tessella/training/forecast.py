@@ -20,7 +20,7 @@ from tessella.core.errors import TessellaError
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
-from tessella.training.feed import loading_threads
+from tessella.training.feed import decodes_on_gpu, loading_threads
 from tessella.training.freezing import Freezing
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import World, alone
@@ -234,7 +234,7 @@ def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World)
         training=True,
         workers=workers,
         for_gpu=world.device.type == "cuda",
-        decodes=recipe.decode == "gpu",
+        decodes=decodes_on_gpu(recipe, info.preprocess, world.device),
     )
     next(stream)  # opens the shards, and decodes a small split at once
     began, loaded = time.perf_counter(), 0

@@ -188,7 +188,7 @@ class Training:
                 training=True,
                 workers=self._workers,
                 for_gpu=self._world.device.type == "cuda",
-                decodes=self._recipe.decode == "gpu",
+                decodes=self._trainer.feed.decodes,
             )
             epoch, start = epoch + 1, 0
 

@@ -22,7 +22,7 @@ from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
 from tessella.training.captured import Captured, captures, fuses
-from tessella.training.feed import Fed, Feed
+from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
 from tessella.training.memory import largest_that_runs, out_of_memory
@@ -72,7 +72,7 @@ class Trainer:
             self.kept = zoo.init_from(module, Checkpoint(recipe.init))
         on_gpu = world.device.type == "cuda"
         layout = torch.channels_last if on_gpu else torch.contiguous_format
-        decodes = recipe.decode == "gpu"
+        decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
         self.module = module.to(world.device).to(memory_format=layout)
