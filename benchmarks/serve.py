@@ -105,6 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--works", default=",".join(WORKS))
     parser.add_argument("--acceptors", default="0,6", help="of each server; 0 is one process")
     parser.add_argument("--clients", type=int, default=256, help="connections, but for raw")
+    parser.add_argument("--decode", default="host", choices=["host", "gpu"], help="of JPEG files")
     parser.add_argument("--generators", type=int, default=6, help="processes that ask")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each row")
     parser.add_argument("--about", help="what a reader has to know of the machine")
@@ -182,7 +183,8 @@ def server_rows(
     """A row for each work of a server of that many acceptors."""
     name = f"{acceptors} acceptors" if acceptors else "one process"
     shape = load_plan(path).manifest.inputs[0].at(1)
-    with _serving(path, acceptors, grpc="grpc" in args.works.split(",")) as (url, grpc):
+    has_grpc = "grpc" in args.works.split(",")
+    with _serving(path, acceptors, args.decode, grpc=has_grpc) as (url, grpc):
         target = loadtest.Target(url=url, model=MODEL)
         for work in args.works.split(","):
             batch = args.batch if work == "raw" else 1
@@ -235,12 +237,14 @@ def _content(
 
 
 @contextmanager
-def _serving(path: Path, acceptors: int, *, grpc: bool) -> Iterator[tuple[str, str | None]]:
+def _serving(
+    path: Path, acceptors: int, decode: str, *, grpc: bool
+) -> Iterator[tuple[str, str | None]]:
     """A server in processes of its own; its URL, and the address of its gRPC."""
     port = _free_port() if grpc else None
     command = "from benchmarks.serve import be_server; be_server()"
     server = subprocess.Popen(
-        [sys.executable, "-c", command, path, str(acceptors), str(port or 0)],
+        [sys.executable, "-c", command, path, str(acceptors), str(port or 0), decode],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -264,11 +268,13 @@ def _free_port() -> int:
 def be_server() -> None:
     """Be a server: of a plan, with so many acceptors, with gRPC on a port unless it is 0."""
     path, acceptors, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    decode: Any = sys.argv[4]
     serve(
         {MODEL: path},
         port=0,
         acceptors=acceptors,
         doors=Doors(grpc_port=port or None, shared_memory=True),
+        decode=decode,
         ready=lambda url: print(url, flush=True),
     )
 

@@ -20,8 +20,8 @@ from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
-from tessella.data.scaling import Scaling
 from tessella.device.nvjpeg import has_nvjpeg, has_own_decoders
+from tessella.device.scaling import Scaling
 from tessella.training.parallel import World
 
 MOST_THREADS = 32
