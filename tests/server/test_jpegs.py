@@ -14,10 +14,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
@@ -169,8 +171,10 @@ def test_a_large_request_is_decoded_alone() -> None:
 
 
 def test_only_a_gpu_decodes() -> None:
+    engine: Any = Scores()
+    engine.device = torch.device("cpu")
     with pytest.raises(UsageError, match="only a GPU decodes"):
-        decoder_for("gpu")(Scores())
+        decoder_for("gpu")(engine)
     with pytest.raises(UsageError, match="host or the gpu"):
         decoder_for("cpu")  # type: ignore[arg-type]
 
@@ -210,7 +214,7 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
         assert float(whole.split("decode;dur=")[1].split(",")[0]) > 0
     finally:
         server.terminate()
-        server.wait(60)
+        server.communicate(timeout=60)
 
 
 def test_errors_are_the_clients() -> None:

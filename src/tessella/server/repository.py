@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tessella.core.architectures import is_gpu
 from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.runtime import Engine, load_tried
-from tessella.server.batcher import Batcher
+from tessella.server.batcher import Batcher, PageLocked
 from tessella.server.jpegs import Decode, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.protocol import Signature, signature
@@ -96,6 +97,7 @@ class Model:
             engine.preprocess,
             engine.manifest.task,
         )
+        on_gpu = is_gpu(engine.manifest.fingerprint.target)
         self.batcher = Batcher(
             on_numpy(engine),
             max_batch=self.max_batch,
@@ -104,6 +106,7 @@ class Model:
             statistics=statistics,
             has_thread=has_thread,
             in_loop=engine.manifest.fingerprint.target == "cpu",
+            join=PageLocked(self.max_batch) if on_gpu else None,
         )
         self.jpegs = None
         if decode is not None and len(self.signature.inputs) == 1:
