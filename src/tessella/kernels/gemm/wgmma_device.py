@@ -36,7 +36,7 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
-from tessella.kernels.shared.ring_device import next_stage, several, skip, stage_before
+from tessella.kernels.shared.ring_device import barriers, next_stage, several, skip, stage_before
 
 
 class Form(NamedTuple):
@@ -379,19 +379,10 @@ def multiply(
     a_ring = gl.allocate_shared_memory(a.dtype, A_SHAPE, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, B_SHAPE, b.layout)
     buffers = gl.allocate_shared_memory(c.dtype, C_SHAPE, c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    r_full = gl.allocate_shared_memory(
-        gl.int64, [CONSUMERS * BUFFERS, 1], mbarrier.MBarrierLayout()
-    )
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
-    for i in gl.static_range(CONSUMERS * BUFFERS):
-        mbarrier.init(r_full.index(i), count=1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, PARTS)
+    r_full = barriers(CONSUMERS * BUFFERS, 1)
+    turns = barriers(2, 1)
     fence_async_shared()
     barrier()
     ring = (a_ring, b_ring, full, empty, turns)

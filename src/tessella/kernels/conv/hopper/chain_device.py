@@ -37,6 +37,7 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
+from tessella.kernels.shared.ring_device import barriers
 
 
 class Ring(NamedTuple):
@@ -335,26 +336,11 @@ def convolve_twice(
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, OUT, CHUNK], b.layout)
     slots = gl.allocate_shared_memory(x.dtype, [HELD, BM, CHUNK], between.layout)
     results = gl.allocate_shared_memory(y.dtype, [GROUPS * OUT // WIDTH, BM, WIDTH], y.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    freed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=GROUPS)
-    for i in gl.static_range(HELD):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
+    pixels = (x_ring, barriers(BUFFERS, 1), barriers(BUFFERS, GROUPS))
+    weights = (a_ring, b_ring, barriers(STAGES, 1), barriers(STAGES, GROUPS))
+    held = (slots, barriers(HELD, 1), barriers(HELD, 1))
     fence_async_shared()
     barrier()
-    pixels = (x_ring, x_full, x_empty)
-    weights = (a_ring, b_ring, w_full, w_empty)
-    held = (slots, landed, freed)
     scale, bias, beta, next_scale, next_bias, between_channels, y_channels = epilogue
     first = (scale, bias, between_channels)
     second = (next_scale, next_bias, y_channels)

@@ -42,6 +42,7 @@ from tessella.kernels.conv.hopper.walk_device import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector
 from tessella.kernels.epilogue.int8_device import sorted_layout
+from tessella.kernels.shared.ring_device import barriers
 
 
 class Product(NamedTuple):
@@ -110,7 +111,7 @@ def _multiply(
     epilogue,
     memory,
     slots,
-    barriers,
+    signals,
     geometry,
     grid,
     items,
@@ -124,7 +125,7 @@ def _multiply(
     LAYOUT: gl.constexpr = PRODUCT.LAYOUT
     ACTIVATION: gl.constexpr = ENDING.ACTIVATION
     bias, scale, alpha, beta, gamma, K = epilogue
-    full, empty, landed, freed, turns = barriers
+    full, empty, landed, freed, turns = signals
     BM: gl.constexpr = TILE.BN * TILE.BH * TILE.BW
     ROWS: gl.constexpr = TILE.BCO if PRODUCT.SWAP else BM
     COLUMNS: gl.constexpr = BM if PRODUCT.SWAP else TILE.BCO
@@ -301,27 +302,21 @@ def convolve(
     slots = gl.allocate_shared_memory(y.dtype, [SLOTS] + y.block_type.shape, y.layout)
     FULL: gl.constexpr = STAGES + (1 if RING.HELD > 0 else 0)  # the last: of held weights
     full = gl.allocate_shared_memory(gl.int64, [FULL, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
     if RING.HELD > 0:
         mbarrier.init(full.index(STAGES), count=RING.HELD)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
+    empty = barriers(STAGES, 1)
+    landed = barriers(SLOTS, 1)
+    freed = barriers(SLOTS, 1)
+    turns = barriers(2, 1)
     fence_async_shared()
     barrier()
     memory = (x_ring, w_ring)
-    barriers = (full, empty, landed, freed, turns)
+    signals = (full, empty, landed, freed, turns)
     if RING.GROUPS == 1:
         gl.warp_specialize([
-            (_multiply, (y, epilogue, memory, slots, barriers, geometry, grid, items, images, 0,
+            (_multiply, (y, epilogue, memory, slots, signals, geometry, grid, items, images, 0,
                          TILE, RING, PRODUCT, ENDING)),
             (load, (x, w, memory, full, empty, geometry, grid, items, group, TILE, RING, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, TILE, RING,
@@ -329,9 +324,9 @@ def convolve(
         ], [1, 1], [REGISTERS[1], REGISTERS[1]])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (y, epilogue, memory, slots, barriers, geometry, grid, items, images, 0,
+            (_multiply, (y, epilogue, memory, slots, signals, geometry, grid, items, images, 0,
                          TILE, RING, PRODUCT, ENDING)),
-            (_multiply, (y, epilogue, memory, slots, barriers, geometry, grid, items, images, 1,
+            (_multiply, (y, epilogue, memory, slots, signals, geometry, grid, items, images, 1,
                          TILE, RING, PRODUCT, ENDING)),
             (load, (x, w, memory, full, empty, geometry, grid, items, group, TILE, RING, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, TILE, RING,
