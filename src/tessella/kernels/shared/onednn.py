@@ -41,6 +41,25 @@ def has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
+def float_refusal(problem: Problem) -> str | None:
+    """Why oneDNN has no layer of floating numbers, convolution or linear, for the problem."""
+    vectors = () if problem.epilogue.bias is None else ("bias",)
+    if not has_onednn():
+        return "this torch was built without oneDNN"
+    if not all(map(problem.is_constant, ("weight", *vectors))):
+        return "weight and bias must be constants"
+    if problem.plain:
+        return problem.plain
+    types = {meta.dtype for meta in problem.given}
+    if types not in ({"float32"}, {"bfloat16"}):
+        return f"float32 or bfloat16 throughout, not {' and '.join(sorted(types))}"
+    if types == {"bfloat16"} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bfloat16 instructions"
+    if problem.epilogue.activation not in POST_OPS:
+        return f"activation {problem.epilogue.activation} is not fused"
+    return None
+
+
 def int8_refusal(problem: Problem) -> str | None:
     """Why oneDNN has no int8 layer, convolution or linear, for the problem; None if it has."""
     x, weight, out = problem["input"], problem["weight"], problem.output
