@@ -78,7 +78,7 @@ class Roles(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done to sums; ``finish_device`` explains FOLDED, SMALL and SIXTEEN_BITS."""
+    """What is done to sums: with factors, an ``Ending`` of ``finish_device``."""
 
     ALPHA: float
     BETA: float
@@ -214,13 +214,8 @@ def _store_columns(
         BUFFER: gl.constexpr = FIRST + PIECE % BUFFERS
         ALPHA: gl.constexpr = EPILOGUE.ALPHA
         BETA: gl.constexpr = EPILOGUE.BETA
-        ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
-        FOLDED: gl.constexpr = EPILOGUE.FOLDED
-        SMALL: gl.constexpr = EPILOGUE.SMALL
-        SPREAD: gl.constexpr = EPILOGUE.SPREAD
-        SIXTEEN_BITS: gl.constexpr = EPILOGUE.SIXTEEN_BITS
         DTYPE: gl.constexpr = c.dtype
-        if SPREAD:
+        if EPILOGUE.SPREAD:
             SORTED: gl.constexpr = sorted_layout(by_channel(x).type.layout)
             x = gl.convert_layout(by_channel(x), SORTED)
         L: gl.constexpr = x.type.layout
@@ -229,16 +224,12 @@ def _store_columns(
         s = channel_vector(scale, n0 + COLUMN, N, EN, V)
         v = channel_vector(bias, n0 + COLUMN, N, EN, V)
         if r is None:
-            y = finish_tile(
-                x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, SIXTEEN_BITS, ACTIVATION, DTYPE
-            )
+            y = finish_tile(x, s, v, None, ALPHA, BETA, gamma, EPILOGUE, DTYPE)
             store_wait(BUFFERS - 1)
         else:
             mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
             old = tile.load(L)
-            y = finish_tile(
-                x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, SIXTEEN_BITS, ACTIVATION, DTYPE
-            )
+            y = finish_tile(x, s, v, old, ALPHA, BETA, gamma, EPILOGUE, DTYPE)
         barrier()
         tile.store(y)
         fence_async_shared()

@@ -62,14 +62,11 @@ class Product(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What is done to a tile's sums; constants of the compiler.
+    """What is done to a tile's sums; the last four as in ``finish_device.Ending``.
 
     Attributes:
         RESIDUAL: whether something is added.
         UNSCALED: alpha and beta are one.
-        SMALL: int32 sums are at most 2^22.
-        FOLDED: scale and bias are ``int8.folded``'s.
-        SIXTEEN_BITS: ``sixteen_bit.in_sixteen_bits``.
     """
 
     RESIDUAL: bool
@@ -123,7 +120,6 @@ def _multiply(
     ENDING: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = PRODUCT.LAYOUT
-    ACTIVATION: gl.constexpr = ENDING.ACTIVATION
     bias, scale, alpha, beta, gamma, K = epilogue
     full, empty, landed, freed, turns = signals
     BM: gl.constexpr = TILE.BN * TILE.BH * TILE.BW
@@ -206,15 +202,9 @@ def _multiply(
             added = staged.load(FINAL)
         DTYPE: gl.constexpr = staged.dtype
         if ENDING.UNSCALED:
-            acc = finish_tile(
-                acc, factor, b, added, 1.0, 1.0, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.SIXTEEN_BITS, ACTIVATION, DTYPE,
-            )  # fmt: skip
+            acc = finish_tile(acc, factor, b, added, 1.0, 1.0, gamma, ENDING, DTYPE)
         else:
-            acc = finish_tile(
-                acc, factor, b, added, alpha, beta, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.SIXTEEN_BITS, ACTIVATION, DTYPE,
-            )  # fmt: skip
+            acc = finish_tile(acc, factor, b, added, alpha, beta, gamma, ENDING, DTYPE)
         staged.store(acc)
         fence_async_shared()
         barrier()
