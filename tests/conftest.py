@@ -25,7 +25,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 LONG = (
     "tests/studio/test_story.py",
     "tests/test_zoo_plans.py",
+    "tests/attack/",
     "tests/training/test_parallel.py",
+    "tests/test_quickstart.py",
+    "tests/test_coverage.py",
     "tests/studio/",
     "tests/examples/",
     "tests/training/",
@@ -33,6 +36,7 @@ LONG = (
     "tests/operations/",
     "tests/device/",
     "tests/search/",
+    "tests/compiler/",
 )
 
 

@@ -39,7 +39,8 @@ def quicken() -> None:
 _DTYPES = {
     "int1": "bool", "fp16": "float16", "fp32": "float32", "fp64": "float64",
     **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    "bf16": "uint16", **{n: "uint8" for n in ("fp8e5", "fp8e5b16", "fp8e4nv", "fp8e4b8", "fp8e4b15")},
+    "bf16": "uint16",
+    **dict.fromkeys(("fp8e5", "fp8e5b16", "fp8e4nv", "fp8e4b8", "fp8e4b15"), "uint8"),
 }  # fmt: skip
 _NUMPY = {name: np.dtype(numpy) for name, numpy in _DTYPES.items()}
 _ADDRESS = np.dtype(np.uint64)
