@@ -46,6 +46,13 @@ def train(
             "sigmoid."
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        Option(help="int8: train --init on with the roundings of its INT8 plan."),
+    ] = None,
+    init: Annotated[
+        str | None, Option(help="random, pretrained, or a checkpoint; for --quantize a run, too.")
+    ] = None,
     precision: Annotated[str | None, Option(help="fp32, tf32, bf16 or fp16.")] = None,
     backend: Annotated[
         str | None, Option(help="torch or tessella: whose convolutions and linear layers run.")
@@ -71,6 +78,9 @@ def train(
     "class_weights": "balanced", "init": "pretrained", "val_interval": 0.5}. To fine-tune: {"init":
     "pretrained", "probe_epochs": 2, "layer_decay": 0.8, "ema": 0.99}. To prune a trained network
     and train it again: {"sparsity": "2:4", "init": "runs/a/checkpoints/step-00001000"}
+
+    For an INT8 plan that loses nothing by rounding: tessella train resnet50 datasets/flowers --out
+    runs/int8 --quantize int8 --init runs/flowers --epochs 3
     """
     stopped = "stopped: the same command with --resume goes on where it stopped"
     with output(json_only=json, events=events, stopped=stopped) as out_:
@@ -80,6 +90,8 @@ def train(
             "epochs": epochs,
             "batch_size": batch_size,
             "precision": precision,
+            "quantize": quantize,
+            "init": init,
             "backend": backend,
             "gpus": gpus,
             "seed": seed,

@@ -15,7 +15,7 @@ from tessella.core.device import default_target
 from tessella.core.errors import CompileError
 from tessella.graph import onnx
 from tessella.graph.graph import Graph
-from tessella.graph.onnx.write import model
+from tessella.graph.onnx.write import write_bytes
 from tessella.graph.quantization_aware import QuantizationAware
 
 
@@ -54,13 +54,7 @@ def quantization_aware(
     if others:
         raise CompileError("only int8 is trained for", seen=", ".join(others), fix="use int8")
     rounded = run(exact, request, after="optimize", until="round")
-    return read_quantized(written(rounded), target=target, floats=_floats(exact, rounded))
-
-
-def written(graph: Graph) -> bytes:
-    """A graph as the content of an ONNX file."""
-    made: bytes = model(graph).SerializeToString()
-    return made
+    return read_quantized(write_bytes(rounded), target=target, floats=_floats(exact, rounded))
 
 
 def read_quantized(

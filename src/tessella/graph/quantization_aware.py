@@ -67,15 +67,15 @@ class QuantizationAware(nn.Module):
         self._weights = {
             node.output: node["input"] for node in self._graph.nodes if self._is_weight(node)
         }
-        rounded = dict.fromkeys(self._weights.values())
-        self._limits = {value: _limit(self._graph.constants[value]) for value in rounded}
-        self._keys = {value: _key(value) for value in self._graph.constants}
-        learned = {*rounded, *self._learned()}
-        for value, tensor in self._graph.constants.items():
-            if value not in learned:
+        self._keys = self._learned()
+        self._weights = {made: read for made, read in self._weights.items() if read in self._keys}
+        self._limits = {v: _limit(self._graph.constants[v]) for v in self._weights.values()}
+        for number, (value, tensor) in enumerate(self._graph.constants.items()):
+            if value not in self._keys:
+                self._keys[value] = f"constant_{number}"
                 self.register_buffer(self._keys[value], tensor, persistent=False)
                 continue
-            if value in rounded:
+            if value in self._limits:
                 made = (floats or {}).get(value.name)
                 tensor = self._as_floats(value) if made is None else made
             self.register_parameter(self._keys[value], nn.Parameter(tensor.detach().clone()))
@@ -185,16 +185,27 @@ class QuantizationAware(nn.Module):
         centred = zero is None or (zero in constants and not constants[zero].any())
         return centred and scale.shape == weight.shape[:1]
 
-    def _learned(self) -> set[Value]:
-        """Floating constants that nodes read as weights and biases."""
-        return {
-            value
-            for node in self._graph.nodes
-            for name, value in zip(node.operation.inputs, node.inputs, strict=False)
-            if name in LEARNED
-            and value in self._graph.constants
-            and self._graph.constants[value].is_floating_point()
-        }
+    def _learned(self) -> dict[Value, str]:
+        """Parameters' names, by the constants that nodes read as weights and biases.
+
+        Layers are numbered: names of constants change a little when a file is written and read.
+        """
+        found: dict[Value, str] = {}
+        layers = 0
+        for node in self._graph.nodes:
+            new = {}
+            for name, value in zip(node.operation.operands, node.inputs, strict=False):
+                if value is None or name not in LEARNED:
+                    continue
+                constant = self._weights.get(value, value)
+                tensor = self._graph.constants.get(constant)
+                if tensor is None or constant in found:
+                    continue
+                if constant is not value or tensor.is_floating_point():
+                    new[constant] = f"layer_{layers}/{name}"
+            layers += bool(new)
+            found |= new
+        return found
 
     def _scales_of(self, weight: Value) -> set[str]:
         return {node["scale"].name for node in self._readers_of(weight)}
@@ -207,11 +218,6 @@ class QuantizationAware(nn.Module):
         """A rounded weight's numbers."""
         scale = self._graph.constants[self._readers_of(weight)[0]["scale"]]
         return dequantize(self._graph.constants[weight], scale, axis=0, dtype="float32")
-
-
-def _key(value: Value) -> str:
-    """A constant's name as that of a parameter, which may have no dots."""
-    return f"c/{value.name.replace('.', '/')}"
 
 
 def _limit(weight: Tensor) -> int:
