@@ -111,9 +111,10 @@ class QuantizationAware(nn.Module):
             if node.op not in PRODUCTS or node.attrs.get("groups", 1) != 1:
                 continue
             read = node["weight"]
-            key = self._keys.get(self._weights.get(read, read))
-            if key in self._parameters:
-                found[key] = self._parameters[key]
+            key = self._keys.get(self._weights.get(read, read), "")
+            parameter = self._parameters.get(key)
+            if parameter is not None:
+                found[key] = parameter
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizationAware:

@@ -35,8 +35,9 @@ def _take_rounded_layer(graph: Graph, node: Node) -> None:
     last, bias, reader = node, None, graph.only_reader(node.output)
     if reader is not None and reader.op == "add" and reader.attrs.get("alpha", 1) == 1:
         added = [v for v in reader.inputs if v is not node.output]
-        if len(added) == 1 and added[0] in graph.constants and added[0].shape == weight.shape[:1]:
-            last, bias = reader, added[0]
+        other = added[0] if len(added) == 1 else None
+        if other in graph.constants and other is not None and other.shape == weight.shape[:1]:
+            last, bias = reader, other
     linear = Node("linear", (node["input"], weight, bias, None), last.outputs)
     linear.attrs, linear.layer = {"activation": None}, node.layer
     if last is not node:
