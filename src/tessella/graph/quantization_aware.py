@@ -82,8 +82,8 @@ class QuantizationAware(nn.Module):
         self._ready: tuple[Any, Graph] | None = None
         self._concrete: tuple[int, Graph] | None = None
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        made = self._trained(inputs) if self.training else self._as_compiled(inputs)
+    def forward(self, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        made = self._trained(given) if self.training else self._as_compiled(given)
         return made[0] if len(made) == 1 else made
 
     @torch.no_grad()
@@ -128,9 +128,9 @@ class QuantizationAware(nn.Module):
 
     # --- training
 
-    def _trained(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        concrete = self._at(len(inputs[0]))
-        live: dict[Value, Tensor] = dict(zip(self._graph.inputs, inputs, strict=True))
+    def _trained(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        concrete = self._at(len(given[0]))
+        live: dict[Value, Tensor] = dict(zip(self._graph.inputs, given, strict=True))
         for value, key in self._keys.items():
             live[value] = getattr(self, key)
         for node, attrs in zip(self._graph.nodes, (n.attrs for n in concrete.nodes), strict=True):
@@ -154,9 +154,9 @@ class QuantizationAware(nn.Module):
 
     # --- evaluation
 
-    def _as_compiled(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        graph = self._compiled(inputs[0].device)
-        named = {value.name: tensor for value, tensor in zip(graph.inputs, inputs, strict=True)}
+    def _as_compiled(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        graph = self._compiled(given[0].device)
+        named = {value.name: tensor for value, tensor in zip(graph.inputs, given, strict=True)}
         made = interpret(graph, named)
         return tuple(made[value.name] for value in graph.outputs)
 
