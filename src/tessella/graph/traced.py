@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
-import typing
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, cast
 
 import torch
-import torch._export.utils
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -31,7 +28,6 @@ def traced(module: torch.nn.Module) -> Iterator[None]:
         recurrent.packed_as_given(),
         _masks_as_given(),
         _lengths_as_sizes(module),
-        _operators_listed_once(),
         _without_graphs(),
     ):
         yield
@@ -135,23 +131,6 @@ def _lengths_as_sizes(module: torch.nn.Module) -> Iterator[None]:
 
 def _length(of: Any) -> Any:
     return of.shape[0] if isinstance(of, Tensor) and of.dim() else len(of)
-
-
-@contextmanager
-def _operators_listed_once() -> Iterator[None]:
-    """torch.export lists all operators again for each namespace of operators, 32 times a capture,
-    though nobody registers any meanwhile, and builds the same annotation for each of the 6,000
-    rules that it sets, which typing keeps: a third of the time of a small capture together.
-    """
-    listing, operators = cast(Any, torch._export.utils), cast(Any, torch._ops)
-    materialize, annotation = listing._materialize_cpp_cia_ops, operators.Callable
-    listing._materialize_cpp_cia_ops = functools.cache(materialize)
-    operators.Callable = typing.Callable
-    try:
-        yield
-    finally:
-        listing._materialize_cpp_cia_ops = materialize
-        operators.Callable = annotation
 
 
 @contextmanager
