@@ -181,11 +181,14 @@ def test_only_a_gpu_decodes() -> None:
 
 # What the engine's process of the next test imports first: the host plays the GPU there, too.
 CUSTOM = """
-from tessella.server import jpegs
+from tessella.server import jpegs, repository
+
 def host_plays(engine):
     from tests.server.test_jpegs import Decoding
     return Decoding()
 jpegs.gpu_decodes = host_plays
+repository.is_gpu = lambda target: True  # engines have threads, as beside a GPU
+repository.PageLocked = lambda samples: None
 """
 
 

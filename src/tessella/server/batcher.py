@@ -46,12 +46,14 @@ BRIEF_NS = 6 * 10**6
 class Batcher(Infers):
     """Runs an engine for many requests. Requests may come from any thread.
 
+    Attributes:
+        has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
+
     Args:
         engine: ``engine(name=array) -> {name: array}``; the batch is dimension 0 of all of them.
         max_batch: most samples to join; a larger request is cut.
         max_delay_us: how long an execution may wait for more requests; 0 joins only what waits.
         max_waiting: requests that may wait; more are refused.
-        has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
         join: makes one array of the samples of several requests, by the input's name.
         in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop.
     """
@@ -70,7 +72,7 @@ class Batcher(Infers):
     ) -> None:
         self._engine = engine
         self._join = join or _join
-        self._has_thread = has_thread
+        self.has_thread = has_thread
         self._in_loop = in_loop and has_thread and not max_delay_us
         self._max_batch = max_batch
         self._max_delay_ns = max_delay_us * 1000
@@ -168,7 +170,7 @@ class Batcher(Infers):
             assert self._loop is not None
             self._has_turn = True
             self._loop.call_soon(self._turn)
-        elif self._thread is None and self._has_thread:
+        elif self._thread is None and self.has_thread:
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
         elif self._is_idle:

@@ -104,7 +104,8 @@ class Model:
             max_delay_us=max_delay_us,
             max_waiting=limits.waiting,
             statistics=statistics,
-            has_thread=has_thread,
+            # a GPU works without Python's lock, under which requests are read meanwhile
+            has_thread=has_thread or on_gpu,
             in_loop=engine.manifest.fingerprint.target == "cpu",
             join=PageLocked(self.max_batch) if on_gpu else None,
         )
