@@ -12,6 +12,9 @@ from tessella.graph.onnx.export import Export, cast, first, names, padded, refus
 from tessella.graph.onnx.writer import Writer
 
 
+_WHOLE = ("int32", "int64")
+
+
 def _arguments(node: Node) -> list[Any]:
     """The operator's arguments; tensors are values, numbers that JSON lacks are numbers again."""
 
@@ -50,6 +53,24 @@ def _compared(op: str) -> Export:
         w.add(op, inputs, out=node.output.name)
 
     return export
+
+
+def _remainder(w: Writer, node: Node) -> None:
+    """Of whole numbers: what is left has the divisor's sign, as in Python."""
+    x, divisor = _arguments(node)
+    if x.dtype not in _WHOLE or not isinstance(divisor, int):
+        raise refused(node, "a remainder of other numbers than whole ones")
+    w.add("Mod", [x.name, w.number(divisor, x)], out=node.output.name)
+
+
+def _floor_division(w: Writer, node: Node) -> None:
+    """Of whole numbers, by a number: ONNX's division rounds towards zero, so first what is left."""
+    x, divisor = _arguments(node)
+    known = node.attrs["kwargs"].get("rounding_mode") == "floor"
+    if x.dtype not in _WHOLE or not isinstance(divisor, int) or not known:
+        raise refused(node, "a division of other numbers than whole ones, or one not rounded down")
+    by = w.number(divisor, x)
+    w.add("Div", [w.add("Sub", [x.name, w.add("Mod", [x.name, by])]), by], out=node.output.name)
 
 
 def _where(w: Writer, node: Node) -> None:
@@ -238,6 +259,9 @@ FALLBACKS: dict[str, Export] = {
         for kind in ("Tensor", "Scalar")
     },
     "aten::where.self": _where,
+    "aten::remainder.Scalar": _remainder,
+    "aten::div.Tensor_mode": _floor_division,
+    "aten::div.Scalar_mode": _floor_division,
     "aten::roll": _roll,
     "aten::flip": _flip,
     "aten::index_select": _index_select,

@@ -1,7 +1,6 @@
-"""``nms`` on a GPU: one block for a class of an image, which holds all boxes in registers.
+"""``nms`` on a GPU: one block for a class of an image, which holds all scores in registers.
 
-Each round takes the surest box that is left and suppresses those like it: nothing is sorted, and
-nothing goes through memory but the result. In plain Triton; all comparisons are in float32.
+Each round takes the surest box that is left and suppresses those like it: nothing is sorted. In plain Triton; all comparisons are in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 
-MOST_BOXES = 8192  # five numbers of each, in the registers of 1,024 threads
+MOST_BOXES = 8192  # 8 a thread: 1,024 threads have 64 registers each
 MOST_ROUNDS = 1024
 NONE = float("-inf")
 
@@ -47,28 +46,26 @@ def rounds_kernel(
     row = image * classes + kind
 
     corner = boxes + (first + lanes) * 4
-    x0 = tl.load(corner, mask=known, other=0).to(tl.float32)
-    y0 = tl.load(corner + 1, mask=known, other=0).to(tl.float32)
-    x1 = tl.load(corner + 2, mask=known, other=0).to(tl.float32)
-    y1 = tl.load(corner + 3, mask=known, other=0).to(tl.float32)
-    area = (x1 - x0) * (y1 - y0)
     score = tl.load(scores + row * places + lanes, mask=known, other=0).to(tl.float32)
     score = tl.where(score == score, score, float("inf"))
     score = tl.where(known & (score > least), score, float("-inf"))
-    if GROUPED:
-        group = tl.load(groups + first + lanes, mask=known, other=0)
 
-    for turn in range(MOST):
+    for turn in range(MOST):  # boxes come from the cache: they would not fit beside their scores
         best, place = tl.max(score, 0, return_indices=True)  # the first of equal ones
         one = boxes + (first + place) * 4
         left, top = tl.load(one).to(tl.float32), tl.load(one + 1).to(tl.float32)
         right, bottom = tl.load(one + 2).to(tl.float32), tl.load(one + 3).to(tl.float32)
+        x0 = tl.load(corner, mask=known, other=0).to(tl.float32)
+        y0 = tl.load(corner + 1, mask=known, other=0).to(tl.float32)
+        x1 = tl.load(corner + 2, mask=known, other=0).to(tl.float32)
+        y1 = tl.load(corner + 3, mask=known, other=0).to(tl.float32)
         across = tl.maximum(tl.minimum(right, x1) - tl.maximum(left, x0), 0)
         along = tl.maximum(tl.minimum(bottom, y1) - tl.maximum(top, y0), 0)
         common = across * along
-        union = (right - left) * (bottom - top) + area - common
+        union = (right - left) * (bottom - top) + (x1 - x0) * (y1 - y0) - common
         gone = tl.div_rn(common, union) > limit
         if GROUPED:
+            group = tl.load(groups + first + lanes, mask=known, other=0)
             gone = gone & (group == tl.load(groups + first + place))
         score = tl.where(gone | (lanes == place), float("-inf"), score)
         told = tl.where(best > float("-inf"), place, -1)
