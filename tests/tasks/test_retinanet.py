@@ -11,9 +11,11 @@ import pytest
 import torch
 from torchvision.models import detection as theirs
 from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import nms
 
 from tessella import api, graph
-from tessella.core.errors import UsageError
+from tessella.core.errors import CompileError, UsageError
+from tessella.core.spec import TensorSpec
 from tessella.data import ImportSettings, import_images
 from tessella.nn import zoo
 from tessella.nn.zoo import retinanet
@@ -169,6 +171,43 @@ def test_it_has_the_layers_and_the_anchors_of_torchvision_s() -> None:
             ImageList(torch.zeros(1, 3, 128, 128), [(128, 128)]), maps
         )
     assert torch.equal(module.anchors, anchors)
+
+
+def test_torchvision_s_own_module_is_told_what_to_do_instead() -> None:
+    module = theirs.retinanet_resnet50_fpn(weights=None, weights_backbone=None)
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, 3, SIZE, SIZE))
+    with pytest.raises(CompileError, match="retinanet_r50"):
+        graph.capture(module, [spec])
+
+
+class Suppressing(torch.nn.Module):
+    """Somebody's detector: boxes and scores of a picture, of which those stay that are apart."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        corner, sides = x[:, :2].flatten(2).mT, x[:, 2:4].flatten(2).mT.abs()
+        boxes, scores = torch.cat([corner, corner + sides], 2), x[:, 4].flatten(1)
+        kept = torch.ops.tessella.nms(
+            boxes, scores[:, None], iou_threshold=0.4, score_threshold=None, most=6
+        )[:, 0]
+        known = (kept >= 0)[:, :, None]
+        place = kept.clamp(min=0)[:, :, None].expand(-1, -1, 4)
+        return boxes.gather(1, place) * known, kept
+
+
+def test_a_network_of_one_s_own_suppresses_boxes_by_the_same_operation() -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=(1, 5, 3, 4))
+    plan = api.compile(Suppressing(), inputs=[spec], batch=(1, 2, 3), untuned=True)
+    assert "nms.numpy" in {step.kernel for step in plan.program.buckets[0].steps}
+    x = torch.randn(3, 5, 3, 4)
+    told = api.load(plan)(x)
+    for one, (boxes, kept) in zip(
+        x, zip(told["output"], told["output_1"], strict=True), strict=True
+    ):
+        given = torch.cat([one[:2], one[:2] + one[2:4].abs()]).flatten(1).T
+        right = nms(given, one[4].flatten(), 0.4)[:6]
+        assert kept[: len(right)].tolist() == right.tolist()
+        assert torch.equal(boxes[: len(right)], given[right])
+        assert (kept[len(right) :] == -1).all()
 
 
 def test_what_cannot_be_built_says_what_to_do() -> None:

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 def asked(tensors: Tensors, most: int, **attrs: Any) -> Problem:
     metas = [
-        TensorMeta(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-        for t in tensors
+        TensorMeta(shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")) for t in tensors
     ]
     shape = (*tensors[1].shape[:2], most)
     given = {"iou_threshold": 0.5, "score_threshold": None, "most": most, **attrs}
@@ -139,7 +138,10 @@ def test_operands_of_strangers_belong_together(
 
 def on_hopper() -> Iterator[tuple[str, Callable[[], object]]]:
     """RetinaNet's candidates, of which a hundred are told; YOLO's places, a class at a time."""
-    cases: Mapping[str, tuple[int, int, int]] = {"mixed": (1, 1, 4507), "classes": (1, 8, 8400 // 2)}
+    cases: Mapping[str, tuple[int, int, int]] = {
+        "mixed": (1, 1, 4507),
+        "classes": (1, 8, 8400 // 2),
+    }
     for name, (n, k, p) in cases.items():
         tensors = drawn(n, k, p)
         if name == "mixed":

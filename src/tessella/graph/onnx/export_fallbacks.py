@@ -8,9 +8,18 @@ from typing import Any
 import torch
 
 from tessella.graph.graph import Node, Value
-from tessella.graph.onnx.export import Export, cast, first, names, padded, refused, static
+from tessella.graph.onnx.export import (
+    Export,
+    cast,
+    first,
+    names,
+    padded,
+    reduced,
+    refused,
+    static,
+)
+from tessella.graph.onnx.types import NUMBERS
 from tessella.graph.onnx.writer import Writer
-
 
 _WHOLE = ("int32", "int64")
 
@@ -77,6 +86,19 @@ def _where(w: Writer, node: Node) -> None:
     condition, left, right = _arguments(node)
     inputs = [cast(w, v, node.output.dtype) for v in (left, right)]
     w.add("Where", [condition.name, *inputs], out=node.output.name)
+
+
+def _masked_fill(w: Writer, node: Node) -> None:
+    x, mask, number = _arguments(node)
+    w.add("Where", [mask.name, w.number(number, x), x.name], out=node.output.name)
+
+
+def _all(w: Writer, node: Node) -> None:
+    """Whether all along an axis are true: the least of them is 1."""
+    x, axis, *keep = _arguments(node)
+    ones = cast(w, x, "int32")
+    least = reduced(w, "ReduceMin", ones, [axis % len(x.shape)], keep=bool(keep and keep[0]))
+    w.add("Cast", [least], out=node.output.name, to=NUMBERS["bool"])
 
 
 def _roll(w: Writer, node: Node) -> None:
@@ -259,6 +281,8 @@ FALLBACKS: dict[str, Export] = {
         for kind in ("Tensor", "Scalar")
     },
     "aten::where.self": _where,
+    "aten::masked_fill.Scalar": _masked_fill,
+    "aten::all.dim": _all,
     "aten::remainder.Scalar": _remainder,
     "aten::div.Tensor_mode": _floor_division,
     "aten::div.Scalar_mode": _floor_division,

@@ -1,6 +1,7 @@
 """``nms`` on a GPU: one block for a class of an image, which holds all scores in registers.
 
-Each round takes the surest box that is left and suppresses those like it: nothing is sorted. In plain Triton; all comparisons are in float32.
+Each round takes the surest box that is left and suppresses those like it: nothing is sorted. In
+plain Triton; all comparisons are in float32.
 """
 
 from __future__ import annotations

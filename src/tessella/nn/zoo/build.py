@@ -12,7 +12,15 @@ from torch import nn
 from tessella.artifacts.checkpoint import Answering, Network
 from tessella.core.errors import UsageError
 from tessella.nn import prototxt
-from tessella.nn.zoo import centernet, d_fine, retinanet, rf_detr, standard, timm_network, user_module
+from tessella.nn.zoo import (
+    centernet,
+    d_fine,
+    retinanet,
+    rf_detr,
+    standard,
+    timm_network,
+    user_module,
+)
 from tessella.nn.zoo import dense as pixelwise
 from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, STANDARD, describe
 from tessella.nn.zoo.lenet import LeNet

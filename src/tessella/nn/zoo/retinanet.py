@@ -133,9 +133,7 @@ def _iou(boxes_M4: Tensor, anchors_A4: Tensor) -> Tensor:
     return found
 
 
-def _anchors(
-    network: Any, channels: int, size: tuple[int, int]
-) -> tuple[Tensor, tuple[int, ...]]:
+def _anchors(network: Any, channels: int, size: tuple[int, int]) -> tuple[Tensor, tuple[int, ...]]:
     """All anchors of a picture in pixels, [A, 4], and how many of them each level has."""
     from torchvision.models.detection.image_list import ImageList
 
@@ -172,7 +170,9 @@ def build(
     anchor = options.get("anchor", ANCHOR)
     if not isinstance(anchor, int) or anchor < 1:
         raise UsageError(
-            "the sides of the smallest anchors are whole pixels", seen=anchor, fix=f"anchor={ANCHOR}"
+            "the sides of the smallest anchors are whole pixels",
+            seen=anchor,
+            fix=f"anchor={ANCHOR}",
         )
     body = models.get_model(BACKBONES[name], weights=None)
     if channels != 3:

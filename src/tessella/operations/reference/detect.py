@@ -147,19 +147,19 @@ def nms(
     area = (x1 - x0) * (y1 - y0)
     number = torch.arange(boxes.shape[1], device=boxes.device)
     told = []
+
+    def of(place_NK1: Tensor, values_N1P: Tensor) -> Tensor:
+        return values_N1P.expand_as(left).gather(2, place_NK1)
+
     for _ in range(min(most, boxes.shape[1])):
         place = left.argmax(2, keepdim=True)  # the first of equal ones
         told.append(torch.where(left.gather(2, place) == -torch.inf, -1, place))
-
-        def taken(of: Tensor, place: Tensor = place) -> Tensor:
-            return of.expand_as(left).gather(2, place)
-
-        across = torch.minimum(taken(x1), x1) - torch.maximum(taken(x0), x0)
-        along = torch.minimum(taken(y1), y1) - torch.maximum(taken(y0), y0)
+        across = torch.minimum(of(place, x1), x1) - torch.maximum(of(place, x0), x0)
+        along = torch.minimum(of(place, y1), y1) - torch.maximum(of(place, y0), y0)
         common = across.clamp(min=0) * along.clamp(min=0)
-        gone = common / (taken(area) + area - common) > iou_threshold
+        gone = common / (of(place, area) + area - common) > iou_threshold
         if groups is not None:
-            gone = gone & (taken(groups[:, None]) == groups[:, None])
+            gone = gone & (of(place, groups[:, None]) == groups[:, None])
         left = left.masked_fill(gone | (number == place), -torch.inf)
     if not told:
         return scores.new_full((*scores.shape[:2], most), -1, dtype=torch.int64)
