@@ -117,8 +117,8 @@ class DFine(nn.Module):
 
 def boxes_and_scores(boxes_NQ4: Tensor, logits_NQK: Tensor) -> Tensor:
     """Boxes of middle and sides, and logits, as our detectors answer."""
-    middle, half = boxes_NQ4.float().split(2, 2)
-    half = half / 2
+    boxes = boxes_NQ4.float()
+    middle, half = boxes[..., :2], boxes[..., 2:] / 2
     boxes = torch.cat([middle - half, middle + half], 2).clamp(0, 1)
     return torch.cat([boxes, logits_NQK.float().sigmoid()], 2).to(logits_NQK.dtype)
 
