@@ -167,9 +167,10 @@ _TRY = (
 )
 _BY_DATA = (
     "a plan's shapes are fixed: let no size and no branch depend on values. A detection network "
-    "may suppress boxes by torch.ops.tessella.nms(boxes[None], scores[None, None], iou_threshold=0.5, "
-    "score_threshold=None, most=100)[0, 0], which tells 100 places, −1 behind the last; or compile "
-    "what comes before (backbone and heads), and run torchvision.ops.nms on what the plan answers"
+    "may suppress boxes by torch.ops.tessella.nms(boxes[None], scores[None, None], "
+    "iou_threshold=0.5, score_threshold=None, most=100)[0, 0], which tells 100 places, −1 behind "
+    "the last; or compile what comes before (backbone and heads), and run torchvision.ops.nms on "
+    "what the plan answers"
 )
 # what torch's messages hold, and what to do then
 _FIXES = {
