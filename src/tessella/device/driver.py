@@ -68,6 +68,10 @@ class Driver:
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._copy_in = self._cuda.cuMemcpyHtoDAsync_v2
+        self._copy_in.argtypes = [
+            ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+        ]  # fmt: skip
         self._functions: dict[tuple[int, str, bytes], Function] = {}
 
     def function(self, name: str, cubin: bytes, device: int) -> Function:
@@ -187,6 +191,16 @@ class Driver:
             0, tiles.swizzle, _L2_PROMOTION_128B, int(nan_outside),
         )  # fmt: skip
         return made
+
+    def copy_in(self, target: int, source: int, nbytes: int, stream: int) -> bool:
+        """Copy from the host's memory to a GPU's, in a stream; False where the source lies partly
+        in memory that was locked, and partly not.
+        """
+        code = self._copy_in(target, source, nbytes, stream)
+        if code == _INVALID_VALUE:
+            return False
+        self._require_success("cuMemcpyHtoDAsync", code)
+        return True
 
     def new_stream(self, device: int) -> int:
         """A stream of a device that does not wait for its default one."""

@@ -196,6 +196,11 @@ class Engine:
         return self.manifest.outputs
 
     @property
+    def has_rows(self) -> bool:
+        """Whether an input holds numbers of rows, which every call looks at."""
+        return bool(self._rows)
+
+    @property
     def preprocess(self) -> Preprocess | None:
         return self.manifest.preprocess
 

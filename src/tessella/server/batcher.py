@@ -48,6 +48,7 @@ class Batcher(Infers):
 
     Attributes:
         has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
+        on_done: called in some thread when ``step`` has something to do that did not just come.
 
     Args:
         engine: ``engine(name=array) -> {name: array}``; the batch is dimension 0 of all of them.
@@ -73,6 +74,7 @@ class Batcher(Infers):
         self._engine = engine
         self._join = join or _join
         self.has_thread = has_thread
+        self.on_done: Callable[[], object] = lambda: None
         self._in_loop = in_loop and has_thread and not max_delay_us
         self._max_batch = max_batch
         self._max_delay_ns = max_delay_us * 1000
@@ -328,11 +330,8 @@ class Batcher(Infers):
                 return company_ns
             pieces, late = self._take()
             if pieces:
-                samples = sum(end - start for _, start, end in pieces)
-                expected_ns = self._pace.expected_ns(samples, self._max_batch)
-                self._running_until_ns = perf_counter_ns() + expected_ns
-                self._is_running = True
-        _deliver(late)
+                self._expect(pieces)
+        deliver(late)
         if pieces:
             self._execute(pieces)
         with self._lock:
@@ -346,6 +345,13 @@ class Batcher(Infers):
             self._end()
         return None
 
+    def _expect(self, pieces: list[Piece]) -> None:
+        """Note that an execution begins, and when it will have ended."""
+        now_ns = max(perf_counter_ns(), self._running_until_ns if self._is_running else 0)
+        expected_ns = self._pace.expected_ns(samples_of(pieces), self._max_batch)
+        self._running_until_ns = now_ns + expected_ns
+        self._is_running = True
+
     def _end(self) -> None:
         assert self._release is not None
         self._release()
@@ -356,20 +362,30 @@ class Batcher(Infers):
         try:
             answers, spent = self._compute(pieces)
         except Exception as error:  # an engine's error is the request's answer
-            if len(pieces) > 1:  # one of them may have caused it: run each alone
-                for piece in pieces:
-                    if not piece[0].gave_up():
-                        self._execute([piece])
-                return
-            request = pieces[0][0]
-            request.error = error
-            with self._lock:
-                self._drop(request)
-            _deliver([request])
+            self._failed(pieces, error)
             return
-        self._pace.took(sum(end - start for _, start, end in pieces), spent.infer_ns)
+        self._pace.took(samples_of(pieces), spent.infer_ns)
+        self._finished(pieces, answers, started_ns, spent)
+
+    def _failed(self, pieces: list[Piece], error: Exception) -> None:
+        """Answer with an execution's error; of several requests, whose it is."""
+        if len(pieces) > 1:  # one of them may have caused it: run each alone
+            for piece in pieces:
+                if not piece[0].gave_up():
+                    self._execute([piece])
+            return
+        request = pieces[0][0]
+        request.error = error
+        with self._lock:
+            self._drop(request)
+        deliver([request])
+
+    def _finished(
+        self, pieces: list[Piece], answers: list[Arrays], started_ns: int, spent: Computation
+    ) -> None:
+        """Give each request its part of an execution's outputs."""
         self._statistics.executed(
-            sum(end - start for _, start, end in pieces),
+            samples_of(pieces),
             [started_ns - r.since_ns for r, start, _ in pieces if start == 0],
             spent,
         )
@@ -377,13 +393,13 @@ class Batcher(Infers):
         for (request, start, end), answer in zip(pieces, answers, strict=True):
             request.stages.executed(spent)
             if start or end < request.batch:
-                request.parts.append(answer)
+                request.parts.append({name: array.copy() for name, array in answer.items()})
                 if end < request.batch:
                     continue
                 answer = {n: np.concatenate([p[n] for p in request.parts]) for n in answer}
             request.outputs = answer
             finished.append(request)
-        _deliver(finished)
+        deliver(finished)
 
     def _drop(self, request: Request) -> None:
         """Take what is left of a failed request out of the queue."""
@@ -404,8 +420,8 @@ class Batcher(Infers):
         joined_ns, worked_ns = perf_counter_ns(), thread_time_ns()
         outputs = self._engine(**joined)
         ran_ns, worked_ns = perf_counter_ns(), thread_time_ns() - worked_ns
-        self._effort.took(sum(end - start for _, start, end in pieces), worked_ns)
-        answers = _split(outputs, [end - start for _, start, end in pieces])
+        self._effort.took(samples_of(pieces), worked_ns)
+        answers = split(outputs, pieces)
         end_ns = perf_counter_ns()
         spent = Computation(
             input_ns=joined_ns - begin_ns, infer_ns=ran_ns - joined_ns, output_ns=end_ns - ran_ns
@@ -423,7 +439,7 @@ def _no_time(left_ns: int, needed_ns: int) -> ServeError:
     )
 
 
-def _deliver(requests: list[Request]) -> None:
+def deliver(requests: list[Request]) -> None:
     """Give the requests back, all of one place together."""
     while requests:
         place = requests[0].deliver
@@ -486,7 +502,13 @@ def _join(name: str, parts: list[np.ndarray]) -> np.ndarray:
     return part if part.flags.carray else np.array(part, order="C")
 
 
-def _split(outputs: Mapping[str, np.ndarray], batches: list[int]) -> list[Arrays]:
+def samples_of(pieces: list[Piece]) -> int:
+    return sum(end - start for _, start, end in pieces)
+
+
+def split(outputs: Mapping[str, np.ndarray], pieces: list[Piece]) -> list[Arrays]:
+    """The outputs of each piece: parts of the same arrays."""
+    batches = [end - start for _, start, end in pieces]
     if len(batches) == 1:
         return [dict(outputs)]
     total = sum(batches)

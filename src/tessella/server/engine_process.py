@@ -91,8 +91,9 @@ class _Room:
         repository.on_change = self._tell
 
     def work(self) -> None:
-        """Read tickets and run a CPU's models in turn, in one thread: with a thread for each, they
-        would wait for each other at every step (one client: 0.6 ms instead of 0.4 for a LeNet).
+        """Read tickets and run models in turn, in one thread: with a thread for each, they
+        would wait for each other at every step (one client: 0.6 ms instead of 0.4 for a LeNet). A
+        GPU's executions are begun here too, and end when they do: see ``OverlappingBatcher``.
         """
         due_ns: int | None = None
         while not self._is_ending or self.busy:
@@ -114,6 +115,10 @@ class _Room:
     def soon(self, call: Callable[[], None]) -> None:
         """Have the thread of ``work`` call something; from any thread."""
         self._next.append(call)
+        self._look()
+
+    def _look(self) -> None:
+        """Have the thread of ``work`` look what there is to do; from any thread."""
         with suppress(BlockingIOError):  # full of wake-ups: it will look
             self._wake.send(b"c")
 
@@ -181,6 +186,7 @@ class _Room:
         numbers = {(k.name, k.version): number for number, k in self._models.items()}
         told, models = [], {}
         for model in self.repository.models:
+            model.batcher.on_done = self._look
             number = numbers.get((model.name, model.version))
             if number is None or not _is_same(self._models[number].model, model):
                 number = next(self._numbers)
@@ -345,6 +351,8 @@ class _Acceptor:
         for spec, start, shape in places:
             arrays[spec.name] = self._lane.array(start, shape, numpy_type(spec))
             spec.check(shape=shape, dtype=spec.dtype)
+        if self._room.model(ticket.model).overlaps:
+            self._lane.page_lock(ticket.start, ticket.end)
         self._wait(ticket, arrays, end)
 
     def _with_model(self, ticket: Ticket, use: Callable[[Model], None]) -> None:

@@ -19,10 +19,21 @@ import numpy as np
 from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError
 from tessella.core.spec import TensorSpec
+from tessella.device.page_locked import PageLocked
 
 ALIGNMENT = 64  # of tensors: a cache line, and the widest vector register
 LEAST_ORDER = 12  # a place has at least a page
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class _Mapping(mmap.mmap):
+    """A lane's pages, which are unlocked before they go: with the last array that lies in them."""
+
+    locked: PageLocked | None = None
+
+    def __del__(self) -> None:
+        if self.locked is not None:
+            self.locked.release()
 
 
 class Lane:
@@ -39,9 +50,16 @@ class Lane:
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ServeError("this memory may change its size", status=500)
-            self._map = mmap.mmap(descriptor, 0)
+            self._map = _Mapping(descriptor, 0)
         finally:
             os.close(descriptor)
+
+    def page_lock(self, start: int, end: int) -> None:
+        """Let a GPU copy from a place by itself."""
+        if self._map.locked is None:
+            address = np.frombuffer(self._map, np.uint8).ctypes.data
+            self._map.locked = PageLocked(address, len(self._map))
+        self._map.locked.lock(start, min(end, len(self._map)))
 
     def __len__(self) -> int:
         return len(self._map)

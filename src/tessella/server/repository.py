@@ -24,9 +24,11 @@ from tessella.core.errors import ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.runtime import Engine, load_tried
+from tessella.runtime.overlapped import Overlapped, can_overlap
 from tessella.server.batcher import Batcher, PageLocked
 from tessella.server.jpegs import Decode, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.overlapping import OverlappingBatcher
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tensors import narrow, widen
@@ -67,6 +69,7 @@ class Model:
 
     Attributes:
         route: where requests go that name no version, if a rule says so.
+        overlaps: the GPU copies the requests' arrays from where they lie.
     """
 
     route: Route[Model] | None = None
@@ -98,17 +101,25 @@ class Model:
             engine.manifest.task,
         )
         on_gpu = is_gpu(engine.manifest.fingerprint.target)
-        self.batcher = Batcher(
-            on_numpy(engine),
-            max_batch=self.max_batch,
-            max_delay_us=max_delay_us,
-            max_waiting=limits.waiting,
-            statistics=statistics,
-            # a GPU works without Python's lock, under which requests are read meanwhile
-            has_thread=has_thread or on_gpu,
-            in_loop=engine.manifest.fingerprint.target == "cpu",
-            join=PageLocked(self.max_batch) if on_gpu else None,
-        )
+        self.overlaps = on_gpu and not has_thread and can_overlap(engine)
+        of_both: dict[str, Any] = {
+            "max_batch": self.max_batch,
+            "max_delay_us": max_delay_us,
+            "max_waiting": limits.waiting,
+            "statistics": statistics,
+        }
+        if self.overlaps:
+            overlapped = Overlapped(engine, self.max_batch)
+            self.batcher: Batcher = OverlappingBatcher(overlapped, engine, **of_both)
+        else:
+            self.batcher = Batcher(
+                on_numpy(engine),
+                # a GPU works without Python's lock, under which requests are read meanwhile
+                has_thread=has_thread or on_gpu,
+                in_loop=engine.manifest.fingerprint.target == "cpu",
+                join=PageLocked(self.max_batch) if on_gpu else None,
+                **of_both,
+            )
         self.jpegs = None
         if decode is not None and len(self.signature.inputs) == 1:
             self.jpegs = JpegQueue(decode, most_waiting=limits.waiting)

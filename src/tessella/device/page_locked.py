@@ -1,0 +1,54 @@
+"""Host memory that the CUDA driver has locked: a GPU copies from it by itself.
+
+From ordinary memory the host copies first, and its caller waits: 32 pieces of 150 kB take 0.68 ms
+of the caller, from locked memory 0.16 (H200).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from tessella.core.errors import KernelError
+from tessella.device.driver import cuda_driver
+
+# Locked at once: 16 MB that nobody has touched take 8 ms, touched ones 1.3 ms (H200).
+CHUNK_BYTES = 64 << 20
+
+
+class PageLocked:
+    """Memory whose pages are locked where they are used, a chunk at a time.
+
+    Args:
+        address: where it begins, at a page.
+        nbytes: how large it is.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address, self._nbytes = address, nbytes
+        self._locked: dict[int, bool] = {}  # whether the driver did, by the chunk's number
+
+    def lock(self, start: int, end: int) -> None:
+        """Lock what lies between two offsets. Where the driver refuses, it stays ordinary memory,
+        from which copies take longer.
+        """
+        for number in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            if number not in self._locked:
+                self._locked[number] = self._lock(number)
+
+    def _lock(self, number: int) -> bool:
+        first = number * CHUNK_BYTES
+        nbytes = min(CHUNK_BYTES, self._nbytes - first)
+        try:
+            where = ctypes.c_void_p(self._address + first)
+            cuda_driver().call("cuMemHostRegister_v2", where, ctypes.c_size_t(nbytes), 0)
+        except KernelError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Unlock all, before the memory goes."""
+        for number, is_locked in self._locked.items():
+            if is_locked:
+                where = ctypes.c_void_p(self._address + number * CHUNK_BYTES)
+                cuda_driver().call("cuMemHostUnregister", where)
+        self._locked.clear()

@@ -1,0 +1,158 @@
+"""Calls of an engine on a GPU that overlap: while one computes, the next one's inputs are copied.
+
+    arrays of several requests ─▶ inputs on the GPU ─▶ engine ─▶ outputs in locked host memory
+                          one stream             another stream
+
+The samples of a call are copied one behind the other from where they lie, so that nobody has to
+join them before, and its caller goes on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from tessella.core.dtype import dtype
+from tessella.device.driver import cuda_driver
+from tessella.device.streams import OwnStream
+from tessella.runtime.engine import Engine
+
+DEPTH = 2  # calls at a time: one computes, one is copied
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Overlapped:
+    """An engine whose calls return before they have ended. For one thread.
+
+    Args:
+        engine: on a GPU; see ``can_overlap``.
+        samples: the most of a call.
+    """
+
+    def __init__(self, engine: Engine, samples: int) -> None:
+        self._engine, self._driver = engine, cuda_driver()
+        self._copies, self._computes = OwnStream(engine.device), OwnStream(engine.device)
+        self._free = [_Place(samples) for _ in range(DEPTH)]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another call may begin."""
+        return bool(self._free)
+
+    def begin(self, parts: Sequence[Arrays]) -> Call:
+        """Begin a call on the samples of all parts, whose arrays stay unchanged until it has ended.
+
+        Raises:
+            InputError: as the engine.
+        """
+        place = self._free.pop()
+        try:
+            with torch.cuda.device(self._engine.device):
+                return self._begin(place, parts)
+        except BaseException:
+            self._computes.stream.synchronize()
+            self._copies.stream.synchronize()
+            self._free.append(place)
+            raise
+
+    def _begin(self, place: _Place, parts: Sequence[Arrays]) -> Call:
+        copies, computes, inputs = self._copies.stream, self._computes.stream, {}
+        handle: int = copies.cuda_stream
+        with torch.cuda.stream(computes):
+            for name in parts[0]:
+                arrays = [part[name] for part in parts]
+                count = sum(map(len, arrays))
+                given = place.input(name, arrays[0], self._engine.device)[:count]
+                target = given.data_ptr()
+                for array in arrays:
+                    self._copy(target, array, handle)
+                    target += array.nbytes
+                inputs[name] = given
+            computes.wait_event(copies.record_event())
+            made = self._engine(**inputs)
+            outputs = {name: place.output(name, tensor) for name, tensor in made.items()}
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(computes)
+        return Call(self._free, place, done, made, outputs)
+
+    def _copy(self, target: int, array: np.ndarray, stream: int) -> None:
+        source = np.ascontiguousarray(array)
+        if not self._driver.copy_in(target, source.ctypes.data, source.nbytes, stream):
+            # it lies in two chunks that were locked one by one, which no copy may cross
+            source = source.copy()
+            self._driver.copy_in(target, source.ctypes.data, source.nbytes, stream)
+
+
+def can_overlap(engine: Engine) -> bool:
+    """Whether calls of an engine can: on a GPU, with element types that NumPy has, and no input
+    whose values have to be looked at before.
+    """
+    specs = (*engine.inputs, *engine.outputs)
+    known = all(dtype(spec.dtype).numpy is not None for spec in specs)
+    return engine.device.type == "cuda" and known and not engine.has_rows
+
+
+class _Place:
+    """The memory of one call: inputs on the GPU, outputs in locked memory of the host."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+
+    def input(self, name: str, like: np.ndarray, device: torch.device) -> torch.Tensor:
+        """Room for samples like these."""
+        held, shape = self._inputs.get(name), (self._samples, *like.shape[1:])
+        kind = torch.from_numpy(np.empty(0, like.dtype)).dtype
+        if held is None or (held.shape, held.dtype) != (shape, kind):
+            held = self._inputs[name] = torch.empty(shape, dtype=kind, device=device)
+        return held
+
+    def output(self, name: str, made: torch.Tensor) -> torch.Tensor:
+        """The host's copy of an output, which is complete when the stream has come so far."""
+        held, shape = self._outputs.get(name), (self._samples, *made.shape[1:])
+        if held is None or (held.shape, held.dtype) != (shape, made.dtype):
+            held = self._outputs[name] = torch.empty(shape, dtype=made.dtype, pin_memory=True)
+        return held[: len(made)].copy_(made, non_blocking=True)
+
+
+class Call:
+    """A call that has begun."""
+
+    def __init__(
+        self,
+        free: list[_Place],
+        place: _Place,
+        done: torch.cuda.Event,
+        made: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._free, self._place, self._done = free, place, done
+        self._made, self._outputs = made, outputs  # what is still copied may not be freed
+
+    def is_done(self) -> bool:
+        """Whether ``outputs`` would not wait."""
+        try:
+            return bool(self._done.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # told by ``outputs``
+            return True
+
+    def wait(self) -> None:
+        """Return when it has ended; for any thread."""
+        self._done.synchronize()
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """The outputs, which stay as they are until ``release``.
+
+        Raises:
+            RuntimeError: the GPU failed.
+        """
+        self._done.synchronize()
+        return {name: tensor.numpy() for name, tensor in self._outputs.items()}
+
+    def release(self) -> None:
+        """Let another call take this one's memory."""
+        self._free.append(self._place)

@@ -1,0 +1,153 @@
+"""A batcher whose executions overlap, for an engine on a GPU and a process of one thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import numpy as np
+
+from tessella.runtime.overlapped import Call, Overlapped
+from tessella.server.batcher import Batcher, deliver, samples_of, split
+from tessella.server.statistics import Computation, Statistics
+from tessella.server.waiting import Piece, Request
+
+LONG_NS = 10**9  # somebody is told before
+
+
+@dataclass(frozen=True, slots=True)
+class _Execution:
+    """One that has begun.
+
+    Attributes:
+        begun_ns: when the copies of its inputs began. started_ns: when the GPU had all it needs.
+    """
+
+    pieces: list[Piece]
+    call: Call
+    begun_ns: int
+    started_ns: int
+
+
+class OverlappingBatcher(Batcher):
+    """As ``Batcher``, without a thread. While one execution computes, the next one begins, if it is
+    full: its inputs are copied, and the GPU goes on with it at once.
+
+    Args:
+        overlapped: the engine; ``Batcher``'s own runs what has failed in company.
+        max_batch, max_delay_us, max_waiting: as of ``Batcher``.
+    """
+
+    def __init__(
+        self,
+        overlapped: Overlapped,
+        engine: Callable[..., Mapping[str, np.ndarray]],
+        *,
+        max_batch: int,
+        max_delay_us: int,
+        max_waiting: int,
+        statistics: Statistics,
+    ) -> None:
+        super().__init__(
+            engine,
+            max_batch=max_batch,
+            max_delay_us=max_delay_us,
+            max_waiting=max_waiting,
+            statistics=statistics,
+            has_thread=False,
+        )
+        self._overlapped = overlapped
+        self._executions = deque[_Execution]()
+        self._last_ns = 0  # when an execution was answered last
+        self._watched: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        threading.Thread(target=self._watch, name="GPU", daemon=True).start()
+
+    def has_requests(self) -> bool:
+        """As ``Batcher.has_requests``; also whether an answer is on its way."""
+        return bool(self._executions) or super().has_requests()
+
+    def step(self) -> int | None:
+        """Answer what has ended, and begin what may begin.
+
+        Returns:
+            As ``Batcher.step``.
+        """
+        while self._executions and self._executions[0].call.is_done():
+            self._answer(self._executions.popleft())
+        pieces: list[Piece] = []
+        late: list[Request] = []
+        company_ns = 0
+        with self._lock:
+            self._is_running = bool(self._executions)
+            if self._may_begin() and not (company_ns := self._company_ns()):
+                pieces, late = self._take()
+                if pieces:
+                    self._expect(pieces)
+        deliver(late)
+        if pieces:
+            self._begin(pieces)
+        with self._lock:
+            self._is_running = bool(self._executions)
+            if self._may_begin():
+                return company_ns
+            if self._executions:
+                return LONG_NS
+            is_last = self._release is not None
+        if is_last:
+            self._end()
+        return None
+
+    def _may_begin(self) -> bool:
+        """Whether another execution may: beside one that computes only a full one, since what comes
+        until that has ended could join a smaller one.
+        """
+        if not self._waiting or not self._overlapped.has_room:
+            return False
+        return not self._executions or self._samples >= self._max_batch
+
+    def _begin(self, pieces: list[Piece]) -> None:
+        begun_ns = perf_counter_ns()
+        parts = [{n: a[start:end] for n, a in r.arrays.items()} for r, start, end in pieces]
+        try:
+            call = self._overlapped.begin(parts)
+        except Exception as error:
+            self._failed(pieces, error)
+            return
+        self._executions.append(_Execution(pieces, call, begun_ns, perf_counter_ns()))
+        self._watched.put(call)
+
+    def _answer(self, execution: _Execution) -> None:
+        pieces, call = execution.pieces, execution.call
+        ended_ns = perf_counter_ns()
+        spent = Computation(
+            input_ns=execution.started_ns - execution.begun_ns,
+            infer_ns=ended_ns - max(execution.started_ns, self._last_ns),
+            output_ns=0,
+        )
+        self._last_ns = ended_ns
+        try:
+            answers = split(call.outputs(), pieces)
+        except Exception as error:
+            call.release()
+            self._failed(pieces, error)
+            return
+        self._pace.took(samples_of(pieces), spent.infer_ns)
+        self._finished(pieces, answers, execution.begun_ns, spent)
+        call.release()
+
+    def _watch(self) -> None:
+        """Be the thread that waits for the GPU, without Python's lock."""
+        while (call := self._watched.get()) is not None:
+            with suppress(RuntimeError):  # told by its outputs
+                call.wait()
+            del call
+            self.on_done()
+
+    def _end(self) -> None:
+        self._watched.put(None)
+        super()._end()

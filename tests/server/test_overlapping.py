@@ -1,0 +1,237 @@
+"""Executions that overlap: what may begin beside one that computes, and that all are answered.
+
+A thread plays the GPU here; ``tests/gpu/test_overlapped.py`` has the real one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessella.core.errors import InputError
+from tessella.server.overlapping import OverlappingBatcher
+from tessella.server.statistics import Statistics
+from tessella.server.waiting import Request
+
+pytestmark = pytest.mark.timeout(60)
+Parts = Sequence[Mapping[str, np.ndarray]]
+
+
+class Call:
+    def __init__(self, gpu: GPU, parts: Parts) -> None:
+        self._gpu, self._parts = gpu, parts
+        self.ended = threading.Event()
+
+    def is_done(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        assert self.ended.wait(30)
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        self.wait()
+        joined = np.concatenate([part["x"] for part in self._parts])
+        if (joined == 13).any():
+            raise RuntimeError("the GPU stumbled")
+        self.made = {"y": 2 * joined}
+        return self.made
+
+    def release(self) -> None:
+        if hasattr(self, "made"):
+            self.made["y"][:] = -1  # as another call would
+        self._gpu.running.remove(self)
+
+
+class GPU:
+    """Doubles, two calls at a time, which end when they are let."""
+
+    def __init__(self) -> None:
+        self.running: list[Call] = []
+        self.sizes: list[int] = []
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < 2
+
+    def begin(self, parts: Parts) -> Call:
+        assert self.has_room
+        if any((part["x"] < 0).any() for part in parts):
+            raise InputError("negative")
+        self.sizes.append(sum(len(part["x"]) for part in parts))
+        self.running.append(Call(self, parts))
+        return self.running[-1]
+
+
+def alone(x: np.ndarray) -> dict[str, np.ndarray]:
+    """The engine of one request after another."""
+    if (x < 0).any() or (x == 13).any():
+        raise InputError("this one")
+    return {"y": 2 * x}
+
+
+class Server:
+    """A batcher of at most 4 samples, and what it has answered by each request's first number."""
+
+    def __init__(self) -> None:
+        self.gpu, self.looks = GPU(), threading.Event()
+        gpu: Any = self.gpu
+        self.batcher = OverlappingBatcher(
+            gpu, alone, max_batch=4, max_delay_us=0, max_waiting=99, statistics=Statistics()
+        )
+        self.batcher.on_done = self.looks.set
+        self.answers: dict[float, list[list[float]] | str] = {}
+
+    def ask(self, *numbers: float) -> None:
+        arrays = {"x": np.array([[n] for n in numbers], np.float32)}
+        self.batcher.submit(Request(arrays=arrays, deliver=self._tell))
+
+    def _tell(self, requests: list[Request]) -> None:
+        for request in requests:
+            first = float(request.arrays["x"][0, 0])
+            assert first not in self.answers
+            if request.error is not None:
+                self.answers[first] = str(request.error)
+            else:
+                assert request.outputs is not None
+                self.answers[first] = request.outputs["y"].tolist()
+
+    def end(self, count: int = 1) -> None:
+        """Let the first calls end, and answer them when their thread has told."""
+        for _ in range(count):
+            self.looks.clear()
+            self.gpu.running[0].ended.set()
+            assert self.looks.wait(30)
+            self.batcher.step()
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def test_a_full_execution_begins_beside_one_that_computes(server: Server) -> None:
+    server.ask(1)
+    server.batcher.step()
+    assert server.gpu.sizes == [1]
+    for number in range(2, 5):
+        server.ask(number)
+    server.batcher.step()
+    assert server.gpu.sizes == [1]  # three would be joined by whom comes meanwhile
+    server.ask(5)
+    server.ask(6)
+    server.batcher.step()
+    assert server.gpu.sizes == [1, 4]
+    for number in range(7, 12):
+        server.ask(number)
+    server.batcher.step()
+    assert server.gpu.sizes == [1, 4]  # two at a time
+    server.end()
+    assert server.answers == {1: [[2]]}
+    assert server.gpu.sizes == [1, 4, 4]
+    server.end(2)
+    assert server.answers == {n: [[2 * n]] for n in range(1, 10)}
+    server.end()
+    assert server.answers == {n: [[2 * n]] for n in range(1, 12)}
+    assert server.gpu.sizes == [1, 4, 4, 2]
+    assert server.batcher.step() is None
+
+
+def test_a_large_request_is_cut_and_its_parts_are_its_own(server: Server) -> None:
+    """The memory of a call's outputs goes to the next call: parts that wait are copies."""
+    server.ask(*range(1, 11))
+    server.batcher.step()
+    while server.gpu.running:
+        server.end()
+    assert server.answers == {1: [[2 * n] for n in range(1, 11)]}
+    assert server.gpu.sizes == [4, 4, 2]
+
+
+@pytest.mark.parametrize("bad", [-1, 13], ids=["refused", "failed on the GPU"])
+def test_one_request_does_not_fail_the_others(server: Server, bad: float) -> None:
+    for number in (1, bad, 3):
+        server.ask(number)
+    server.batcher.step()
+    while server.gpu.running:
+        server.end()
+    assert server.answers[1] == [[2]]
+    assert server.answers[3] == [[6]]
+    assert "this one" in server.answers[bad]
+    server.ask(5)
+    server.batcher.step()
+    server.end()
+    assert server.answers[5] == [[10]]
+
+
+def test_what_computes_is_answered_before_the_end(server: Server) -> None:
+    ended = threading.Event()
+
+    def close() -> None:
+        import asyncio
+
+        asyncio.run(server.batcher.close(ended.set))
+
+    for number in range(1, 6):
+        server.ask(number)
+    server.batcher.step()
+    closing = threading.Thread(target=close)
+    closing.start()
+    until = time.monotonic() + 30
+    while server.batcher._release is None:
+        assert time.monotonic() < until
+    server.batcher.step()
+    assert not ended.is_set()
+    server.end(2)
+    closing.join(30)
+    assert ended.is_set()
+    assert len(server.answers) == 5
+
+
+def test_no_answer_is_lost_under_load(server: Server) -> None:
+    """Requests come from a thread while another ends calls at random and this one answers."""
+    looks, gpu, stop = server.looks, server.gpu, threading.Event()
+    server.batcher.on_done = looks.set
+    random = np.random.default_rng(0)
+    sizes = [int(n) for n in random.integers(1, 7, 150)]
+    numbers = iter(range(100, 10**6))
+
+    def ends() -> None:
+        while not stop.is_set():
+            for call in list(gpu.running)[:1]:
+                call.ended.set()
+            time.sleep(0.0002)
+
+    def asks(count: int, then: Callable[[], None]) -> None:
+        for size in sizes[:count]:
+            server.ask(*[next(numbers) for _ in range(size)])
+            looks.set()
+            time.sleep(0.0003 if size % 2 else 0)
+        then()
+
+    asked = threading.Event()
+    threads = [
+        threading.Thread(target=ends),
+        threading.Thread(target=asks, args=(len(sizes), asked.set)),
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 40
+    while not asked.is_set() or len(server.answers) < len(sizes):
+        assert time.monotonic() < until, f"{len(server.answers)} of {len(sizes)}"
+        looks.wait(0.05)
+        looks.clear()
+        due = server.batcher.step()
+        if due == 0:
+            looks.set()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    first = 100
+    for size in sizes:
+        assert server.answers[first] == [[2 * n] for n in range(first, first + size)]
+        first += size
+    assert max(gpu.sizes) == 4
