@@ -239,7 +239,6 @@ class Batcher(Infers):
         """
         pieces: list[Piece] = []
         late: list[Request] = []
-        shapes: list[tuple[int, ...]] = []
         samples = 0
         now_ns = perf_counter_ns()
         while self._waiting:
@@ -258,8 +257,7 @@ class Batcher(Infers):
             if left > self._max_batch or request.begun:
                 size = min(left, self._pace.most_samples(self._max_batch))
             if pieces:
-                shapes = shapes or pieces[0][0].shapes
-                if samples + size > self._max_batch or request.shapes != shapes:
+                if samples + size > self._max_batch or request.shapes != pieces[0][0].shapes:
                     break
                 if request.priority == SHADOW_PRIORITY != pieces[0][0].priority:
                     break  # a copy makes no execution of requests longer

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import os
 import selectors
 import signal
@@ -37,15 +38,17 @@ from tessella.server.batcher import Batcher
 from tessella.server.jpegs import frames_of
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
+from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
 from tessella.server.versions import split_key
-from tessella.server.waiting import Arrays, Request
+from tessella.server.waiting import Arrays, Request, shapes_of
 
 log = logging.getLogger(__name__)
 GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
+MOST_LAYOUTS = 256  # of an acceptor's tickets that are remembered
 LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
@@ -268,6 +271,37 @@ def describe(model: Model) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where the inputs of a ticket lie: the same in all of a model and of these sizes.
+
+    Attributes:
+        places: name, offset in the ticket's place, shape, element type and bytes.
+        nbytes: where the outputs begin.
+        shapes: as ``Request.shapes``.
+    """
+
+    places: list[tuple[str, int, tuple[int, ...], np.dtype, int]]
+    nbytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, known: Signature, sizes: tuple[int, ...]) -> _Layout:
+        """The layout by a model's inputs.
+
+        Raises:
+            InputError, ServeError: these are no sizes of its inputs.
+        """
+        found, nbytes = places_of(known.inputs.values(), sizes, 0)
+        places = []
+        for spec, offset, shape in found:
+            spec.check(shape=shape, dtype=spec.dtype)
+            element = numpy_type(spec)
+            places.append((spec.name, offset, shape, element, math.prod(shape) * element.itemsize))
+        shapes = tuple(shape[1:] for _, _, shape, _, _ in sorted(places, key=lambda p: p[0]))
+        return cls(places=places, nbytes=nbytes, shapes=shapes)
+
+
 class _Acceptor:
     """One acceptor, as the engine's process sees it.
 
@@ -290,6 +324,8 @@ class _Acceptor:
         self._sending = threading.Lock()
         self._frames = tickets.Frames()
         self._leaving: dict[int, list[_Leaving]] = {}  # by description, until it is understood
+        self._layouts: dict[tuple[int, tuple[int, ...]], _Layout] = {}
+        self._sizes: dict[tuple[tuple[int, ...], ...], bytes] = {}  # of outputs, by their shapes
         self._deliver = self._answer  # one object, by which a batcher groups its answers
 
     def read(self) -> bool:
@@ -345,15 +381,18 @@ class _Acceptor:
         if ticket.letter == b"p":
             self._with_model(ticket, lambda model: self._decode(ticket, model))
             return
-        inputs = self._room.model(ticket.model).signature.inputs.values()
-        places, end = places_of(inputs, ticket.sizes, ticket.start)
-        arrays = {}
-        for spec, start, shape in places:
-            arrays[spec.name] = self._lane.array(start, shape, numpy_type(spec))
-            spec.check(shape=shape, dtype=spec.dtype)
-        if self._room.model(ticket.model).overlaps:
-            self._lane.page_lock(ticket.start, ticket.end)
-        self._wait(ticket, arrays, end)
+        kind = ticket.model, ticket.sizes
+        layout = self._layouts.get(kind)
+        if layout is None:
+            if len(self._layouts) == MOST_LAYOUTS:
+                self._layouts.clear()
+            known = self._room.model(ticket.model)
+            layout = self._layouts[kind] = _Layout.of(known.signature, ticket.sizes)
+        arrays = {
+            name: self._lane.array(ticket.start + offset, shape, element, nbytes)
+            for name, offset, shape, element, nbytes in layout.places
+        }
+        self._with_model(ticket, lambda model: self._wait(model, ticket, arrays, layout))
 
     def _with_model(self, ticket: Ticket, use: Callable[[Model], None]) -> None:
         """Give the model of a ticket something to do; the next one of the same tensors, if it is
@@ -367,19 +406,22 @@ class _Acceptor:
                 if self._room.model(ticket.model) is model:
                     raise
 
-    def _wait(self, ticket: Ticket, arrays: Arrays, end: int, ns: int = 0) -> None:
+    def _wait(
+        self, model: Model, ticket: Ticket, arrays: Arrays, layout: _Layout, decode_ns: int = 0
+    ) -> None:
         """Let a ticket's inputs wait for the engine, after so long a decoding."""
-        self._with_model(ticket, lambda model: self._wait_for(model, ticket, arrays, end, ns))
-
-    def _wait_for(self, model: Model, ticket: Ticket, arrays: Arrays, end: int, ns: int) -> None:
         request = Request(
             arrays=arrays,
             deliver=self._deliver,
             priority=ticket.priority,
             deadline_ns=ticket.deadline_ns or None,
-            tag=(ticket.number, end, ticket.end),
+            tag=(ticket.number, ticket.start + layout.nbytes, ticket.end),
+            shapes=layout.shapes,
         )
-        request.stages.decoded(ns)
+        if decode_ns:
+            request.stages.decoded(decode_ns)
+        if model.overlaps:
+            self._lane.page_lock(ticket.start, ticket.end)
         if not model.batcher.has_thread:
             self._room.busy[model.batcher] = None
         model.batcher.submit(request)
@@ -395,11 +437,12 @@ class _Acceptor:
             raise ServeError("a ticket's files are none that a GPU decodes", status=500)
 
         def go_on(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
-            end = ticket.start + aligned(nbytes)
             try:
                 if error is not None or made is None:
                     raise error or ServeError("a picture was not decoded", status=500)
-                self._wait(ticket, {name: made}, end, ns)
+                arrays = {name: made}
+                layout = _Layout(places=[], nbytes=aligned(nbytes), shapes=shapes_of(arrays))
+                self._with_model(ticket, lambda m: self._wait(m, ticket, arrays, layout, ns))
             except Exception as error:
                 self.send(tickets.pack_error(ticket.number, error))
 
@@ -425,13 +468,17 @@ class _Acceptor:
     def _done(
         self, number: int, request: Request, outputs: dict[str, np.ndarray], start: int, end: int
     ) -> bytes:
-        sizes: list[int] = []
+        shapes = tuple([array.shape for array in outputs.values()])
+        sizes = self._sizes.get(shapes)
+        if sizes is None:
+            if len(self._sizes) == MOST_LAYOUTS:
+                self._sizes.clear()
+            sizes = self._sizes[shapes] = tickets.pack_sizes(list(itertools.chain(*shapes)))
         for array in outputs.values():
             if start + array.nbytes > end:
                 raise ServeError("the outputs are larger than the plan says", status=500)
-            np.copyto(self._lane.array(start, array.shape, array.dtype), array)
+            self._lane.array(start, array.shape, array.dtype, array.nbytes)[...] = array
             start = aligned(start + array.nbytes)
-            sizes += array.shape
         return tickets.pack_done(number, request.stages, sizes)
 
     async def _reply(self, number: int, question: dict[str, Any], body: bytes) -> None:

@@ -51,6 +51,7 @@ class Lane:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ServeError("this memory may change its size", status=500)
             self._map = _Mapping(descriptor, 0)
+            self._nbytes = len(self._map)
         finally:
             os.close(descriptor)
 
@@ -58,20 +59,26 @@ class Lane:
         """Let a GPU copy from a place by itself."""
         if self._map.locked is None:
             address = np.frombuffer(self._map, np.uint8).ctypes.data
-            self._map.locked = PageLocked(address, len(self._map))
-        self._map.locked.lock(start, min(end, len(self._map)))
+            self._map.locked = PageLocked(address, self._nbytes)
+        self._map.locked.lock(start, min(end, self._nbytes))
 
     def __len__(self) -> int:
-        return len(self._map)
+        return self._nbytes
 
-    def array(self, start: int, shape: tuple[int, ...], element: np.dtype) -> np.ndarray:
+    def array(
+        self, start: int, shape: tuple[int, ...], element: np.dtype, nbytes: int | None = None
+    ) -> np.ndarray:
         """The array at a place.
+
+        Args:
+            nbytes: its size, where that is known.
 
         Raises:
             ServeError: 500, it does not lie in the lane.
         """
-        nbytes = math.prod(shape) * element.itemsize
-        if start < 0 or start % ALIGNMENT or start + nbytes > len(self._map):
+        if nbytes is None:
+            nbytes = math.prod(shape) * element.itemsize
+        if start < 0 or start % ALIGNMENT or start + nbytes > self._nbytes:
             raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
         return np.ndarray(shape, element, self._map, start)
 

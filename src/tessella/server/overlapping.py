@@ -112,7 +112,10 @@ class OverlappingBatcher(Batcher):
 
     def _begin(self, pieces: list[Piece]) -> None:
         begun_ns = perf_counter_ns()
-        parts = [{n: a[start:end] for n, a in r.arrays.items()} for r, start, end in pieces]
+        parts = [
+            r.arrays if end - start == r.batch else {n: a[start:end] for n, a in r.arrays.items()}
+            for r, start, end in pieces
+        ]
         try:
             call = self._overlapped.begin(parts)
         except Exception as error:

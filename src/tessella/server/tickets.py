@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from tessella.core.errors import InputError, ServeError, TessellaError
 from tessella.server.statistics import Stages
@@ -57,8 +56,7 @@ class Frames:
         self._rest = data[position:]
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A request whose tensors lie in the acceptor's lane, each input behind the other, then room
     for the outputs.
 
@@ -84,19 +82,24 @@ class Ticket:
         head = _TICKET.pack(
             self.number, self.model, self.priority, self.deadline_ns, self.start, self.end
         )
-        return frame(self.letter, head + struct.pack(f"<{len(self.sizes)}I", *self.sizes))
+        return frame(self.letter, head + pack_sizes(self.sizes))
 
     @classmethod
     def unpack(cls, content: bytes, letter: bytes = b"i") -> Ticket:
-        number, model, priority, deadline_ns, start, end = _TICKET.unpack_from(content)
         sizes = struct.unpack_from(f"<{(len(content) - _TICKET.size) // 4}I", content, _TICKET.size)
+        number, model, priority, deadline_ns, start, end = _TICKET.unpack_from(content)
         return cls(number, model, priority, deadline_ns, start, end, sizes, letter)
 
 
-def pack_done(number: int, stages: Stages, sizes: list[int]) -> bytes:
+def pack_sizes(sizes: Sequence[int]) -> bytes:
+    """Dimensions of tensors, one behind the other, as ``pack_done`` takes them."""
+    return struct.pack(f"<{len(sizes)}I", *sizes)
+
+
+def pack_done(number: int, stages: Stages, sizes: bytes) -> bytes:
     """The frame of a ticket that is done; ``sizes`` as in ``Ticket``, of the outputs."""
-    head = _DONE.pack(number, stages.beside, stages.copy, stages.compute)
-    return frame(b"o", head + struct.pack(f"<{len(sizes)}I", *sizes))
+    spent = _DONE.pack(number, stages.beside, stages.copy, stages.compute)
+    return _HEAD.pack(_DONE.size + len(sizes), b"o") + spent + sizes
 
 
 def unpack_done(content: bytes) -> tuple[int, tuple[int, int, int], tuple[int, ...]]:

@@ -37,6 +37,7 @@ class Request:
         deadline_ns: when the answer has to be there, on ``perf_counter``'s clock; None is whenever.
         answer: what an event loop waits for; None where ``deliver`` is all.
         tag: what ``deliver`` knows it by.
+        shapes: of the inputs, but for the batch: only requests of equal ones can be joined.
     """
 
     arrays: Arrays
@@ -52,15 +53,20 @@ class Request:
     batch: int = 0
     begun: int = 0  # samples that have been given to the engine
     parts: list[Arrays] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of the inputs by name, but for the batch: only requests of equal ones can be joined."""
-        return [self.arrays[name].shape[1:] for name in sorted(self.arrays)]
+    def __post_init__(self) -> None:
+        if not self.shapes:
+            self.shapes = shapes_of(self.arrays)
 
     def gave_up(self) -> bool:
         """Whether nobody waits for the answer any more."""
         return self.answer is not None and self.answer.done()
+
+
+def shapes_of(arrays: Arrays) -> tuple[tuple[int, ...], ...]:
+    """As ``Request.shapes``, by the inputs' names."""
+    return tuple(arrays[name].shape[1:] for name in sorted(arrays))
 
 
 Piece = tuple[Request, int, int]  # of a request, the samples from the first to the second number
