@@ -134,7 +134,7 @@ def test_what_no_gpu_decodes_is_the_hosts(
 def test_no_more_wait_than_may() -> None:
     decoding, told = Decoding(), list[object]()
     decoding.may_go.clear()
-    queue = JpegQueue(decoding, most_waiting=2)
+    queue = JpegQueue(decoding, most_waiting=2, threads=1)
     content = jpeg(1)
     frames = frames_of([content])
     assert frames is not None
@@ -156,7 +156,7 @@ def test_no_more_wait_than_may() -> None:
 def test_a_large_request_is_decoded_alone() -> None:
     decoding, told = Decoding(), list[np.ndarray]()
     decoding.may_go.clear()
-    queue = JpegQueue(decoding, most_waiting=9)
+    queue = JpegQueue(decoding, most_waiting=9, threads=1)
     content = jpeg(1)
     for count in (1, 2, MOST_TOGETHER + 5, 3):
         frames = frames_of([content] * count)
