@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,7 +20,7 @@ from tessella.core.jpeg import Frame
 from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
 from tessella.server.answers import JSON, Answer, Send, error_answer, json_answer, log, reply
-from tessella.server.body import Disconnected, Headers, Receive, Scope
+from tessella.server.body import Disconnected, Headers, Receive, Scope, too_large
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.inference import Inference, Models, ServedModel, Watch, chosen
@@ -155,17 +155,51 @@ class App:
         watch = Watch(self._models.get(name, version))  # do not read a body that nobody wants
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
-            watch.lap("receive")
-            with watch:
-                json_length = headers.get(b"inference-header-content-length")
-                first, request = await self._inference.request(
-                    body, json_length, name, version, watch
-                )
-                with chosen(first, version, request.id) as model:
-                    watch.on(model)
-                    route = None if version else first.route
-                    outputs, _ = await self._run(model, request, watch, route)
-                    return await self._inference.answer_aside(model, request, outputs, watch)
+            json_length = headers.get(b"inference-header-content-length")
+            return await self._answer_body(body, json_length, name, version, watch)
+
+    async def infer(
+        self,
+        body: bytes,
+        json_length: bytes,
+        name: str,
+        version: str | None,
+        lines: Sequence[tuple[bytes, bytes]],
+    ) -> Answer:
+        """The answer to an inference request whose body came another way than HTTP.
+
+        Args:
+            json_length: as in HTTP's header.
+            lines: what HTTP's headers would say of the client.
+        """
+        headers: Headers = dict(lines)
+        try:
+            require_once(lines, headers)
+            self._guard.check("POST", f"/v2/models/{name}/infer", headers)
+            watch = Watch(self._models.get(name, version))
+            if len(body) > self._limits.body_bytes:
+                raise too_large(len(body), self._limits.body_bytes)
+            with self.bodies.holding(len(body)):
+                return await self._answer_body(body, json_length, name, version, watch)
+        except Exception as error:
+            return error_answer(error)
+
+    async def _answer_body(
+        self,
+        body: bytes | bytearray,
+        json_length: bytes | None,
+        name: str,
+        version: str | None,
+        watch: Watch,
+    ) -> Answer:
+        watch.lap("receive")
+        with watch:
+            first, request = await self._inference.request(body, json_length, name, version, watch)
+            with chosen(first, version, request.id) as model:
+                watch.on(model)
+                route = None if version else first.route
+                outputs, _ = await self._run(model, request, watch, route)
+                return await self._inference.answer_aside(model, request, outputs, watch)
 
     async def _run(
         self,

@@ -77,7 +77,7 @@ class BodyReader:
     ) -> bytearray | bytes:
         declared = headers.get(b"content-length")
         if declared is not None and int(declared) > most_bytes:
-            raise _too_large(int(declared), most_bytes)
+            raise too_large(int(declared), most_bytes)
         body: bytearray | bytes = b""
         loop = asyncio.get_running_loop()
         try:
@@ -88,7 +88,7 @@ class BodyReader:
                         raise Disconnected
                     chunk: bytes = message.get("body", b"")
                     if len(body) + len(chunk) > most_bytes:
-                        raise _too_large(len(body) + len(chunk), most_bytes)
+                        raise too_large(len(body) + len(chunk), most_bytes)
                     account.hold(len(chunk))
                     if not message.get("more_body", False):
                         return body + chunk if body else chunk
@@ -142,7 +142,7 @@ class Body:
         self._nbytes += nbytes
 
 
-def _too_large(nbytes: int, most_bytes: int) -> ServeError:
+def too_large(nbytes: int, most_bytes: int) -> ServeError:
     return ServeError(
         f"the body is larger than {most_bytes:,} bytes",
         status=413,
@@ -181,7 +181,7 @@ def decompress(body: bytes | bytearray, most_bytes: int) -> bytes:
             fix="compress it again, or send it without Content-Encoding",
         ) from error
     if len(plain) > most_bytes:
-        raise _too_large(len(plain), most_bytes)
+        raise too_large(len(plain), most_bytes)
     if not stream.eof or stream.unused_data:
         raise InputError(
             "the compressed body is not one complete stream",

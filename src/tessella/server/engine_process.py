@@ -429,7 +429,7 @@ class _Acceptor:
     def _decode(self, ticket: Ticket, model: Model) -> None:
         """Let a ticket's files be decoded, and then wait for the engine."""
         name, nbytes = model.signature.image_input, sum(ticket.sizes)
-        content = self._lane.array(ticket.start, (nbytes,), np.dtype(np.uint8)).tobytes()
+        content = self._lane.array(ticket.start, (nbytes,), np.dtype(np.uint8)).data
         ends = itertools.accumulate(ticket.sizes)
         files = [content[end - size : end] for size, end in zip(ticket.sizes, ends, strict=True)]
         frames = frames_of(files)

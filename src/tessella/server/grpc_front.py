@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from tessella.core.errors import ServeError, TessellaError, UsageError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
-from tessella.server.answers import error_answer, log
+from tessella.server.answers import Answer, error_answer, log
 from tessella.server.app import App
 from tessella.server.doors import Doors
 from tessella.server.grpc_messages import (
@@ -45,6 +45,9 @@ _CODES = {
     409: "ALREADY_EXISTS", 413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL",
     501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 507: "RESOURCE_EXHAUSTED",
 }  # fmt: skip
+
+
+HOST = (b"host", b"localhost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,8 @@ class GrpcFront:
                 ("grpc.max_metadata_size", self._limits.head_bytes),
                 ("grpc.max_concurrent_streams", MOST_CALLS),
                 ("grpc.so_reuseport", 1),
+                ("grpc.http2.max_frame_size", 1 << 20),
+                ("grpc.http2.lookahead_bytes", 1 << 22),
             ),
         )
         handlers = {name: self._unary(name) for name in ROUTES}
@@ -178,8 +183,7 @@ class GrpcFront:
             with self._app.bodies.holding(len(content)):
                 return await self._answer_held(content, context)
         except ServeError as error:
-            made = error_answer(error)
-            return _Answer(status=made.status, headers=dict(made.headers), body=made.body)
+            return _told(error_answer(error))
 
     async def _answer_held(self, content: bytes, context: Any) -> _Answer:
         remaining_s = context.time_remaining()
@@ -191,11 +195,16 @@ class GrpcFront:
             message = parsed(ModelInferRequest, content)
             json_bytes, body = infer_body(message, remaining_us)
         except TessellaError as error:
-            made = error_answer(error)
-            return _Answer(status=made.status, headers={}, body=made.body)
-        path = _model_path(message.model_name, message.model_version) + "/infer"
-        length = (b"inference-header-content-length", str(json_bytes).encode())
-        return await self._ask(context, "POST", path, body, length)
+            return _told(error_answer(error))
+        # Not through ASGI, which costs a fifth of a call's time here.
+        answer = await self._app.infer(
+            body,
+            str(json_bytes).encode(),
+            message.model_name,
+            message.model_version or None,
+            [HOST, *_tokens(context)],
+        )
+        return _told(answer)
 
     async def _require_access(self, context: Any) -> None:
         """Abort the call unless its token is right: as a cheap route says."""
@@ -229,22 +238,13 @@ class GrpcFront:
         answer = await self._ask(context, "GET", "/v2/health/ready", b"")
         return HEALTH[answer.status == 200]
 
-    async def _ask(
-        self, context: Any, method: str, path: str, body: bytes, *headers: tuple[bytes, bytes]
-    ) -> _Answer:
+    async def _ask(self, context: Any, method: str, path: str, body: bytes) -> _Answer:
         """The app's answer to a request."""
-        metadata = context.invocation_metadata() or ()
-        tokens = [
-            (b"authorization", v.encode() if isinstance(v, str) else v)
-            for k, v in metadata
-            if k == "authorization"
-        ]
         scope = {
             "type": "http", "method": method, "path": path, "query_string": b"",
             "scheme": "http", "http_version": "2", "root_path": "", "raw_path": path.encode(),
             "headers": [
-                (b"host", b"localhost"), (b"content-length", str(len(body)).encode()),
-                *tokens, *headers,
+                HOST, (b"content-length", str(len(body)).encode()), *_tokens(context),
             ],
         }  # fmt: skip
         status, told = 500, {}
@@ -268,6 +268,19 @@ def require_grpc() -> None:
     """Raise ``UsageError`` if grpcio is not installed."""
     if grpc is None:
         raise UsageError("gRPC needs grpcio", fix="pip install 'tessella[grpc]'")
+
+
+def _tokens(context: Any) -> list[tuple[bytes, bytes]]:
+    """The tokens that a client has sent, as HTTP's headers."""
+    return [
+        (b"authorization", value.encode() if isinstance(value, str) else value)
+        for name, value in context.invocation_metadata() or ()
+        if name == "authorization"
+    ]
+
+
+def _told(answer: Answer) -> _Answer:
+    return _Answer(status=answer.status, headers=dict(answer.headers), body=answer.body)
 
 
 def _as_response(answer: _Answer) -> Any:

@@ -29,19 +29,20 @@ MOST_TOGETHER = 128  # files; an H100 takes 11 ms for 256 of 500 × 375
 THREADS = 2
 END = b"\xff\xd9"
 
-Decode = Callable[[Sequence[bytes], Sequence[Frame]], np.ndarray]
+File = bytes | memoryview
+Decode = Callable[[Sequence[File], Sequence[Frame]], np.ndarray]
 # Called with a file's or a request's inputs, or why there are none, in the thread that decoded.
 Done = Callable[[np.ndarray | None, Exception | None, int], object]
 
 
-def frames_of(files: Sequence[bytes]) -> list[Frame] | None:
+def frames_of(files: Sequence[File]) -> list[Frame] | None:
     """The frames of files that a GPU may decode; None if any is for the host.
 
     A file that ends early is for the host, which refuses it: nvJPEG makes a picture of it.
     """
     frames = []
     for content in files:
-        frame = frame_of(content) if content.endswith(END) else None
+        frame = frame_of(content) if content[-2:] == END else None
         if frame is None:
             return None
         frames.append(frame)
@@ -61,7 +62,7 @@ def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Dec
     found = importlib.import_module("tessella.kernels.pictures.decode")
     scaling, mine = Scaling(record, device), threading.local()
 
-    def decode(files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def decode(files: Sequence[File], frames: Sequence[Frame]) -> np.ndarray:
         if not hasattr(mine, "decoder"):
             mine.decoder = found.PictureDecoder(record, device, host=False)
             mine.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -110,7 +111,7 @@ def decoder_for(decode: Literal["host", "gpu"]) -> Callable[[Engine], Decode | N
 
 
 class _Waiting(NamedTuple):
-    files: Sequence[bytes]
+    files: Sequence[File]
     frames: Sequence[Frame]
     done: Done
 
@@ -137,7 +138,7 @@ class JpegQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, files: Sequence[bytes], frames: Sequence[Frame], done: Done) -> None:
+    def submit(self, files: Sequence[File], frames: Sequence[Frame], done: Done) -> None:
         """Decode a request's files; ``done`` is called with the nanoseconds that it took.
 
         Raises:
@@ -154,7 +155,7 @@ class JpegQueue:
             self._waiting.append(_Waiting(files, frames, done))
             self._changed.notify()
 
-    async def decoded(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    async def decoded(self, files: Sequence[File], frames: Sequence[Frame]) -> np.ndarray:
         """The inputs of a request's files.
 
         Raises:
