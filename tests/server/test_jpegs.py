@@ -56,11 +56,11 @@ class Decoding:
     def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
         self.sizes.append(len(files))
         assert self.may_go.wait(30)
-        if any(b"damaged" in content for content in files):
+        if any(b"damaged" in bytes(content) for content in files):
             raise KernelError("nvJPEG cannot decode a picture of this batch", seen="status 5")
         sizes = [Image.open(io.BytesIO(content)).size[::-1] for content in files]
         assert [frame[:2] for frame in frames] == sizes
-        return np.stack([RECORD(content) for content in files])
+        return np.stack([RECORD(bytes(content)) for content in files])
 
 
 def in_words(http: httpx.Client, content: bytes) -> httpx.Response:
