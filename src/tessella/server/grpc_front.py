@@ -101,7 +101,6 @@ class GrpcFront:
                 ("grpc.max_concurrent_streams", MOST_CALLS),
                 ("grpc.so_reuseport", 1),
                 ("grpc.http2.max_frame_size", 1 << 20),
-                ("grpc.http2.lookahead_bytes", 1 << 22),
             ),
         )
         handlers = {name: self._unary(name) for name in ROUTES}
