@@ -7,7 +7,7 @@ client are checked against the body and the model's signature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,7 +180,10 @@ def parse_infer(
     text = bytes(memoryview(body)[:json_bytes])
     head = model.heads.get((text, limits.body_bytes))
     if head is not None and len(body) == json_bytes + head.nbytes:
-        return head.request_with(memoryview(body)[json_bytes:])
+        if not head.places:
+            return head.request_with(memoryview(body)[json_bytes:])
+        named = tuple(map(regions.read, head.places))
+        return _when_made(named, lambda: head.request_of([copy.content for copy in named]))
     document = parse_object(text, "the request")
     parameters = object_of(document, "parameters", "the request")
     if parameters.get("sequence_id"):
@@ -204,10 +207,16 @@ def parse_infer(
             images=images,
         )
         if request_id is None and len(text) <= MOST_HEAD_BYTES:
-            _remember(text, request, document, model, limits)
+            _remember(text, request, document, model, limits, regions)
         return request
 
-    copies = tuple(source for source in sources if isinstance(source, Copy))
+    return _when_made(tuple(source for source in sources if isinstance(source, Copy)), finish)
+
+
+def _when_made(
+    copies: tuple[Copy, ...], finish: Callable[[], InferRequest]
+) -> InferRequest | Unread:
+    """The request once these copies are made: now, if that is brief."""
     if not is_brief(copies):
         return Unread(copies=copies, finish=finish)
     for copy in copies:
@@ -220,17 +229,23 @@ MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # of one model: half a megabyte at most
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What the JSON of a request says when all its tensors are binary.
+    """What the JSON of a request says when all its tensors are binary, or all in shared memory.
 
     Attributes:
         parts: name, element type, shape, first byte after the JSON, and bytes of each tensor.
+        places: of the tensors in shared memory.
     """
 
     request: InferRequest
     parts: tuple[tuple[str, DType, tuple[int, ...], int, int], ...]
     nbytes: int
+    places: tuple[Place, ...] = ()
 
     def request_with(self, tensors: memoryview) -> InferRequest:
+        """The request with its tensors, which follow the JSON."""
+        return self.request_of([tensors[start : start + n] for *_, start, n in self.parts])
+
+    def request_of(self, tensors: Sequence[memoryview]) -> InferRequest:
         """The request with its tensors; written out, as ``replace`` takes thrice as long."""
         known = self.request
         return InferRequest(
@@ -240,25 +255,36 @@ class _Head:
             timeout_us=known.timeout_us,
             priority=known.priority,
             arrays={
-                name: from_binary(tensors[start : start + nbytes], element, shape, name=name)
-                for name, element, shape, start, nbytes in self.parts
+                name: from_binary(content, element, shape, name=name)
+                for (name, element, shape, _, _), content in zip(self.parts, tensors, strict=True)
             },
             texts=known.texts,
         )
 
 
 def _remember(
-    text: bytes, request: InferRequest, document: dict[str, Any], model: Signature, limits: Limits
+    text: bytes,
+    request: InferRequest,
+    document: dict[str, Any],
+    model: Signature,
+    limits: Limits,
+    regions: Regions,
 ) -> None:
-    parts, start = [], 0
+    parts, places, start = [], list[Place](), 0
     for entry in document["inputs"]:
-        nbytes = entry.get("parameters", {}).get("binary_data_size")
-        if nbytes is None or entry["name"] not in request.arrays:
+        parameters = entry.get("parameters", {})
+        if entry["name"] not in request.arrays:
+            return
+        if place := regions.place(parameters, ""):
+            places.append(place)
+            nbytes = 0
+        elif (nbytes := parameters.get("binary_data_size")) is None:
             return
         kind = BY_WIRE[entry["datatype"]], tuple(entry["shape"])
         parts.append((entry["name"], *kind, start, nbytes))
         start += nbytes
-    _keep(text, request, tuple(parts), model, limits)
+    if not places or len(places) == len(parts):
+        _keep(text, request, tuple(parts), model, limits, tuple(places))
 
 
 def _keep(
@@ -267,13 +293,16 @@ def _keep(
     parts: tuple[tuple[str, DType, tuple[int, ...], int, int], ...],
     model: Signature,
     limits: Limits,
+    places: tuple[Place, ...] = (),
 ) -> None:
     if len(model.heads) >= MOST_HEADS:
         model.heads.clear()
     plain = all(o.binary and o.place is None and o.classification is None for o in request.outputs)
     empty = replace(request, arrays={}, texts={} if plain else None)
     nbytes = sum(nbytes for *_, nbytes in parts)
-    model.heads[key, limits.body_bytes] = _Head(request=empty, parts=parts, nbytes=nbytes)
+    model.heads[key, limits.body_bytes] = _Head(
+        request=empty, parts=parts, nbytes=nbytes, places=places
+    )
 
 
 def parse_timeout(value: Any) -> int | None:

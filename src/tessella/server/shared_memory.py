@@ -248,15 +248,15 @@ class Regions:
         """The descriptor of the region's object, and the first byte of the place in it."""
         if not _NAME.fullmatch(place.region):
             raise _unknown(place.region)
-        path = self._require_folder() / place.region
+        folder = self._require_folder()
         try:
-            found = path.stat()
+            found = os.stat(f"{folder}/{place.region}")
         except FileNotFoundError:
             raise _unknown(place.region) from None
         registered = found.st_ino, found.st_mtime_ns
         known = self._open.get(place.region)
         if known is None or known[0] != registered:
-            known = self._reopen(path, registered)
+            known = self._reopen(folder / place.region, registered)
         _, region, descriptor = known
         if place.offset + place.byte_size > region.byte_size:
             raise InputError(
