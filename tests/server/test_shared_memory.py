@@ -89,6 +89,40 @@ def test_a_real_client(server: Server, key: str, kind) -> None:
             shared_memory.destroy_shared_memory_region(handle)
 
 
+def test_a_request_that_was_read_before_is_checked_again(
+    server: Server, memory: SharedMemory, key: str
+) -> None:
+    """What its JSON says is remembered; what lies at the places, and whether they are, is not."""
+    root = "/v2/systemsharedmemory/region/again"
+    body = {"inputs": [entry(region="again", byte_size=768)]}
+    with httpx.Client(base_url=server.url) as http:
+
+        def register(offset: int, nbytes: int) -> None:
+            asked = {"key": key, "offset": offset, "byte_size": nbytes}
+            http.post(f"{root}/register", json=asked).raise_for_status()
+
+        def infer() -> httpx.Response:
+            return http.post("/v2/models/flowers/infer", json=body)
+
+        register(0, 8192)
+        for seed in range(3):
+            image = np.random.default_rng(seed).normal(size=(1, 3, 8, 8)).astype(np.float32)
+            memory.buf[:768] = image.tobytes()
+            memory.buf[1024 : 1024 + 768] = (2 * image).tobytes()
+            (scores,) = infer().json()["outputs"]
+            np.testing.assert_allclose([scores["data"]], expected_scores(image), rtol=1e-4)
+        http.post(f"{root}/unregister").raise_for_status()
+        assert infer().status_code == 404
+        register(1024, 1024)
+        (scores,) = infer().json()["outputs"]
+        np.testing.assert_allclose([scores["data"]], expected_scores(2 * image), rtol=1e-4)
+        http.post(f"{root}/unregister").raise_for_status()
+        register(0, 700)
+        answer = infer()
+        assert (answer.status_code, "no such bytes" in answer.text) == (400, True)
+        http.post(f"{root}/unregister").raise_for_status()
+
+
 LONG = 400_000  # elements of a sample: more than what is copied in the event loop
 
 
