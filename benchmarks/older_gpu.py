@@ -57,7 +57,7 @@ def as_if(target: str, here: int | None = None) -> None:
     here = here or capability(str(device.gpu_target()))
     for module in (device, machine):
         module.is_own = lambda asked, *_: asked == target  # type: ignore[attr-defined]
-    device.target_of = lambda *_: target  # type: ignore[attr-defined, assignment]
+    device.target_of = lambda *_: target  # type: ignore[attr-defined]
     machine._target_of.cache_clear()
     _accept_code(capability(target), here)
     _compile(target, here)
@@ -76,11 +76,11 @@ def only_own() -> Iterator[None]:
         ours = [r for r in rows if r.source in OWN and find._refusal(r, problem, options) is None]
         return ours or rows
 
-    find._admitted = admitted  # type: ignore[assignment]
+    find._admitted = admitted
     try:
         yield
     finally:
-        find._admitted = everyone  # type: ignore[assignment]
+        find._admitted = everyone
 
 
 def _accept_code(target: int, here: int) -> None:

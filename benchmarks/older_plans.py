@@ -28,6 +28,18 @@ from tessella.search.timing import latency
 Key = tuple[str, str, int]
 
 
+def torch_compile_default(module: torch.nn.Module, inputs: Any, precision: str) -> engine.Run:
+    """torch.compile with CUDA graphs, which searches no kernels: a minute, not four."""
+    peer, cast = engine._cast(module, inputs, precision)
+    peer, cast = peer.to(memory_format=torch.channels_last), engine._last(cast)
+    torch._dynamo.reset()
+    compiled = torch.compile(peer, mode="reduce-overhead")
+    return lambda: compiled(*cast)  # type: ignore[no-untyped-call]
+
+
+PEERS = {**engine.PEERS, "torch_compile_default": torch_compile_default}
+
+
 def main() -> None:
     args = _arguments()
     here, older = default_target(), args.target
@@ -88,11 +100,10 @@ def _row(
     work: Workload = workload(name, batch)
     inputs = work.sample(torch.device("cuda"))
     fed = dict(zip((spec.name for spec in work.inputs), inputs, strict=True))
-    for made, (plan, _) in built.items():
-        engines.setdefault(made, runtime.load(plan))
+    engines |= {n: runtime.load(p) for n, (p, _) in built.items() if n not in engines}
     runs: dict[str, Any] = {n: (lambda e=e: e(**fed)) for n, e in engines.items()}
     for peer in filter(None, args.peers.split(",")):
-        runs[peer] = engine.PEERS[peer](work.module, inputs, precision)
+        runs[peer] = PEERS[peer](work.module, inputs, precision)
     with torch.inference_mode():
         timings = latency(runs, device=torch.device("cuda"), seconds=args.seconds)
     times = {
