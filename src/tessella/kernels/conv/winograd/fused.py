@@ -67,7 +67,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
             ("dot", 128, 64, 32, 8, 3),
             ("dot", 64, 32, 32, 4, 3),
         ]
-    found = tuple(dict(zip(names, values, strict=False)) for values in shapes)
+    found: tuple[Config, ...] = tuple(dict(zip(names, values, strict=False)) for values in shapes)
     if not _tf32(problem):
         return found
     return tuple(c for c in found if _tf32_bytes(**c) <= gpu().shared_bytes_of_block())
