@@ -15,6 +15,7 @@ from tessella import runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.kernels import catalog
 from tessella.kernels.attention import flash, flash_sm90, windows
+from tests.support.gpu_target import TARGET
 from tests.support.networks import plan
 from tests.support.problems.attentions import (
     BY_WINDOW,
@@ -138,7 +139,7 @@ def test_in_a_plan_it_writes_what_the_layer_behind_reads(kind: str) -> None:
     block = Block().eval()
     graph = graph_of(block, 50, 64)
     found = calibrated(graph, 50, 64, kinds=(kind,))
-    made = plan(graph, (8, 8, 8), "sm_90", precision=kind, calibration=found)
+    made = plan(graph, (8, 8, 8), TARGET, precision=kind, calibration=found)
     steps = made.program.buckets[0].steps
     (place,) = [i for i, s in enumerate(steps) if s.op == "scaled_dot_product_attention"]
     assert steps[place].attrs["dtype"] == {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]

@@ -8,6 +8,7 @@ import torch
 from tessella.kernels.transform import rearrange_rows
 from tessella.operations.problem import Problem
 from tessella.search.find import find
+from tests.support.gpu_target import TARGET
 from tests.support.problems import rearrangements as moves
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +54,7 @@ def test_where_offsets_in_bytes_have_more_than_32_bits() -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_ours_is_the_fastest(name: str) -> None:
     asked: Problem = LARGE[name]
-    best, *others = find(asked, {}, target="sm_90")
+    best, *others = find(asked, {}, target=TARGET)
     moved = 2 * asked.output.nbytes / (best.time_us or 1e9) / 1e6
     rest = ", ".join(f"{t.kernel} {t.time_us:.0f}" for t in others if t.time_us)
     print(f"{name}: {best.kernel} {best.config} {best.time_us:.1f} µs, {moved:.2f} TB/s; {rest}")

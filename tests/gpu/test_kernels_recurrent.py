@@ -8,6 +8,7 @@ from torch import nn
 
 from tessella import compiler, graph, runtime
 from tessella.core.spec import DimRange, TensorSpec
+from tests.support.gpu_target import TARGET
 from tests.support.problems.recurrent import TOLERANCES, kernels_that_agree
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +21,7 @@ OPS = ("lstm", "gru", "rnn")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("n", [1, 15])
 def test_kernels_agree_with_the_reference(n: int, dtype: torch.dtype) -> None:
-    fitted = kernels_that_agree(n, dtype, target="sm_90")
+    fitted = kernels_that_agree(n, dtype, target=TARGET)
     assert fitted >= {f"{op}.{by}" for op in OPS for by in ("cudnn", "steps")}
 
 
@@ -43,7 +44,7 @@ def test_a_plan_answers_as_torch(kind: type[nn.RNNBase], precision: str) -> None
     spec = TensorSpec(name="x", dtype="float32", shape=(DimRange(min=1, opt=8, max=8), 20, 32))
     plan = compiler.compile_graph(
         graph.capture(module, [spec]),
-        target="sm_90",
+        target=TARGET,
         batch=DimRange(min=1, opt=8, max=8),
         precision=precision,
         about=compiler.About(built_from="tagger", rebuild="none"),

@@ -16,6 +16,7 @@ from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.search.find import SearchOptions, find
+from tests.support.gpu_target import TARGET
 from tests.support.problems.convolutions import Case as Convolution
 from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
 
@@ -122,9 +123,9 @@ def sparse_and_dense(m: int, n: int, k: int, dtype: str) -> tuple[float, float]:
     )
     problem: Problem = replace(problem, constant=(1,))
     times: dict[bool, float] = {}
-    names = {row.algorithm for row in catalog.candidates("linear", "sm_90")}
+    names = {row.algorithm for row in catalog.candidates("linear", TARGET)}
     trials = find(
-        problem, {1: weight}, target="sm_90", inputs=[x],
+        problem, {1: weight}, target=TARGET, inputs=[x],
         options=SearchOptions(algorithms=names, budget_s=0.1),
     )  # fmt: skip
     for trial in trials:

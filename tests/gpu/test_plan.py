@@ -19,6 +19,7 @@ from tessella.graph import capture
 from tessella.runtime.engine import Engine
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.profiler import profile, table
+from tests.support.gpu_target import TARGET
 
 pytestmark = [
     pytest.mark.skipif(
@@ -85,7 +86,7 @@ def build(module: nn.Module, size: int, precision: str) -> Plan:
     graph = capture(module.cpu(), (spec,), outputs=("scores",))
     return compiler.compile_graph(
         graph,
-        target="sm_90",
+        target=TARGET,
         batch=BATCH,
         precision=precision,
         about=compiler.About(built_from="test", rebuild="tessella compile test --target sm_90"),

@@ -20,6 +20,7 @@ from tessella.kernels.catalog import kernel
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import bind, find
+from tests.support.gpu_target import TARGET
 
 pytestmark = [
     pytest.mark.skipif(
@@ -42,7 +43,7 @@ def build(precision: str, input: str) -> Plan:
     spec = TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, 28, 28))
     return compiler.compile_graph(
         capture(module, (spec,), outputs=("scores",)),
-        target="sm_90",
+        target=TARGET,
         batch=BATCH,
         precision=precision,
         input=input,
@@ -71,7 +72,7 @@ def test_images_to_tensors_bit_for_bit(shape: tuple[int, ...], dtype: str, forma
     )
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     right = torch.from_numpy(normalize(pixels, record)).to(getattr(torch, dtype))
-    for trial in find(problem, {}, target="sm_90"):
+    for trial in find(problem, {}, target=TARGET):
         assert trial.refused is None, trial  # ours is compared with the reference: no error at all
         print(shape, dtype, format, trial.kernel, trial.time_us)
         row = kernel(trial.kernel)
@@ -192,7 +193,7 @@ def test_two_inputs_of_one_kernel_are_read_where_they_are() -> None:
     specs = [TensorSpec(name=n, dtype="float32", shape=(BATCH, 64)) for n in "ab"]
     plan = compiler.compile_graph(
         capture(Sum(), specs, outputs=("scores",)),
-        target="sm_90",
+        target=TARGET,
         batch=BATCH,
         about=compiler.About(built_from="test", rebuild="tessella compile test"),
     )
@@ -232,7 +233,7 @@ def test_a_plan_with_torchs_operators_is_tried_on_the_gpu(tmp_path: Path) -> Non
     specs = [TensorSpec(name=n, dtype="int64", shape=(BATCH, 2)) for n in "ab"]
     made = compiler.compile_graph(
         capture(Divided().eval(), specs, outputs=("c",)),
-        target="sm_90",
+        target=TARGET,
         batch=BATCH,
         about=compiler.About(built_from="test", rebuild="tessella compile test --target sm_90"),
         measuring=compiler.Measuring(budget_s=0.0),

@@ -23,6 +23,11 @@ from tests.support.kernels import for_targets
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "targets.md"
 COMPILED = tuple(target for target in GPU_TARGETS if target != "sm_90")
+# whose code ran on an H200, in tests/gpu with TARGET, and which rows did not
+ANSWERED: dict[str, tuple[str, ...]] = {
+    "sm_80": (),
+    "sm_89": ("deformable_attention.sampled", "image_to_tensor.pointwise"),
+}
 # of a thread; more would be registers that do not fit. Loops' pointers and counters are less
 MOST_SPILLED_BYTES = 64
 BEGINNING = """# GPU targets
@@ -35,9 +40,15 @@ written by `python -m tests.kernels.test_targets` from `core/architectures.py` a
 
 **Only Hopper has been run on (H100, H200).** For all other targets, `tests/kernels/test_targets.py`
 compiles the kernels with Triton's ptxas, without a GPU, and reads registers, spilled registers and
-shared memory against that chip's limits. No kernel of ours has run on them: neither answers nor
-times are known. Libraries (cuDNN, cuBLASLt, cuSPARSELt, ATen) are asked there as on Hopper; what
-they refuse, a build leaves out.
+shared memory against that chip's limits. Libraries (cuDNN, cuBLASLt, cuSPARSELt, ATen) are asked
+there as on Hopper; what they refuse, a build leaves out.
+
+What Triton writes for `sm_80` and `sm_89`, with the configurations and the shared memory of these
+chips, also ran on an H200: `TARGET=sm_80 python -m pytest tests/gpu` (`benchmarks/older_gpu.py`
+says how). The answers of the kernels marked `answers` are right. FP8 is the exception: on `sm_89`
+Triton 3.6 quantizes some float32 numbers to another e4m3 number than torch does. How fast a kernel
+is on these chips, nobody knows; `python -m benchmarks.older_plans` times whole networks on a Hopper
+GPU (`benchmarks/results/older-plans-*.json`).
 
 On a chip of this table that you have, `tessella doctor --report` runs all kernels, compares each
 with float64, times it beside torch's, and writes a file to send us: see
@@ -59,6 +70,7 @@ lets a cost model choose, and `tessella tune` measures there: see [plans](plans.
 ## Kernels
 
 `run`: on an H100 or H200, in `tests/gpu` or in the plans of [the benchmarks](benchmarks.md).
+`answers`: not on the target's chip, but as its code on an H200, and right; timed nowhere.
 `compiled`: by ptxas, with the first configuration of a problem; on `sm_80`, `sm_86` and `sm_89`
 with the smallest one, too. A line is a module of `src/tessella/kernels`.
 
@@ -70,7 +82,7 @@ def document() -> str:
     for target in GPU_TARGETS:
         unit = ARCHITECTURES[target]
         has = ", ".join(f"`{feature}`" for feature in sorted(unit.has)) or "–"
-        done = "run" if target == "sm_90" else "compiled, never run"
+        done = "run" if target == "sm_90" else "compiled, never run on this chip"
         shared = f"{unit.shared_bytes_of_block() >> 10} KB"
         parts.append(f"| `{target}` | {unit.chips} | {shared} | {has} | {done} |\n")
     parts += [LIMITS, "| kernels | ", " | ".join(f"`{t}`" for t in GPU_TARGETS), " |\n"]
@@ -91,6 +103,8 @@ def state(row: catalog.Kernel, target: str) -> str:
         return "–"
     if target == "sm_90" and not row.unproven:
         return "run"
+    if target in ANSWERED and row.id not in ANSWERED[target] and not row.unproven:
+        return "answers"
     return "compiled, float32" if row.tensor_cores and target == "sm_75" else "compiled"
 
 

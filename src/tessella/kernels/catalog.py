@@ -364,7 +364,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("deformable_attention", "bags", "detect.summed_bags"),
     *_gpu("deformable_attention", "sampled", "detect.sampled"),
     *_cpu("nms", "numpy", "detect.numpy_nms"),
-    *_gpu("nms", "rounds", "detect.nms_rounds", unproven=True),
+    *_gpu("nms", "rounds", "detect.nms_rounds"),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",

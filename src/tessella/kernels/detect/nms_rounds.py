@@ -115,7 +115,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         marks = boxes if groups is None else groups  # nobody reads those that are not there
         launch(
             rounds_kernel, (classes, images), boxes, scores, marks, out, places, classes, least,
-            limit, **overlapping(), **settings,
+            limit, fuse=False, **overlapping(), **settings,
         )  # fmt: skip
         return out
 

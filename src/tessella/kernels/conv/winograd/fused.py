@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.launch import launch
+from tessella.device.machine import gpu
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.winograd.device import finish_tiles, stored, transform_filter
@@ -66,7 +67,17 @@ def configs(problem: Problem) -> tuple[Config, ...]:
             ("dot", 128, 64, 32, 8, 3),
             ("dot", 64, 32, 32, 4, 3),
         ]
-    return tuple(dict(zip(names, values, strict=False)) for values in shapes)
+    found: tuple[Config, ...] = tuple(dict(zip(names, values, strict=False)) for values in shapes)
+    if not _tf32(problem):
+        return found
+    return tuple(c for c in found if _tf32_bytes(**c) <= gpu().shared_bytes_of_block())
+
+
+def _tf32_bytes(*, block_t: int, block_k: int, block_c: int, **_: object) -> int:
+    """Shared memory of a block, as Triton 3.6 and 3.9 have it: four pixels and a filter in each of
+    two stages, and the pixels of one product.
+    """
+    return 4 * block_c * (2 * (4 * block_t + block_k) + block_t)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
