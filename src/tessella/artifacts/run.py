@@ -94,7 +94,10 @@ class Recipe:
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, and a step on one GPU as a CUDA graph.
-            By default on a GPU; numbers differ from torch's by rounding.
+            By default on a GPU, where in a long training it is raced with other ways of a step
+            in the first minute; numbers differ from torch's by rounding.
+        compile: torch.compile makes code of the steps, which takes half a minute or more at the
+            start; ``tessella train --explain --race 60`` tells whether that is faster here.
         gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
             CUDA_VISIBLE_DEVICES) each with a share of the cores.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
@@ -138,6 +141,7 @@ class Recipe:
     precision: Precision = "fp32"
     backend: Backend = "torch"
     fuse: bool | None = None
+    compile: bool = False
     decode: Literal["host", "gpu"] = "host"
     gpus: int = 1
     seed: int = 0
@@ -206,6 +210,12 @@ class Recipe:
                 "norms are fused in torch's steps that keep all values",
                 seen=f"fuse=True, backend={self.backend!r}, recompute={self.recompute}",
                 fix="leave fuse out, or backend and recompute",
+            )
+        if self.compile and (self.fuse or self.backend != "torch"):
+            raise UsageError(
+                "torch.compile makes code of torch's own steps",
+                seen=f"compile=True, fuse={self.fuse}, backend={self.backend!r}",
+                fix="leave compile out, or fuse and backend",
             )
         if not 0 <= self.probe_epochs < self.epochs:
             raise UsageError(
