@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 import numpy as np
 
 from tessella.core.errors import InputError, ServeError
+from tessella.core.jpeg import Frame
 from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
 from tessella.server.answers import JSON, Answer, Send, error_answer, json_answer, log, reply
@@ -23,6 +24,7 @@ from tessella.server.body import Disconnected, Headers, Receive, Scope
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.inference import Inference, Models, ServedModel, Watch, chosen
+from tessella.server.jpegs import frames_of
 from tessella.server.limits import Limits
 from tessella.server.protocol import (
     NO_REGIONS,
@@ -154,15 +156,16 @@ class App:
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            first = self._models.get(name, version)
-            with watch.on(first):
+            with watch:
                 json_length = headers.get(b"inference-header-content-length")
-                request = self._inference.parse(body, json_length, first)
+                first, request = await self._inference.request(
+                    body, json_length, name, version, watch
+                )
                 with chosen(first, version, request.id) as model:
                     watch.on(model)
                     route = None if version else first.route
                     outputs, _ = await self._run(model, request, watch, route)
-                    return self._inference.answer(model, request, outputs, watch)
+                    return await self._inference.answer_aside(model, request, outputs, watch)
 
     async def _run(
         self,
@@ -177,6 +180,11 @@ class App:
             route: by which the model was chosen; its shadow may get a copy.
         """
         arrays, views = request.arrays, tuple[View, ...]()
+        copied = route is not None and route.copies()
+        if model.decodes and request.images and not copied:
+            (files,) = request.images.values()
+            if frames := frames_of(files):
+                return await self._run_files(model, request, files, frames, watch)
         for name, files in request.images.items():
             record = model.signature.preprocess
             assert record is not None, "only a plan with a record has an image input"
@@ -195,6 +203,28 @@ class App:
         if route is not None:
             self._inference.shadowing.offer(route, arrays, outputs)
         return outputs, views
+
+    async def _run_files(
+        self,
+        model: ServedModel,
+        request: InferRequest,
+        files: list[bytes],
+        frames: list[Frame],
+        watch: Watch,
+    ) -> tuple[dict[str, np.ndarray], tuple[View, ...]]:
+        """As ``_run``, for JPEG files that the engine's GPU decodes."""
+        record = model.signature.preprocess
+        assert record is not None, "only a plan with a record has an image input"
+        watch.lap("decode")
+        outputs = await model.infer_files(
+            files,
+            frames,
+            timeout_us=request.timeout_us,
+            priority=request.priority,
+            stages=watch.stages,
+        )
+        watch.lap("queue")
+        return outputs, tuple(View(height=f.height, width=f.width, record=record) for f in frames)
 
     async def _tell(
         self,

@@ -106,7 +106,7 @@ def way_of(run: Run, world: World, steps: int, emit: Emit) -> Choice:
     usual, path = usual_way(run.recipe, world.device), run.path / FILE
     if path.exists():
         return _read(path)
-    decided = run.recipe.compile or run.recipe.fuse is not None
+    decided = run.recipe.compile or run.recipe.fuse is not None or run.recipe.quantize != "none"
     raced_here = world.size == 1 and world.device.type in RACED_ON and steps >= LEAST_STEPS
     if decided or not raced_here or run.checkpoints():
         return usual

@@ -52,6 +52,8 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
         return None
     if recipe.backend != "torch":
         return f"the layers are those of backend={recipe.backend!r}"
+    if recipe.quantize != "none":
+        return "its roundings run operation by operation"
     if way == "compile":
         return None
     if device.type != "cuda":
