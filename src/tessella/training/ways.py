@@ -23,6 +23,7 @@ NAMES: dict[Way, str] = {
     "compile": "torch.compile",
     "fused": "norms and activations fused",
 }
+COMPILER = "inductor"  # torch.compile's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,5 +69,5 @@ def called(module: nn.Module, way: Way) -> nn.Module:
     if way == "fused":
         return fused(module)
     if way == "compile":
-        return cast(nn.Module, torch.compile(module, dynamic=False))
+        return cast(nn.Module, torch.compile(module, backend=COMPILER, dynamic=False))
     return module
