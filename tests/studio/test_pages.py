@@ -86,6 +86,13 @@ BAD = {
     "/diff": "takes two plans",
     "/compare?run=runs/first&run=runs/none": "There is no run",
     "/compare?group=none": "no sweep",
+    "/search?sweep=sweeps/none": "no such file",
+    "/search?sweep=../../etc": "out of the workspace",
+    "/search?like=runs/first": "no such file",
+    "/search?dataset=datasets/none": "there is no",
+    "/evaluate?run=runs/none": "There is no run",
+    "/evaluate?run=runs/first&split=test": "no such split",
+    "/evaluate?run=runs/first&against=runs/none": "There is no checkpoint",
 }
 
 
