@@ -3,7 +3,7 @@
 ``sweep.json`` says what varies and how values are chosen, ``sweep.db`` (Optuna's, in SQLite) which
 were tried, ``trial-NNNN/`` are the runs, and ``best.json`` is the best recipe so far, as
 ``tessella train --recipe`` takes it. ``trials.jsonl`` tells the same trials to readers without
-Optuna: a line for each change of one, the last of which holds; ``importance.json`` comes at the end.
+Optuna: a line for each change of one, whose last one holds; ``importance.json`` comes last.
 """
 
 from __future__ import annotations

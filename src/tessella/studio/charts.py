@@ -123,7 +123,7 @@ def reliability(bins: Sequence[tuple[float, float, int]]) -> Options:
     options["series"] = [
         {"type": "line", "name": "calibrated", "data": [[0, 0], [1, 1]], "showSymbol": False,
          "silent": True, "lineStyle": {"color": _MUTED, "type": "dashed", "width": 1}},
-        {"type": "line", "name": "measured", "lineStyle": {"width": 2}, "symbol": "circle",
+        {"type": "line", "name": "measured", "color": COLORS[0], "symbol": "circle",
          "data": [
              {"name": f"{count:,} images with {confidence:.3f} on average: {right:.3f} are right",
               "value": [round(confidence, 4), round(right, 4)],

@@ -1,4 +1,4 @@
-"""What a classifier takes for what: the matrix, the pairs that are mixed up most, and the images."""
+"""What a classifier takes for what: the matrix, the pairs mixed up most, and the images."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def figures(
             occur.
     """
     titles = ["precision", "recall", "F1", *["average precision"] * (precisions is not None)]
-    columns = [parts.Column(title="class")]
+    columns = [parts.Column(title="class", classes="mid")]
     columns += [parts.Column(title=t, classes="r") for t in (*titles, "images")]
     rows = []
     for number, c in enumerate(classes):

@@ -83,8 +83,9 @@ class SearchForm:
             name = datetime.datetime.now().strftime("sweep-%Y%m%d-%H%M%S")
             self._name = self._field(ui.input("Name", value=name))
         self._problem = text("div", "").classes("note bad")
-        self._button = parts.button("Start the search", self._start, icon="play_arrow")
         self._command = parts.Command()
+        self._button = parts.button("Start the search", self._start, icon="play_arrow")
+        self._button.style("margin-top:4px")  # its sticky ground covers 16 px above it
         self._changed()
 
     def _field(self, element: Any) -> Any:
@@ -94,7 +95,7 @@ class SearchForm:
     def _add(self, path: str, values: str) -> None:
         with self._rows, parts.box("axis-row") as row:
             setting = self._field(
-                ui.select(self._names, value=path, label="Setting").props("use-input")
+                ui.select(self._names, value=path, label="Setting", with_input=True)
             )
             written: ui.input = self._field(ui.input("Values", value=values))
             written.props["placeholder"] = "1e-4..1e-2 log, or 16, 32"

@@ -258,7 +258,7 @@ def make_front(folder: Path, *, built_from: str) -> None:
 
 
 def make_workspace(root: Path) -> None:
-    """A dataset, two runs, a sweep, a plan, one of a search with its front, and an unreadable one."""
+    """A dataset, two runs, a sweep, a plan, one of a search with its front, and a damaged one."""
     make_dataset(root / "datasets" / "digits")
     make_run(root / "runs" / "first", dataset="datasets/digits")
     make_run(root / "runs" / "second", dataset="datasets/digits", epochs=2, done=False)

@@ -248,7 +248,7 @@ class _Judgement:
             value = plain["measures"][plain["score"]]
             parts.stats([
                 (plain["score"], parts.score(plain["score"], value["value"])),
-                (f"in which it lies with {self._level}", self._interval(plain["score"], value)),
+                (f"interval of {self._level}", self._interval(plain["score"], value)),
             ])  # fmt: skip
             columns = [parts.Column(title="measure")]
             columns += [
@@ -275,7 +275,7 @@ class _Judgement:
             numbers = [
                 (f"its {score}", parts.score(score, found["other_value"])),
                 ("this one's minus its", parts.score(score, gap["value"])),
-                (f"in which that lies with {self._level}", self._interval(score, gap)),
+                (f"interval of {self._level}", self._interval(score, gap)),
             ]
             if p is not None:
                 numbers += [
@@ -303,7 +303,7 @@ class _Judgement:
             ui.echart(charts.reliability(bins)).classes("chart")
 
     def _curve(self, curves: list[dict[str, Any]]) -> None:
-        with parts.card("Precision and recall", "by the probability from which a class counts"):
+        with parts.card("Precision and recall", "of a class, by its probability"):
             worst = min(range(len(curves)), key=lambda n: curves[n]["average_precision"] or 2.0)
             names = {n: c["label"] for n, c in enumerate(curves)}
             chooser = ui.element("div")

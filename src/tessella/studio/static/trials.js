@@ -2,7 +2,9 @@
 // The data come from /api/sweep, at first all and then again when they have changed.
 window.trials = (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const POLL_MS = 2000, MOST_ROWS = 1000, SHADES = 5, HEIGHT = 300, TOP = 44, BOTTOM = 22, SIDE = 56;
+  const POLL_MS = 2000, MOST_ROWS = 1000, HEIGHT = 300, TOP = 44, BOTTOM = 22, SIDE = 56;
+  const SHADES = [0.5, 0.8, 0.95]; // shares of the trials that are worse than one of each darker shade
+  const MANY = 300; // trials whose lines are thinner
   const NEAR = 14; // pixels from an axis within which a press marks a range on it
   const LETTER = 6.4; // pixels of a label's letter
   const views = new Map();
@@ -54,7 +56,7 @@ window.trials = (() => {
     for (const t of trials) {
       t.places = [...t.values, t.score].map((v, i) => view.scales[i].place(v));
       const better = t.score === null ? 0 : upTo(scores, t.score) / scores.length;
-      t.shade = Math.min(SHADES - 1, Math.floor(better * SHADES));
+      t.shade = SHADES.filter((share) => better >= share).length;
       t.drawn = t.places.every((p) => p !== null);
     }
   }
@@ -104,7 +106,8 @@ window.trials = (() => {
     view.y = (p) => TOP + inner * (1 - p);
     const svg = make("svg", { width, height: HEIGHT, role: "img", "aria-label": "Settings and score of each trial" });
     const kept = data.trials.filter((t) => t.drawn && within(view, t));
-    const groups = Array.from({ length: SHADES + 1 }, () => []);
+    const groups = Array.from({ length: SHADES.length + 2 }, () => []);
+    svg.classList.toggle("many", kept.length > MANY);
     const inside = new Set(kept);
     for (const t of data.trials) if (t.drawn) groups[inside.has(t) ? t.shade + 1 : 0].push(line(view, t));
     groups.forEach((lines, i) => {
@@ -135,9 +138,8 @@ window.trials = (() => {
     g.append(title);
     if (scale.hint) g.append(make("text", { x: at, y: 29, "text-anchor": anchor }, cut(scale.hint, room)));
     for (const [place, label] of scale.labels) {
-      const right = i < view.scales.length - 1;
-      const text = make("text", { x: x + (right ? 7 : -7), y: view.y(place) + 4, "text-anchor": right ? "start" : "end", class: "tick" },
-        cut(label, Math.floor((gap - 16) / LETTER)));
+      const most = i < view.scales.length - 1 ? gap - 16 : SIDE - 8;
+      const text = make("text", { x: x + 7, y: view.y(place) + 4, class: "tick" }, cut(label, Math.floor(most / LETTER)));
       text.append(make("title", {}, label));
       g.append(text);
     }
@@ -205,9 +207,11 @@ window.trials = (() => {
   function drawTable(view) {
     const { data, sort } = view;
     const columns = [...COLUMNS, ...data.axes.map((axis, i) => [axis.path, (t) => t.values[i]])];
-    const key = columns.find(([name]) => name === sort[0])?.[1] ?? ((t) => t.rank);
-    const kept = data.trials.filter((t) => within(view, t)).sort((a, b) => compare(key(a), key(b), sort[1]) || a.rank - b.rank);
+    const key = columns.find(([name]) => name === sort[0])?.[1];
+    const kept = data.trials.filter((t) => within(view, t));
+    if (sort[0] !== "rank") kept.sort((a, b) => compare(key(a), key(b), sort[1]) || a.rank - b.rank);
     const best = data.trials.find((t) => t.state === "complete");
+    const isText = (i) => data.axes[i]?.choices.some((c) => typeof c === "string");
     const table = document.createElement("table");
     table.className = "t";
     const head = table.createTHead().insertRow();
@@ -221,11 +225,12 @@ window.trials = (() => {
         drawTable(view);
       });
       cell.setAttribute("aria-sort", sort[0] !== name ? "none" : sort[1] > 0 ? "descending" : "ascending");
+      if (n > 1 && !isText(n - COLUMNS.length)) cell.className = "r";
       cell.append(button);
       head.append(cell);
     });
     const body = table.createTBody();
-    for (const t of kept.slice(0, MOST_ROWS)) body.append(rowOf(view, t, t === best));
+    for (const t of kept.slice(0, MOST_ROWS)) body.append(rowOf(view, t, t === best, isText));
     const boxed = Object.assign(document.createElement("div"), { className: "table-box" });
     boxed.append(table);
     const scrolled = view.rows.querySelector(".table-box")?.scrollTop ?? 0;
@@ -244,7 +249,7 @@ window.trials = (() => {
     return count + less + (without ? `; ${without} without a score are not drawn` : "");
   }
 
-  function rowOf(view, t, best) {
+  function rowOf(view, t, best, isText) {
     const row = document.createElement("tr");
     row.dataset.number = t.number;
     if (best) row.className = "chosen";
@@ -260,12 +265,12 @@ window.trials = (() => {
     if (t.error) badge.title = t.error;
     row.insertCell().append(badge);
     const texts = [t.score === null ? "" : shown(view, t.score), String(t.validations), t.seconds ? duration(t.seconds) : ""];
-    for (const text of [...texts, ...t.values.map((v) => (v === null ? "" : brief(v)))]) {
+    [...texts, ...t.values.map((v) => (v === null ? "" : brief(v)))].forEach((text, n) => {
       const cell = row.insertCell();
       cell.textContent = text;
-      cell.className = "r";
+      cell.className = isText(n - texts.length) ? "nowrap" : "r";
       if (text.length > 28) Object.assign(cell, { textContent: cut(text, 28), title: text });
-    }
+    });
     row.addEventListener("pointerenter", () => choose(view, t.number));
     return row;
   }
@@ -278,7 +283,7 @@ window.trials = (() => {
   }
 
   const shown = (view, score) => (view.data.percent ? `${(100 * score).toFixed(2)} %` : String(+score.toPrecision(4)));
-  const brief = (v) => (typeof v === "number" ? (v && Math.abs(v) < 1e-3 ? v.toExponential(2) : String(+v.toPrecision(4))) : String(v));
+  const brief = (v) => (typeof v === "number" ? (v && Math.abs(v) < 1e-3 ? v.toExponential(2).replace(/\.?0+e/, "e") : String(+v.toPrecision(4))) : String(v));
   const duration = (s) => (s < 60 ? `${s.toFixed(s < 10 ? 1 : 0)} s` : s < 3600 ? `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s` : `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`);
   const cut = (text, most) => (text.length <= most ? text : most < 3 ? "…" : `${text.slice(0, most - 1 - Math.floor(most / 3))}…${text.slice(-Math.floor(most / 3))}`);
 
