@@ -102,6 +102,7 @@ def make_run(
     path.mkdir(parents=True)
     write_run(path, info)
     log = EventLog(path / "events.jsonl")
+    log(phase("way", "steps: torch, call by call (nothing is fused: our kernels run on a GPU)"))
     log(phase("train", "training"))
     for step in range(epochs * steps):
         tell_step(log, step, steps, epochs * steps)
