@@ -30,14 +30,6 @@ class Tiny(nn.Sequential):
 """
 
 
-PROGRAM = """
-import sys
-from tessella.training import race, ways
-ways.COMPILER = "aot_eager"
-sys.exit(race.main())
-"""
-
-
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A network of two layers in a file, of which Dynamo makes graphs that torch runs: code of a
@@ -72,19 +64,15 @@ def test_code_is_made_of_torchs_own_steps_alone(dataset):
     assert "roundings" in str(refusal("compile", rounded, torch.device("cuda")))
 
 
-def test_ways_are_timed_in_processes_and_what_cannot_run_says_why(dataset, tiny, monkeypatch):
-    usual = racing.command_of
-    monkeypatch.setattr(
-        racing, "command_of", lambda *a: [sys.executable, "-c", PROGRAM, *usual(*a)[-2:]]
-    )
+def test_ways_are_timed_in_processes_and_what_cannot_run_says_why(dataset, tiny):
     settings = recipe(dataset, network=tiny)
-    here = racing.measured(settings, "eager")  # a process takes 4 s
+    here = racing.measured(settings, "compile")  # a process takes 4 s or more
     eager, fused, compiled = race(settings, CPU, budget_s=120.0, known=[here])
     assert [eager.way, fused.way, compiled.way] == ["eager", "fused", "compile"]
     assert fused.problem == "our kernels for it run on a GPU"
-    assert eager.problem is None
-    assert compiled.problem is None
-    assert 0 < eager.step_s < eager.setup_s < compiled.setup_s, (eager, compiled)
+    assert (eager.problem, compiled.problem) == (None, None)
+    assert 0 < eager.step_s < eager.setup_s
+    assert 0 < compiled.step_s < 0.5 * compiled.setup_s
     assert "ms a step, the first after" in described(compiled)
 
 

@@ -162,7 +162,12 @@ class _Head:
             self._best = ui.element("div").classes("stack")
 
     async def refresh(self) -> None:
-        info, sweep = await asyncio.to_thread(self._context.workspace.sweep, self._ref)
+        try:
+            info, sweep = await asyncio.to_thread(self._context.workspace.sweep, self._ref)
+        except TessellaError as error:  # it was deleted meanwhile
+            self._problem.text = str(error)
+            self._problem.set_visibility(True)
+            return
         job = self._context.job_for(self._path)
         if job is not None and (self._job is None or job.id != self._job.id):
             self._feed = Feed(job.events_path)
