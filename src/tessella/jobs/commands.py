@@ -163,8 +163,8 @@ def search(
     out: PathLike,
     *,
     vary: Mapping[str, str],
-    trials: int,
     epochs: float,
+    trials: int | None = None,
     sampler: str = "tpe",
     pruner: str = "asha",
     gpus: int = 0,
@@ -173,11 +173,13 @@ def search(
 
     Args:
         vary: a range or choices for each setting, such as ``{"lr": "1e-4..1e-2 log"}``.
+        trials: None: 30, or of a grid all combinations.
     """
     argv = ["sweep", _word(network), _path(dataset), "--out", _path(out)]
     for name, values in vary.items():
         argv += ["--vary", f"{_word(name)}={values}"]
-    argv += ["--trials", str(trials), "--epochs", f"{epochs:g}"]
+    argv += [] if trials is None else ["--trials", str(trials)]
+    argv += ["--epochs", f"{epochs:g}"]
     argv += ["--sampler", sampler, "--pruner", pruner]
     return JobSpec(
         name=Path(out).name,

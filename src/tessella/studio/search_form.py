@@ -123,10 +123,12 @@ class SearchForm:
             raise UsageError("a setting varies twice", fix="name each setting once")
         axes = tuple(axis_of(name, values) for name, values in vary.items())
         network = (self._network.value or "").strip()
-        trials, epochs = int(_number(self._trials, "trials")), _number(self._epochs, "epochs")
+        grid = self._sampler.value == "grid"  # which tries each combination once
+        trials = None if grid else int(_number(self._trials, "trials"))
+        epochs = _number(self._epochs, "epochs")
         recipe_from({"network": network or "-", "dataset": self._dataset.value, "epochs": epochs})
         SweepInfo(
-            settings="", axes=axes, trials=trials, sampler=self._sampler.value,
+            settings="", axes=axes, trials=trials or 1, sampler=self._sampler.value,
             pruner=self._pruner.value, seed=0, score="", dataset_hash="", created="",
         )  # fmt: skip
         name = plain_name(self._name.value or "")
@@ -141,6 +143,7 @@ class SearchForm:
     def _changed(self) -> None:
         if not hasattr(self, "_command"):
             return  # the form is being made
+        self._trials.set_visibility(self._sampler.value != "grid")
         try:
             _, spec = self._spec()
         except TessellaError as error:

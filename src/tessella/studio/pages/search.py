@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 from nicegui import ui
 
@@ -14,7 +15,7 @@ from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
 from tessella.studio.context import Context
 from tessella.studio.entries import unreadable
-from tessella.studio.feed import Feed
+from tessella.studio.feed import SILENT_S, Feed
 from tessella.studio.keeping import shown_label, tools
 from tessella.studio.search_form import SearchForm
 from tessella.studio.standing import standing
@@ -173,7 +174,12 @@ class _Head:
             self._feed = Feed(job.events_path)
         self._job = job
         ended = sum(trial.state != "running" for trial in sweep.trials)
-        status = job.state if job is not None else "done" if ended >= info.trials else "stopped"
+        if job is not None:
+            status: str = job.state
+        elif ended >= info.trials:
+            status = "done"
+        else:
+            status = "running" if self._alive(sweep) else "stopped"
         parts.show_status(self._badge, status)
         active = job is not None and not job.ended
         self._abort.set_visibility(active)
@@ -184,6 +190,13 @@ class _Head:
         if sweep is not self._shown:
             self._shown = sweep
             self._draw(info, sweep, ended)
+
+    def _alive(self, sweep: Sweep) -> bool:
+        """Whether a trial of a sweep that no job of ours drives has written something lately."""
+        running = (folder_of(self._path, t.number) for t in sweep.trials if t.state == "running")
+        files = (file for folder in running for file in (folder, folder / "events.jsonl"))
+        written = [file.stat().st_mtime for file in files if file.exists()]
+        return time.time() - max(written, default=0.0) < SILENT_S
 
     def _line(self, job: Job | None, ended: int, info: SweepInfo) -> str:
         said = f"{ended:,} of {info.trials:,} trials ended"
