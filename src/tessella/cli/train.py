@@ -72,11 +72,7 @@ def train(
         bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
     ] = False,
     race: Annotated[
-        float | None,
-        Option(
-            help="With --explain: seconds to try all ways of a step; 60 on a GPU, 0 on a CPU.",
-            min=0.0,
-        ),
+        float | None, Option(min=0, help="--explain: seconds to try all ways; 60 on a GPU, else 0.")
     ] = None,
     json: Json = False,
     events: Events = None,
