@@ -19,6 +19,8 @@ from tessella.training.forecast import Forecast
 from tessella.training.race import described, fastest
 from tessella.training.ways import NAMES, Way
 
+POLICIES = "onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or sigmoid."
+
 
 def _batch(text: str) -> int | str:
     if text == "auto" or text.isdigit():
@@ -39,17 +41,10 @@ def train(
         str | None, Option(help="Images a step; auto: the most that fit.", parser=_batch)
     ] = None,
     solver: Annotated[
-        str | None,
-        Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop."),
+        str | None, Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop.")
     ] = None,
     lr: Annotated[float | None, Option(help="Base learning rate.")] = None,
-    policy: Annotated[
-        str | None,
-        Option(
-            help="onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or "
-            "sigmoid."
-        ),
-    ] = None,
+    policy: Annotated[str | None, Option(help=POLICIES)] = None,
     quantize: Annotated[
         str | None,
         Option(help="int8: train --init on with the roundings of its INT8 plan."),
