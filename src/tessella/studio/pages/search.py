@@ -112,8 +112,8 @@ async def _watch(context: Context, ref: str) -> None:
         plot = parts.box("parallel")
     with parts.card("Trials"):
         table = parts.box("stack").style("gap:8px")
-    given = json.dumps({"plot": plot.id, "table": table.id, "ref": ref})
-    ui.context.client.on_connect(lambda: ui.run_javascript(f"trials.open({given})"))
+    given = json.dumps({"plot": plot.id, "table": table.id, "ref": ref}).replace("<", "\\u003c")
+    ui.add_head_html(f"<script>trials.open({given})</script>")
     await head.refresh()
     ui.timer(POLL_INTERVAL_S, head.refresh, immediate=False)
 

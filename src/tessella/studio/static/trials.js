@@ -7,23 +7,27 @@ window.trials = (() => {
   const MANY = 300; // trials whose lines are thinner
   const NEAR = 14; // pixels from an axis within which a press marks a range on it
   const LETTER = 6.4; // pixels of a label's letter
-  const views = new Map();
 
+  // Called in the page's head: the trials are on their way while its elements are made.
   function open({ plot, table, ref }) {
-    if (views.has(plot)) return; // the socket came back
-    const root = getHtmlElement(plot), rows = getHtmlElement(table);
-    if (!root || !rows) return void setTimeout(() => open({ plot, table, ref }), 50);
-    const view = { root, rows, ref, data: null, ranges: new Map(), sort: ["rank", 1], chosen: null };
-    views.set(plot, view);
-    new ResizeObserver(() => view.data && drawPlot(view)).observe(root);
-    load(view);
+    const asked = ask(ref, "");
+    asked.catch(() => {}); // load tries again
+    const begin = () => {
+      const root = document.getElementById(`c${plot}`), rows = document.getElementById(`c${table}`);
+      if (!root || !rows) return void setTimeout(begin, 10);
+      const view = { root, rows, ref, data: null, ranges: new Map(), sort: ["rank", 1], chosen: null };
+      new ResizeObserver(() => view.data && drawPlot(view)).observe(root);
+      load(view, asked);
+    };
+    begin();
   }
 
-  async function load(view) {
+  const ask = (ref, known) => fetch(`/api/sweep?${new URLSearchParams({ ref, known })}`);
+
+  async function load(view, asked) {
     if (!view.root.isConnected) return;
     try {
-      const query = new URLSearchParams({ ref: view.ref, known: view.data?.stamp ?? "" });
-      const response = await fetch(`/api/sweep?${query}`);
+      const response = await (asked ?? ask(view.ref, view.data?.stamp ?? ""));
       if (response.status === 200) {
         view.data = await response.json();
         view.data.trials = view.data.trials.map(([number, state, score, validations, seconds, error, values], rank) =>
