@@ -72,11 +72,14 @@ def test_trials_are_not_runs_beside_others(client):
 
 def test_the_form_asks_what_the_command_does():
     vary = {"solver.lr": "1e-4..1e-2 log", "network": "resnet18, timm/vit"}
-    spec = commands.search("lenet", "-odd", "sweeps/a", vary=vary, trials=7, epochs=2.5, gpus=2)
+    more = {"settings": {"ema": 0.9}, "gpus": 2}
+    spec = commands.search("lenet", "-odd", "sweeps/a", vary=vary, trials=7, epochs=2.5, **more)
     asked = context(spec.argv).params
     assert dict(v.split("=", 1) for v in asked["vary"]) == vary
     assert (asked["network"], asked["dataset"], asked["trials"]) == ("lenet", Path("-odd"), 7)
     assert (asked["epochs"], asked["sampler"], asked["pruner"]) == (2.5, "tpe", "asha")
+    assert json.loads(spec.files["recipe.json"]) == {"ema": 0.9}
+    assert Path(asked["recipe"]).name == "recipe.json"
     assert (spec.kind, spec.gpus, spec.resume_argv) == ("sweep", 2, ("--resume",))
 
 

@@ -168,12 +168,14 @@ def search(
     sampler: str = "tpe",
     pruner: str = "asha",
     gpus: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> JobSpec:
     """``tessella sweep``: trials look for the best settings, as many at once as there are GPUs.
 
     Args:
         vary: a range or choices for each setting, such as ``{"lr": "1e-4..1e-2 log"}``.
         trials: None: 30, or of a grid all combinations.
+        settings: other ones of every trial, by their names in a recipe.
     """
     argv = ["sweep", _word(network), _path(dataset), "--out", _path(out)]
     for name, values in vary.items():
@@ -181,10 +183,15 @@ def search(
     argv += [] if trials is None else ["--trials", str(trials)]
     argv += ["--epochs", f"{epochs:g}"]
     argv += ["--sampler", sampler, "--pruner", pruner]
+    files = {}
+    if settings:
+        files["recipe.json"] = json.dumps(settings, ensure_ascii=False)
+        argv += ["--recipe", f"{JOB_FOLDER}recipe.json"]
     return JobSpec(
         name=Path(out).name,
         kind="sweep",
         argv=tuple(argv),
+        files=files,
         gpus=gpus,
         resumable=True,
         resume_argv=("--resume",),

@@ -54,16 +54,22 @@ class SearchForm:
         self._names = ["network", *(s.path for s in settings() if s.path not in NEVER_VARIED)]
         self._axes: dict[ui.element, tuple[ui.select, ui.input]] = {}
         given = {} if like is None else _given(like)
+        self._rest = {k: v for k, v in given.items() if k not in ("network", "dataset", "epochs")}
+        if str(given.get("dataset")) in datasets:
+            dataset = str(given["dataset"])
         names = {ref: d.info.name for ref, d in datasets.items()}
         self._dataset = self._field(ui.select(names, value=dataset, label="Dataset"))
-        self._network = self._field(ui.input("Network", value=given.get("network", "resnet18")))
+        self._network = self._field(
+            ui.input("Network", value=str(given.get("network", "resnet18")))
+        )
         self._network.props["placeholder"] = "resnet18, timm/NAME or net.py:Net"
         self._rows = parts.box("stack").style("gap:10px")
         for path, values in (USUAL if like is None else _written(like)).items():
             self._add(path, values)
         parts.plain_button("Vary another setting", self._add_unused, "add")
         with parts.box("fields"):
-            epochs = given.get("epochs", 10)
+            epochs = given.get("epochs")
+            epochs = epochs if isinstance(epochs, int | float) else 10
             self._trials = self._field(
                 ui.number("Trials", value=like.trials if like else 30, min=1, max=MOST_TRIALS,
                           precision=0)
@@ -138,6 +144,7 @@ class SearchForm:
             network, self._dataset.value, ref, vary=vary, trials=trials, epochs=epochs,
             sampler=self._sampler.value, pruner=self._pruner.value,
             gpus=int(self._gpus.value or 0),
+            settings=self._rest,
         )  # fmt: skip
 
     def _changed(self) -> None:
