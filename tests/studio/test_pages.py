@@ -91,7 +91,7 @@ BAD = {
     "/search?like=runs/first": "no such file",
     "/search?dataset=datasets/none": "there is no",
     "/evaluate?run=runs/none": "There is no run",
-    "/evaluate?run=runs/first&split=none": "no such split",
+    "/evaluate?run=runs/first&split=none": "has no split",
     "/evaluate?run=runs/first&against=runs/none": "There is no checkpoint",
 }
 
