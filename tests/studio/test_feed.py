@@ -26,6 +26,18 @@ def test_each_look_brings_only_what_is_new(tmp_path, log):
     assert not feed.read().anything
 
 
+def test_the_way_of_the_steps_stays_while_stages_change(tmp_path, log):
+    feed = Feed(tmp_path / "events.jsonl")
+    log(phase("train", "training"))
+    log(progress("train", 3, 9))
+    log(phase("way", "steps: torch.compile (1 ms a step)"))
+    feed.read()
+    assert (feed.phase, feed.done, feed.total) == ("training", 3, 9)
+    log(phase("validate"))
+    feed.read()
+    assert (feed.phase, feed.way) == ("validate", "steps: torch.compile (1 ms a step)")
+
+
 def test_a_line_that_is_being_written_waits(tmp_path):
     path = tmp_path / "events.jsonl"
     whole = metric(0, 0.0, loss=1.0).to_json() + "\n"

@@ -86,6 +86,13 @@ BAD = {
     "/diff": "takes two plans",
     "/compare?run=runs/first&run=runs/none": "There is no run",
     "/compare?group=none": "no sweep",
+    "/search?sweep=sweeps/none": "no such file",
+    "/search?sweep=../../etc": "out of the workspace",
+    "/search?like=runs/first": "no such file",
+    "/search?dataset=datasets/none": "there is no",
+    "/evaluate?run=runs/none": "There is no run",
+    "/evaluate?run=runs/first&split=none": "has no split",
+    "/evaluate?run=runs/first&against=runs/none": "There is no checkpoint",
 }
 
 
@@ -317,7 +324,9 @@ def test_every_shown_command_runs_as_it_stands(client, studio):
                     assert (studio.root / name).exists(), words
                 if before == "--out" and name not in ran:
                     assert not (studio.root / name).exists(), words
-    assert verbs == {"train", "compile", "diff", "profile", "run", "serve", "verify"}
+    assert verbs == {
+        "train", "sweep", "compile", "diff", "evaluate", "profile", "run", "serve", "verify"
+    }  # fmt: skip
     served = client.get("/plan?plan=plans/digits.plan").text
     picture = re.search(r"--data-binary @(\S+?)[\"\\]", served)
     assert read_pixels((studio.root / picture[1]).read_bytes()).shape == (28, 28, 1)

@@ -105,7 +105,7 @@ def work(monkeypatch):
     world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
 
     def run(out) -> int:
         monkeypatch.setattr(sys, "argv", ["worker", str(out)])

@@ -19,7 +19,7 @@ from tessella.api.sweeping import sweep
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.artifacts.settings import recipe_from
-from tessella.artifacts.sweep import axis_of, folder_of
+from tessella.artifacts.sweep import axis_of, folder_of, open_sweep
 from tessella.cli.train import read_recipe
 from tessella.core.errors import ArtifactError, DataError, UsageError
 from tessella.training import sweep as sweeping
@@ -93,6 +93,7 @@ def test_finds_the_best_and_ends_those_that_fall_behind(dataset, tmp_path, prete
     assert not (folder_of(tmp_path / "s", pruned.number) / "checkpoints").exists()
     assert json.loads((tmp_path / "s" / "best.json").read_text())["solver"]["lr"] == 0.9
     assert found.importance == {"solver.lr": pytest.approx(1.0)}
+    assert open_sweep(tmp_path / "s")[1] == found  # what the studio reads, without Optuna
     assert sum(e.kind == "progress" for e in told) == 5
     assert told[-1].values == {"done": 5, "total": 5}
 

@@ -15,6 +15,7 @@ from tessella.artifacts.files import read_document, to_document, write_atomic
 from tessella.artifacts.run import Recipe
 from tessella.artifacts.settings import recipe_from, spelled_out, with_value
 from tessella.artifacts.sweep import (
+    INFO,
     VERSION,
     Axis,
     Pruner,
@@ -138,7 +139,7 @@ def _at(plain: Mapping[str, Any], path: str) -> Scalar:
 
 def _begun(out: Path, info: SweepInfo, *, resume: bool) -> SweepInfo:
     """Write ``sweep.json``, or compare it with what is there."""
-    path = out / "sweep.json"
+    path = out / INFO
     if not path.exists():
         write_atomic(path, to_document("sweep", VERSION, info))
         return info

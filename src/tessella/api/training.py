@@ -61,16 +61,22 @@ def train(
 
 
 def forecast(
-    network: str, dataset: Dataset | str | Path, *, emit: Emit | None = None, **settings: Any
+    network: str,
+    dataset: Dataset | str | Path,
+    *,
+    race_s: float | None = None,
+    emit: Emit | None = None,
+    **settings: Any,
 ) -> Forecast:
     """What a training will be like here: memory, time, and every setting with its defaults.
 
     Args:
+        race_s: seconds in which all ways of a step are tried; None: 60 on a GPU, on a CPU 0.
         settings: as of ``train``.
     """
     with reported(emit) as told:
         recipe = _recipe(network, dataset, settings, there=None, emit=told)
-        return forecasting.forecast(recipe, quantizer=quantizer(emit=told))
+        return forecasting.forecast(recipe, race_s=race_s, quantizer=quantizer(emit=told))
 
 
 def _recipe(

@@ -94,7 +94,10 @@ class Recipe:
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, and a step on one GPU as a CUDA graph.
-            By default on a GPU; numbers differ from torch's by rounding.
+            By default on a GPU, where in a long training it is raced with other ways of a step
+            in the first minute; numbers differ from torch's by rounding.
+        compile: torch.compile makes code of the steps, which takes half a minute or more at the
+            start; ``tessella train --explain --race 60`` tells whether that is faster here.
         gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
             CUDA_VISIBLE_DEVICES) each with a share of the cores.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
@@ -140,6 +143,7 @@ class Recipe:
     precision: Precision = "fp32"
     backend: Backend = "torch"
     fuse: bool | None = None
+    compile: bool = False
     decode: Literal["host", "gpu"] | None = None
     gpus: int = 1
     seed: int = 0
@@ -211,6 +215,12 @@ class Recipe:
                 seen=f"fuse=True, backend={self.backend!r}, recompute={self.recompute}",
                 fix="leave fuse out, or backend and recompute",
             )
+        if self.compile and (self.fuse or self.backend != "torch"):
+            raise UsageError(
+                "torch.compile makes code of torch's own steps",
+                seen=f"compile=True, fuse={self.fuse}, backend={self.backend!r}",
+                fix="leave compile out, or fuse and backend",
+            )
         if not 0 <= self.probe_epochs < self.epochs:
             raise UsageError(
                 "probe_epochs is a part of epochs",
@@ -235,8 +245,8 @@ class Recipe:
                 fix="give the path of a run or of a checkpoint: init=PATH (--init PATH)",
             )
         usual = {
-            "precision": "fp32", "backend": "torch", "fuse": None, "gpus": 1, "freeze": 0,
-            "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
+            "precision": "fp32", "backend": "torch", "fuse": None, "compile": False, "gpus": 1,
+            "freeze": 0, "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
         }  # fmt: skip
         other = [f"{n}={getattr(self, n)!r}" for n, v in usual.items() if getattr(self, n) != v]
         if other:

@@ -2,23 +2,27 @@
 
 ``sweep.json`` says what varies and how values are chosen, ``sweep.db`` (Optuna's, in SQLite) which
 were tried, ``trial-NNNN/`` are the runs, and ``best.json`` is the best recipe so far, as
-``tessella train --recipe`` takes it.
+``tessella train --recipe`` takes it. ``trials.jsonl`` tells the same trials to readers without
+Optuna: a line for each change of one, whose last one holds; ``importance.json`` comes last.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tessella.artifacts.files import read_document, read_file, write_atomic
 from tessella.artifacts.run import Run
 from tessella.artifacts.settings import hint_of, path_of
 from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.record import from_plain, parse_json, to_plain
 
 VERSION = 1
+INFO, TRIALS, IMPORTANCE = "sweep.json", "trials.jsonl", "importance.json"
 MOST_TRIALS = 10_000
 NEVER_VARIED = ("dataset", "gpus", "workers", "init")  # accuracies could not be compared
 
@@ -237,3 +241,61 @@ class Sweep:
 def folder_of(sweep: Path, number: int) -> Path:
     """The folder of a trial's run."""
     return sweep / f"trial-{number:04d}"
+
+
+def open_sweep(path: Path) -> tuple[SweepInfo, Sweep]:
+    """What a sweep's folder says of it, also while it goes on.
+
+    Raises:
+        ArtifactError: there is none, or a file of it is damaged.
+    """
+    info = read_document(path / INFO, SweepInfo, kind="sweep", version=VERSION)
+    file, shares = path / IMPORTANCE, {}
+    if file.exists():
+        shares = parse_json(read_file(file, "importance"), where=str(file))
+        if not isinstance(shares, dict) or not all(isinstance(v, float) for v in shares.values()):
+            raise ArtifactError("an importance is a share for each setting", seen=file)
+    return info, Sweep(
+        path=path, score=info.score, trials=ranked(read_trials(path)), importance=shares
+    )
+
+
+def read_trials(path: Path) -> list[Trial]:
+    """The trials of a sweep that began, as they are by now; none where nothing is noted."""
+    file = path / TRIALS
+    if not file.exists():
+        return []
+    content = read_file(file, "list of trials")
+    newest: dict[int, dict[str, Any]] = {}
+    for line in content[: content.rfind(b"\n") + 1].splitlines():  # the last may be half written
+        plain = parse_json(line, where=str(file))
+        if not isinstance(plain, dict) or not isinstance(plain.get("number"), int):
+            raise ArtifactError("a line is no trial", seen=line[:80], fix="resume the sweep")
+        newest[plain["number"]] = plain
+    return [from_plain(Trial, plain, where=str(file)) for plain in newest.values()]
+
+
+def note_trial(path: Path, trial: Trial) -> None:
+    """Append a trial as it is now to a sweep's list."""
+    with (path / TRIALS).open("ab") as file:
+        file.write(_line(trial))
+
+
+def note_all(path: Path, trials: Iterable[Trial]) -> None:
+    """Write a sweep's list anew."""
+    write_atomic(path / TRIALS, b"".join(map(_line, trials)))
+
+
+def _line(trial: Trial) -> bytes:
+    return json.dumps(to_plain(trial)).encode() + b"\n"
+
+
+def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """Trials, the best first, those without a score last."""
+    order: dict[TrialState, int] = {"complete": 0, "running": 1, "pruned": 1, "failed": 2}
+    return tuple(
+        sorted(
+            trials,
+            key=lambda t: (order[t.state], t.score is None, -(t.score or 0.0), t.number),
+        )
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,10 @@ from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import parse_json, to_plain
 from tessella.training.forecast import Forecast
+from tessella.training.race import described, fastest
+from tessella.training.ways import NAMES, Way
+
+POLICIES = "onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or sigmoid."
 
 
 def _batch(text: str) -> int | str:
@@ -36,17 +41,10 @@ def train(
         str | None, Option(help="Images a step; auto: the most that fit.", parser=_batch)
     ] = None,
     solver: Annotated[
-        str | None,
-        Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop."),
+        str | None, Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop.")
     ] = None,
     lr: Annotated[float | None, Option(help="Base learning rate.")] = None,
-    policy: Annotated[
-        str | None,
-        Option(
-            help="onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or "
-            "sigmoid."
-        ),
-    ] = None,
+    policy: Annotated[str | None, Option(help=POLICIES)] = None,
     quantize: Annotated[
         str | None,
         Option(help="int8: train --init on with the roundings of its INT8 plan."),
@@ -68,6 +66,9 @@ def train(
     explain: Annotated[
         bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
     ] = False,
+    race: Annotated[
+        float | None, Option(min=0, help="--explain: seconds to try all ways; 60 on a GPU, else 0.")
+    ] = None,
     json: Json = False,
     events: Events = None,
 ) -> None:
@@ -101,8 +102,10 @@ def train(
             lr=lr,
         )
         if explain:
-            _explain(out_, api.forecast(emit=out_.emit, **settings))
+            _explain(out_, api.forecast(race_s=race, emit=out_.emit, **settings))
             return
+        if race is not None:
+            raise UsageError("a race is a part of --explain", fix="add --explain, or leave it out")
         if out is None:
             raise UsageError("a run needs a folder", fix="say where: --out runs/NAME")
         run = api.train(out=out, resume=resume, emit=out_.emit, **settings)
@@ -142,6 +145,9 @@ def _explain(out_: Output, found: Forecast) -> None:
     plain = {k: to_plain(v) for k, v in vars(found).items()}
     plain["memory"] = {**plain["memory"], "total": memory.total}
     plain["total_s"] = found.total_s
+    plain["data_wait"] = found.data_wait
+    best = fastest(found.ways, found.way)
+    plain["fastest"] = best
     frozen = found.parameters - found.trained
     total = "not known before it runs" if memory.total is None else _bytes(memory.total)
     kept = "?" if memory.kept is None else _bytes(memory.kept)
@@ -154,11 +160,21 @@ def _explain(out_: Output, found: Forecast) -> None:
         )),
         ("  kept for the backward pass", kept),
         ("a step", f"{1e3 * found.step_s:.3g} ms, loading its images {1e3 * found.load_s:.3g} ms"),
+        ("way of a step", f"{NAMES[found.way]}: {found.why}"),
+        *((f"  {NAMES[raced.way]}", described(raced)) for raced in found.ways),
+        *([("  fastest here", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),
+        ("waits for images", f"{found.data_wait:.0%} of the time"),
         ("an epoch", f"{_duration(found.epoch_s)}, {recipe.epochs:g} of them "
                      f"{_duration(found.total_s)}, without validation"),
         *((name, str(value)) for name, value in _flat(to_plain(recipe)).items()),
     ]  # fmt: skip
     out_.result(plain, grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}"))
+
+
+def _asked_for(way: Way) -> str:
+    """The setting of a recipe that takes a way."""
+    settings = {"compile": {"compile": True}, "fused": {"fuse": True}, "eager": {"fuse": False}}
+    return f"--recipe '{json_module.dumps(settings[way])}'"
 
 
 def _flat(plain: dict[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,47 @@ def sweep(
     return tuple(specs.values())
 
 
+def search(
+    network: str,
+    dataset: PathLike,
+    out: PathLike,
+    *,
+    vary: Mapping[str, str],
+    epochs: float,
+    trials: int | None = None,
+    sampler: str = "tpe",
+    pruner: str = "asha",
+    gpus: int = 0,
+    settings: Mapping[str, Any] | None = None,
+) -> JobSpec:
+    """``tessella sweep``: trials look for the best settings, as many at once as there are GPUs.
+
+    Args:
+        vary: a range or choices for each setting, such as ``{"lr": "1e-4..1e-2 log"}``.
+        trials: None: 30, or of a grid all combinations.
+        settings: other ones of every trial, by their names in a recipe.
+    """
+    argv = ["sweep", _word(network), _path(dataset), "--out", _path(out)]
+    for name, values in vary.items():
+        argv += ["--vary", f"{_word(name)}={values}"]
+    argv += [] if trials is None else ["--trials", str(trials)]
+    argv += ["--epochs", f"{epochs:g}"]
+    argv += ["--sampler", sampler, "--pruner", pruner]
+    files = {}
+    if settings:
+        files["recipe.json"] = json.dumps(settings, ensure_ascii=False)
+        argv += ["--recipe", f"{JOB_FOLDER}recipe.json"]
+    return JobSpec(
+        name=Path(out).name,
+        kind="sweep",
+        argv=tuple(argv),
+        files=files,
+        gpus=gpus,
+        resumable=True,
+        resume_argv=("--resume",),
+    )
+
+
 def compile_plan(request: BuildRequest, *, depends_on: Sequence[str] = ()) -> JobSpec:
     """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan."""
     return JobSpec(
@@ -245,6 +286,28 @@ def evaluate(
         gpus=gpus,
         resumable=True,
     )
+
+
+def judge(
+    source: PathLike,
+    dataset: PathLike,
+    *,
+    split: str = "test",
+    against: PathLike | None = None,
+    errors: int = 20,
+    trust_code: bool = False,
+    out: PathLike = f"{JOB_FOLDER}evaluation.json",
+) -> JobSpec:
+    """``tessella evaluate``: intervals, calibration, curves and the largest losses into ``out``.
+
+    Args:
+        against: a second model, compared on the same images.
+    """
+    argv = ["evaluate", _path(source), "--data", _path(dataset), "--split", _word(split)]
+    argv += [] if against is None else ["--against", _path(against)]
+    argv += ["--errors", str(errors), "--out", _path(out), *["--trust-code"] * trust_code]
+    name = f"evaluate {Path(source).name}"
+    return JobSpec(name=name, kind="run", argv=tuple(argv), resumable=True)
 
 
 def show_layers(

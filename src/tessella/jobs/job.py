@@ -9,7 +9,9 @@ from typing import Literal
 
 from tessella.core.errors import UsageError
 
-Kind = Literal["import", "train", "compile", "verify", "run", "show", "serve", "profile", "bench"]
+Kind = Literal[
+    "import", "train", "sweep", "compile", "verify", "run", "show", "serve", "profile", "bench"
+]
 Status = Literal["waiting", "running", "done", "failed", "aborted"]
 
 ENDED: tuple[Status, ...] = ("done", "failed", "aborted")

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from tessella.core.errors import TessellaError, UsageError
 from tessella.jobs.scheduler import Scheduler
 from tessella.jobs.store import Store
-from tessella.studio import parts, pictures, uploads
+from tessella.studio import parts, pictures, trials, uploads
 from tessella.studio.context import Context
 from tessella.studio.guard import Guard, read_or_make_token
 from tessella.studio.labels import Labels
@@ -34,12 +34,14 @@ from tessella.studio.pages import (
     compare,
     data,
     diff,
+    evaluate,
     explore,
     home,
     image,
     label,
     monitor,
     plan,
+    search,
     train,
     trash,
 )
@@ -49,7 +51,9 @@ from tessella.studio.uploads import Uploads
 from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
-PAGES = (home, data, train, monitor, compare, explore, plan, diff, image, label, trash)
+PAGES = (
+    home, data, train, search, monitor, compare, explore, evaluate, plan, diff, image, label, trash
+)  # fmt: skip
 
 log = logging.getLogger("tessella.studio")
 
@@ -61,6 +65,7 @@ def create_app(
     app = FastAPI(title="Tessella studio", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(TessellaError, _error_response)
     app.include_router(uploads.router(context.uploads))
+    app.include_router(trials.router(context.workspace))
     app.include_router(pictures.router(context.workspace, context.uploads))
     app.mount("/static", StaticFiles(directory=STATIC))
     if SITE is not None:

@@ -108,6 +108,32 @@ def precision_recall(points: Sequence[Point], here: Point | None) -> Options:
     return options
 
 
+def reliability(bins: Sequence[tuple[float, float, int]]) -> Options:
+    """Of images with a confidence, the share that is right, beside the diagonal.
+
+    Args:
+        bins: mean confidence, share that is right, and number of images.
+    """
+    most = max((count for _, _, count in bins), default=1)
+    options = precision_recall([], None)
+    options["legend"]["show"] = False
+    options["xAxis"] |= {"name": "confidence", "min": 0}
+    options["yAxis"]["name"] = "right"
+    options["tooltip"] |= {"trigger": "item", ":formatter": "p => p.data.name ?? ''"}
+    options["series"] = [
+        {"type": "line", "name": "calibrated", "data": [[0, 0], [1, 1]], "showSymbol": False,
+         "silent": True, "lineStyle": {"color": _MUTED, "type": "dashed", "width": 1}},
+        {"type": "line", "name": "measured", "color": COLORS[0], "symbol": "circle",
+         "data": [
+             {"name": f"{count:,} images with {confidence:.3f} on average: {right:.3f} are right",
+              "value": [round(confidence, 4), round(right, 4)],
+              "symbolSize": 6 + 14 * math.sqrt(count / most)}
+             for confidence, right, count in bins
+         ]},
+    ]  # fmt: skip
+    return options
+
+
 TURNED = 40  # degrees, where names have no room side by side
 _BARS_PX = 700.0  # of an axis of names, at 1280 px
 

@@ -41,6 +41,7 @@ class Feed:
     Attributes:
         points: all points so far, by metric.
         phase: the stage that the work is in.
+        way: how a training's steps run, and why so, where it was told.
         done, total: its progress; total is 0 while it is not known.
         warnings: what people should know, newest last.
         error: why it ended, if it failed.
@@ -50,7 +51,7 @@ class Feed:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.points: dict[str, list[Point]] = {}
-        self.phase = ""
+        self.phase, self.way = "", ""
         self.done, self.total = 0, 0
         self.warnings: deque[str] = deque(maxlen=50)
         self.error = ""
@@ -119,6 +120,9 @@ class Feed:
 
     def _begin(self, event: Event) -> bool:
         """Begin a stage. A resumed run repeats steps: forget the points after its checkpoint."""
+        if event.name == "way":
+            self.way = event.text
+            return False
         self.phase = event.text or event.name
         self.done, self.total, self.error, self.result = 0, 0, "", None
         self._rate.clear()

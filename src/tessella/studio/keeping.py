@@ -17,7 +17,8 @@ from tessella.studio.trash import size_of
 from tessella.studio.workspace import Kind
 
 CLONES: dict[Kind, tuple[str, str]] = {
-    "dataset": ("/data", "like"), "run": ("/train", "run"), "plan": ("/plan", "like"),
+    "dataset": ("/data", "like"), "run": ("/train", "run"), "sweep": ("/search", "like"),
+    "plan": ("/plan", "like"),
 }  # fmt: skip
 MOST_PRIORITY = 100
 

@@ -21,13 +21,15 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.outline import Outline
 from tessella.artifacts.plan import load_outline
 from tessella.artifacts.run import Run
+from tessella.artifacts.sweep import IMPORTANCE, INFO, TRIALS, Sweep, SweepInfo, open_sweep
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.studio.usual_target import usual_target
 
-Kind = Literal["dataset", "run", "plan"]
+Kind = Literal["dataset", "run", "sweep", "plan"]
 T = TypeVar("T")
 
-MARKERS: dict[Kind, str] = {"dataset": "dataset.json", "run": "run.json"}
+# The trials of a sweep are shown with it, not as runs beside others.
+MARKERS: dict[Kind, str] = {"dataset": "dataset.json", "run": "run.json", "sweep": INFO}
 MAX_DEPTH = 5
 OWN_FOLDER = ".studio"  # token, uploads, pictures, evaluations, what people wrote, the trash
 
@@ -113,6 +115,11 @@ class Workspace:
             self._found(p, Run, p / "run.json") for k, p in self._walk() if k == "run"
         )
 
+    def sweeps(self) -> list[Found[tuple[SweepInfo, Sweep]]]:
+        return _newest_first(
+            self._found(p, read_sweep, p / INFO) for k, p in self._walk() if k == "sweep"
+        )
+
     def plans(self) -> list[Found[Outline]]:
         return _newest_first(self._found(p, open_plan, p) for k, p in self._walk() if k == "plan")
 
@@ -152,6 +159,9 @@ class Workspace:
     def checkpoint(self, ref: str) -> Checkpoint:
         return Checkpoint(self.path(ref))
 
+    def sweep(self, ref: str) -> tuple[SweepInfo, Sweep]:
+        return read_sweep(self.path(ref))
+
     def plan(self, ref: str) -> Outline:
         return open_plan(self.path(ref))
 
@@ -188,6 +198,17 @@ def open_dataset(path: Path) -> Dataset:
     return _dataset_at(path, _stamp(path / "dataset.json"))
 
 
+def read_sweep(path: Path) -> tuple[SweepInfo, Sweep]:
+    """A sweep, kept while its files do not change."""
+    return _sweep_at(path, sweep_stamp(path))
+
+
+def sweep_stamp(path: Path) -> tuple[tuple[int, int] | None, ...]:
+    """What changes when a file of a sweep does."""
+    files = (path / TRIALS, path / IMPORTANCE)
+    return (_stamp(path / INFO), *(_stamp(f) if f.exists() else None for f in files))
+
+
 def open_plan(path: Path) -> Outline:
     """A plan, kept while its file does not change; reading one means hashing all of it."""
     return _plan_at(path, _stamp(path))
@@ -204,6 +225,11 @@ def _stamp(path: Path) -> tuple[int, int]:
 @lru_cache(maxsize=16)
 def _dataset_at(path: Path, stamp: tuple[int, int]) -> Dataset:
     return Dataset(path, deep=False)  # a page looks at a few examples
+
+
+@lru_cache(maxsize=16)
+def _sweep_at(path: Path, stamp: tuple[tuple[int, int] | None, ...]) -> tuple[SweepInfo, Sweep]:
+    return open_sweep(path)
 
 
 @lru_cache(maxsize=16)

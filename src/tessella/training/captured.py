@@ -13,25 +13,17 @@ from torch import Tensor, nn
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import TrainError
 from tessella.core.memory import is_out_of_memory
-from tessella.nn.fused import can_fuse, interruptions
+from tessella.nn.fused import interruptions
 from tessella.training.feed import gpu_asked
 from tessella.training.parallel import World
 
 WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and Dynamo captures
 
 
-def fuses(recipe: Recipe, device: torch.device) -> bool:
-    """Whether a training's batch norms are fused: as its recipe says, by default on a GPU."""
-    if recipe.fuse is not None:
-        return recipe.fuse
-    possible = device.type == "cuda" and can_fuse() and recipe.quantize == "none"
-    return possible and recipe.backend == "torch" and not recipe.recompute
-
-
 def captures(recipe: Recipe, world: World) -> bool:
-    """Whether a training's passes may become a graph: where one pass is a whole step's."""
+    """Whether fused passes may become a graph: where one pass is a whole step's, on a GPU."""
     alone = world.size == 1 and recipe.accumulate == 1
-    return alone and world.device.type == "cuda" and fuses(recipe, world.device)
+    return alone and world.device.type == "cuda"
 
 
 class Captured:

@@ -7,7 +7,6 @@ blank images, and a few images loaded.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from dataclasses import dataclass, replace
 
@@ -28,12 +27,13 @@ from tessella.training.parallel import World, alone
 from tessella.training.precision import arithmetic, width_of
 from tessella.training.prepare import describe_run
 from tessella.training.quantizing import Quantizer, quantized
+from tessella.training.race import RACE_S, RACED_ON, Raced, race, step_times
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.trainer import Trainer
+from tessella.training.ways import Way, usual_way
 
-WARM, TIMED = 2, 5  # steps
-LATE = 1 << 40
+WARM = 2  # steps
 LOADED = 128  # images
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
 LEAST_STEPS = 16  # an epoch, of ``auto``: with fewer a network learns little in it
@@ -74,6 +74,8 @@ class Forecast:
         epoch_s: of an epoch without its validation: computing and loading together, or where a GPU
             computes while threads load, the longer of both.
         free: bytes that the device has free.
+        way, why: how a step runs, and the reason.
+        ways: every way of a step with its time, or the reason that it has none.
     """
 
     recipe: Recipe
@@ -89,16 +91,29 @@ class Forecast:
     step_s: float
     load_s: float
     epoch_s: float
+    way: Way
+    why: str
+    ways: tuple[Raced, ...]
+
+    @property
+    def data_wait(self) -> float:
+        """The share of an epoch's time, 0 to 1, in which the device waits for images."""
+        each = self.epoch_s / self.steps_per_epoch if self.steps_per_epoch else 0.0
+        return max(0.0, each - self.step_s) / each if each else 0.0
 
     @property
     def total_s(self) -> float:
         return self.epoch_s * self.recipe.epochs
 
 
-def forecast(recipe: Recipe, *, quantizer: Quantizer | None = None) -> Forecast:
+def forecast(
+    recipe: Recipe, *, race_s: float | None = None, quantizer: Quantizer | None = None
+) -> Forecast:
     """The forecast of a recipe on this machine, by a few steps of one of its processes.
 
     Args:
+        race_s: seconds in which other ways of a step are tried, too; None: a minute on a GPU, on a
+            CPU none, where torch.compile alone would take half of one.
         quantizer: makes the network of a recipe with ``quantize``.
 
     Raises:
@@ -111,12 +126,18 @@ def forecast(recipe: Recipe, *, quantizer: Quantizer | None = None) -> Forecast:
         free = free_bytes(world.device)
         trainer = Trainer(info, dataset.train.info, world, network=network)
         memory = memory_of(trainer.module, trainer.optimizer, recipe, info)
-        step_s = _time_step(trainer, part)
+        usual = usual_way(recipe, world.device)
+        timed = replace(step_times(trainer, part, world), way=usual.way)
+        step_s = timed.step_s or 0.0
         load_s = _time_loading(dataset, info, recipe, world) * part
     in_epoch = steps_per_epoch(len(dataset.train), recipe.batch_size)
     overlaps = world.device.type == "cuda"
     each = max(step_s, load_s) if overlaps else step_s + load_s
     sizes = [(p.numel(), p.requires_grad) for p in trainer.module.parameters()]
+    stages = len(zoo.stages(trainer.module))
+    del trainer  # whose memory others want now
+    if race_s is None:
+        race_s = RACE_S if world.device.type in RACED_ON else 0.0
     return Forecast(
         recipe=recipe,
         device=str(world.device),
@@ -125,12 +146,15 @@ def forecast(recipe: Recipe, *, quantizer: Quantizer | None = None) -> Forecast:
         steps=Schedule(recipe=recipe, steps_per_epoch=in_epoch).total,
         parameters=sum(count for count, _ in sizes),
         trained=sum(count for count, learns in sizes if learns),
-        stages=len(zoo.stages(trainer.module)),
+        stages=stages,
         memory=memory,
         free=free,
         step_s=step_s,
         load_s=load_s,
         epoch_s=each * in_epoch,
+        way=usual.way,
+        why=usual.why,
+        ways=race(recipe, world.device, budget_s=race_s, known=[timed]),
     )
 
 
@@ -215,17 +239,6 @@ def kept_bytes(module: nn.Module, shape: tuple[int, ...], precision: Precision) 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _time_step(trainer: Trainer, images: int) -> float:
-    fed = trainer.blank(images)
-    times = []
-    for number in range(WARM + TIMED):
-        began = time.perf_counter()
-        done = LATE + number  # all that will ever learn does
-        trainer.step(fed.images, fed.labels, done=done, rate=0.0, momentum=0.9).tolist()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[WARM:])
 
 
 def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World) -> float:

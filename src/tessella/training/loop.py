@@ -39,11 +39,13 @@ from tessella.training.parallel import World, alone, launch
 from tessella.training.precision import arithmetic
 from tessella.training.prepare import begin, validates
 from tessella.training.quantizing import Quantizer, quantized, roundings
+from tessella.training.race import way_of
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import pack, prune
 from tessella.training.stopping import never, stop_signals
 from tessella.training.trainer import Trainer
+from tessella.training.ways import NAMES
 
 MUCH_WAITING = 0.05  # of the time of all steps
 
@@ -115,12 +117,16 @@ def train_run(
     start = saved[-1] if saved else None
     network = quantized(run.info, quantizer, start)
     with arithmetic(run.recipe.precision):
+        steps = steps_per_epoch(len(dataset.train), run.recipe.batch_size)
+        total = Schedule(recipe=run.recipe, steps_per_epoch=steps).total
+        told = emit if world.rank == 0 else silent
         trainer = Trainer(
             run.info,
             dataset.train.info,
             world,
             start=start,
             network=network,
+            way=way_of(run, world, total, told),
         )
         journal = Journal(
             run.path,
@@ -310,6 +316,8 @@ class Training:
     def _open(self) -> None:
         """Emit the start of the training, and warnings that a person should see before it."""
         emit, recipe = self._journal, self._recipe
+        way = self._trainer.way
+        emit(phase("way", f"steps: {NAMES[way.way]} ({way.why})"))
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{self._memory()}"))
         emit(progress("train", self._state.step, self._schedule.total))
         if kept := self._trainer.kept:

@@ -180,3 +180,9 @@ def failure_of(out: Path, code: int) -> TessellaError:
         fix=f"read {out / LOG_FILE}; a process that was killed often means that the host's memory "
         "is full: use fewer workers or a smaller batch, then resume",
     )
+
+
+def end_with_parent() -> None:
+    """Exit when standard input closes, a pipe whose other end the parent process holds."""
+    os.read(0, 1)
+    os._exit(1)

@@ -49,7 +49,7 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
 
 def _remove(out: Path) -> None:
     """Remove the recipe, the events and the charts of a run that failed before a checkpoint."""
-    for name in ("run.json", "events.jsonl", "error.json", "workers.log"):
+    for name in ("run.json", "events.jsonl", "error.json", "workers.log", "way.json"):
         (out / name).unlink(missing_ok=True)
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(out / name, ignore_errors=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessella.artifacts.sweep import Axis, Scalar, SweepInfo, Trial, TrialState
+from tessella.artifacts.sweep import Axis, Scalar, SweepInfo, Trial, TrialState, ranked
 from tessella.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,14 +119,11 @@ class Study:
 
     def trials(self) -> tuple[Trial, ...]:
         """All trials that began, the best first."""
-        found = [_described(t) for t in self._study.trials if t.state.name != "WAITING"]
-        order: dict[TrialState, int] = {"complete": 0, "running": 1, "pruned": 1, "failed": 2}
-        return tuple(
-            sorted(
-                found,
-                key=lambda t: (order[t.state], t.score is None, -(t.score or 0.0), t.number),
-            )
-        )
+        return ranked(_described(t) for t in self._study.trials if t.state.name != "WAITING")
+
+    def described(self, trial: optuna.Trial) -> Trial:
+        """A trial as it is by now."""
+        return _described(self._frozen(trial))
 
     def importance(self) -> dict[str, float]:
         """The share of the scores' variance that each setting explains.

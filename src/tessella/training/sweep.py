@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING
 
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.run import Recipe
-from tessella.artifacts.sweep import Scalar, Sweep, SweepInfo, folder_of
+from tessella.artifacts.sweep import (
+    IMPORTANCE,
+    Scalar,
+    Sweep,
+    SweepInfo,
+    folder_of,
+    note_all,
+    note_trial,
+)
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, phase, progress, read_events, warning
 from tessella.core.record import to_plain
@@ -92,6 +100,7 @@ class Search:
         """
         with _alone(self._out), closing(Study(self._out, self._info, first=self._first)) as study:
             self._emit(phase("sweep", self._described()))
+            note_all(self._out, study.trials())
             begun = iter(study.unfinished())
             try:
                 while self._fill(study, begun) or self._running:
@@ -99,11 +108,13 @@ class Search:
                     time.sleep(_POLL_S)
             finally:
                 self._stop()
+            importance = study.importance()
+            write_atomic(self._out / IMPORTANCE, json.dumps(importance).encode())
             return Sweep(
                 path=self._out,
                 score=self._info.score,
                 trials=study.trials(),
-                importance=study.importance(),
+                importance=importance,
             )
 
     def _described(self) -> str:
@@ -147,6 +158,7 @@ class Search:
                 env=os.environ | self._slots[slot],
                 start_new_session=True,  # Ctrl-C is heard here alone
             )
+        note_trial(self._out, study.described(trial))
         self._running.append(
             _Running(
                 trial=trial, values=values, process=process, out=out, slot=slot,
@@ -185,7 +197,9 @@ class Search:
             if score is None or event.step is None or event.step in running.steps:
                 continue
             running.steps.append(event.step)
-            if study.report(running.trial, len(running.steps), float(score)):
+            behind = study.report(running.trial, len(running.steps), float(score))
+            note_trial(self._out, study.described(running.trial))
+            if behind:
                 return running.process.poll() is None
         return False
 
@@ -206,10 +220,10 @@ class Search:
     # --- what is told
 
     def _tell(self, study: Study, running: _Running, how: str) -> None:
-        number = running.trial.number
-        trial = next(t for t in study.trials() if t.number == number)
+        trial = study.described(running.trial)
+        note_trial(self._out, trial)
         score = "" if trial.score is None else f"{self._info.score} {trial.score:.4g}"
-        self._emit(phase(f"trial {number}", f"{how}{score}, {_said(running.values)}"))
+        self._emit(phase(f"trial {trial.number}", f"{how}{score}, {_said(running.values)}"))
         self._progress(study)
 
     def _failed(
@@ -217,6 +231,7 @@ class Search:
         seconds: float,
     ) -> None:  # fmt: skip
         study.settle(trial, "failed", seconds, error)
+        note_trial(self._out, study.described(trial))
         self._emit(warning(f"trial {trial.number} failed, {_said(values)}: {error}"))
         self._progress(study)
 

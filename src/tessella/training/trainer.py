@@ -18,11 +18,10 @@ from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, zoo
-from tessella.nn.fused import fused
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
-from tessella.training.captured import Captured, captures, fuses
+from tessella.training.captured import Captured, captures
 from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
@@ -34,6 +33,7 @@ from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
+from tessella.training.ways import Choice, called, usual_way
 
 
 class Trainer:
@@ -44,6 +44,7 @@ class Trainer:
         trained: the training split: its images, and in how many of them each class occurs.
         start: the checkpoint to resume from; without one the recipe's ``init`` decides.
         network: with its roundings, for a recipe with ``quantize``; else the recipe's is built.
+        way: of the steps; None: the usual one of the recipe.
 
     Attributes:
         module: the network, without the wrapper of data-parallel training.
@@ -52,6 +53,7 @@ class Trainer:
         feed: brings batches to the device.
         average: of the weights, where the recipe asks for one.
         numbers: of the task's record, as the checkpoint ``start`` or the run has them.
+        way: how its steps run, and why so.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Trainer:
         *,
         start: Checkpoint | None = None,
         network: nn.Module | None = None,
+        way: Choice | None = None,
     ) -> None:
         self._spare = copy.deepcopy(network)  # for trials, after this one's memory is freed
         self._info, self._trained, self._world = info, trained, world
@@ -87,7 +90,8 @@ class Trainer:
         self.average = Average(self.module, recipe.ema) if recipe.ema else None
         if recipe.recompute:  # behind the average, whose copies would call this module's blocks
             recompute_blocks(self.module)
-        self._called = fused(self.module) if fuses(recipe, world.device) else self.module
+        self.way = way or usual_way(recipe, world.device)
+        self._called = called(self.module, self.way.way)
         self._parallel: nn.Module = self._called
         self._captured: Captured | None = None
         self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
@@ -187,7 +191,8 @@ class Trainer:
             self._parallel = self._called  # the old wrapper lets go before there is a new one
             self._parallel = self._world.wrap(self._called)
             self._captured = None
-            if captures(self._info.recipe, self._world) and not self._task.head.TAUGHT:
+            graph = self.way.way == "fused" and captures(self._info.recipe, self._world)
+            if graph and not self._task.head.TAUGHT:
                 self._captured = Captured(self._pass, self.module.parameters())
 
     def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
@@ -265,5 +270,5 @@ class Trainer:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
         network = copy.deepcopy(self._spare)
-        trainer = Trainer(self._info, self._trained, alone, network=network)
+        trainer = Trainer(self._info, self._trained, alone, network=network, way=self.way)
         trainer.try_step(batch)

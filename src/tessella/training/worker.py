@@ -18,7 +18,7 @@ from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import silent
 from tessella.core.record import from_plain, parse_json
 from tessella.training.loop import train, train_run
-from tessella.training.parallel import ERROR_FILE, LOG_FILE, joined
+from tessella.training.parallel import ERROR_FILE, LOG_FILE, end_with_parent, joined
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--resumed", action="store_true")
     parser.add_argument("--recipe", type=Path)
     arguments = parser.parse_args()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         if arguments.recipe is not None:
             plain = parse_json(arguments.recipe.read_bytes(), where=str(arguments.recipe))
@@ -50,12 +50,6 @@ def main() -> int:
         )
         return 1
     return 0
-
-
-def _end_with_parent() -> None:
-    """Exit when standard input closes, a pipe whose other end the parent process holds."""
-    os.read(0, 1)
-    os._exit(1)
 
 
 def _report(out: Path, error: TessellaError) -> None:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.dataset import Dataset
 from tessella.core.events import Event, EventLog, phase, warning
 from tessella.core.record import digest
 from tessella.jobs.job import JobSpec
 from tessella.jobs.store import Store
 from tessella.studio.labels import Label, Labels
 from tests.support.studio import workspaces
+from tests.support.studio.judgements import judgement_of, scores_of, write_judgement
 
 MARK = "localStorage.ran"
 # As HTML, as an attribute, as an address, in Vue's templates, and out of a script's strings.
@@ -45,9 +47,14 @@ def make_hostile_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     made = workspaces.make_plan(root / plan, built_from=run)
     workspaces.make_front(root / "plans" / "small.front", built_from=run)
     (root / "plans" / f"{NAME}-damaged.plan").write_bytes(b"not a plan")
+    workspaces.make_sweep(root / "sweeps" / "a", 12)
     _tell(root / run)
     checkpoint = Checkpoint(sorted((root / run / "checkpoints").iterdir())[-1].resolve())
     _reports(root, checkpoint, labels, plan, made.program.buckets[-1].batch)
+    val = Dataset(root / data).val
+    scores = scores_of(val.labels, len(labels), sharp=0.5, seed=0)
+    judged = judgement_of(scores, val.labels, labels, split="val", paths=[ALL] * len(val))
+    write_judgement(root, checkpoint, val, judged)
     own = Labels(root / ".studio")
     for ref in (data, run, plan):
         own.put(ref, Label(title=ALL[:200], notes=ALL, tags=(SCRIPTS[0], SCRIPTS[3])))
@@ -59,6 +66,8 @@ def make_hostile_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[
         "/", f"/?tag={SCRIPTS[0]}", "/data", f"/data?dataset={data}",
         f"/image?dataset={data}&split=val&index=3", f"/train?dataset={data}&run={run}",
         f"/monitor?run={run}", f"/monitor?job={job}", f"/explore?run={run}", f"/plan?plan={plan}",
+        "/search?sweep=sweeps/a", "/search?like=sweeps/a", f"/search?sweep={ALL}",
+        f"/evaluate?run={run}&split=val", f"/evaluate?run={run}&split={ALL}",
         "/plan?plan=plans/small.plan", f"/compare?run={run}",
         f"/diff?a={plan}&b=plans/small.plan", f"/data?dataset={NAME}", f"/monitor?job={ALL}",
         f"/plan?plan=plans/{NAME}-damaged.plan", "/trash",

@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 
 from tessella.artifacts.checkpoint import Checkpoint, Network, Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset, DatasetInfo, SkippedFile, write_info
+from tessella.artifacts.files import to_document
 from tessella.artifacts.front import FrontInfo, FrontPoint, write_front
 from tessella.artifacts.outline import Candidate, Manifest
 from tessella.artifacts.plan import Plan
@@ -20,6 +21,16 @@ from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.artifacts.receipt import Flip, Receipt
 from tessella.artifacts.run import Recipe, RunInfo, write_run
 from tessella.artifacts.shards import Example, SplitWriter
+from tessella.artifacts.sweep import (
+    Scalar,
+    Sweep,
+    SweepInfo,
+    Trial,
+    axis_of,
+    folder_of,
+    note_all,
+    open_sweep,
+)
 from tessella.core.device import fingerprint
 from tessella.core.events import Event, EventLog, metric, phase, progress
 from tessella.core.preprocess import Preprocess, encode
@@ -91,6 +102,7 @@ def make_run(
     path.mkdir(parents=True)
     write_run(path, info)
     log = EventLog(path / "events.jsonl")
+    log(phase("way", "steps: torch, call by call (nothing is fused: our kernels run on a GPU)"))
     log(phase("train", "training"))
     for step in range(epochs * steps):
         tell_step(log, step, steps, epochs * steps)
@@ -247,14 +259,57 @@ def make_front(folder: Path, *, built_from: str) -> None:
 
 
 def make_workspace(root: Path) -> None:
-    """A dataset, two runs, a plan, one of a search with its front, and one that cannot be read."""
+    """A dataset, two runs, a sweep, a plan, one of a search with its front, and a damaged one."""
     make_dataset(root / "datasets" / "digits")
     make_run(root / "runs" / "first", dataset="datasets/digits")
     make_run(root / "runs" / "second", dataset="datasets/digits", epochs=2, done=False)
+    sweep = make_sweep(root / "sweeps" / "rates", 30, total=40)
+    make_run(folder_of(sweep.path, sweep.best.number), dataset="datasets/digits", epochs=4, steps=5)
     (root / "plans").mkdir()
     make_plan(root / "plans" / "digits.plan", built_from="runs/first")
     make_front(root / "plans" / "small.front", built_from="runs/first")
     (root / "plans" / "broken.plan").write_bytes(b"not a plan")
+
+
+def make_sweep(folder: Path, trials: int, *, total: int | None = None, seed: int = 0) -> Sweep:
+    """A search over four settings, one with hostile choices; the score prefers 1e-3 and the first.
+
+    Of each ten trials five are complete, three ended early, one failed; the last two run.
+    """
+    axes = (
+        axis_of("lr", "1e-4..1e-1 log"), axis_of("batch_size", "16, 32, 64"),
+        axis_of("augment.rotation", "0..20"), axis_of("network", ["lenet", HOSTILE]),
+    )  # fmt: skip
+    folder.mkdir(parents=True)
+    info = SweepInfo(
+        settings=json.dumps({"network": "lenet", "dataset": "datasets/digits", "epochs": 4.0}),
+        axes=axes, trials=total or trials, sampler="tpe", pruner="asha", seed=0,
+        score="val/accuracy", dataset_hash="ab" * 32, created="2026-11-21T10:05:00",
+    )  # fmt: skip
+    (folder / "sweep.json").write_bytes(to_document("sweep", 1, info))
+    random, made = np.random.default_rng(seed), []
+    states = ("complete", "pruned", "complete", "complete", "pruned", "complete", "failed",
+              "pruned", "complete", "pruned")  # fmt: skip
+    for number in range(trials):
+        rate = float(10 ** random.uniform(-4, -1))
+        values: dict[str, Scalar] = {
+            "solver.lr": rate, "batch_size": int(random.choice([16, 32, 64])),
+            "augment.rotation": float(random.uniform(0, 20)),
+            "network": "lenet" if random.random() < 0.5 else HOSTILE,
+        }  # fmt: skip
+        worse = 0.1 * abs(math.log10(rate) + 3) + 0.1 * (values["network"] == HOSTILE)
+        score = round(0.97 - worse - 0.02 * random.random(), 5)
+        state = "running" if number >= trials - 2 else states[number % 10]
+        failed = state == "failed"
+        made.append(Trial(
+            number=number, state=state, values=values, score=None if failed else score,
+            validations={"complete": 4, "failed": 0}.get(state, 1), seconds=12.5 * (1 + number % 3),
+            error=f"out of memory {HOSTILE}" if failed else None,
+        ))  # fmt: skip
+    note_all(folder, made)
+    shares = {"solver.lr": 0.7, "network": 0.25, "batch_size": 0.03, "augment.rotation": 0.02}
+    (folder / "importance.json").write_text(json.dumps(shares))
+    return open_sweep(folder)[1]
 
 
 def write_evaluation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 from nicegui import ui
@@ -15,25 +15,23 @@ from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
-from tessella.jobs.job import Job, JobSpec
-from tessella.studio import charts, parts, pictures
+from tessella.jobs.job import JobSpec
+from tessella.studio import parts, pictures
 from tessella.studio.box_errors import BoxErrors
 from tessella.studio.boxes import boxed
+from tessella.studio.confusion import Confusion, Report, figures
 from tessella.studio.context import Context
-from tessella.studio.feed import Feed
 from tessella.studio.layers import Layers
-from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
+from tessella.studio.watching import watch
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
 from tessella.tasks import of
 from tessella.tasks.thing import Thing
 
 EXAMPLES = 12
-MISTAKES = 30  # pairs of classes that are listed
 PROMPTS = {"classify": "Classify a picture", "detect": "Find things in a picture",
            "segment": "Segment a picture"}  # fmt: skip
-SAMPLES = 48  # shown of a cell of the confusion matrix
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
 
 
@@ -51,13 +49,15 @@ async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
         run_ref = next((r for r in runs if checkpoint_ref.startswith(f"{r}/")), "")
     run_ref = run_ref or next(iter(runs), "")
     with frame("Explore", "What the network sees, and where it errs.", space.root):
-        if run_ref not in runs:  # also a run before its first one: never another in its place
-            if run_ref:
-                try:
-                    space.run(run_ref).checkpoints()
-                except TessellaError as error:
-                    parts.refused(error, MISSING)
-                    return
+        if run_ref and run_ref not in runs:  # a trial of a sweep, or a run before its first one
+            try:
+                run = space.run(run_ref)
+                if run.checkpoints():
+                    runs[run_ref] = run
+            except TessellaError as error:
+                parts.refused(error, MISSING)
+                return
+        if run_ref not in runs:
             with parts.empty("There is no checkpoint yet", "Train a network first; its first "
                              "checkpoint comes after the first epoch."):  # fmt: skip
                 parts.button("Train a network", lambda: ui.navigate.to("/train"))
@@ -313,28 +313,6 @@ def _answers(top: list[tuple[str, float]]) -> None:
                     ui.element("div").style(f"width:{100 * score:.1f}%")
 
 
-class ClassFigures(TypedDict):
-    label: str
-    precision: float
-    recall: float
-    f1: float
-    support: int
-
-
-class Evaluation(TypedDict):
-    """The JSON that ``tessella run --data … --out`` writes, as far as it is shown.
-
-    ``confusion`` counts images by true class and answer; ``predictions`` has the answer to each
-    image of the split, and older files lack it.
-    """
-
-    accuracy: float
-    labels: list[str]
-    confusion: list[list[int]]
-    per_class: list[ClassFigures]
-    predictions: NotRequired[list[int]]
-
-
 # --- where it errs ---------------------------------------------------------------------
 
 
@@ -351,6 +329,9 @@ class _Errors:
         self._rows = self._file.with_suffix(".npy")
         with parts.card("Where it errs", "on the validation split"):
             self._box = ui.element("div").classes("stack")
+            run = context.workspace.ref(chosen.path.parents[1])
+            with parts.link("/evaluate", "small", run=run, checkpoint=self._ref):
+                text("span", "Evaluate it: intervals, calibration, curves, two models compared")
         self._show()
 
     def _show(self) -> None:
@@ -379,26 +360,9 @@ class _Errors:
         where = (self._context.workspace.ref(path) for path in (self._file, self._rows))
         with parts.errors_shown():
             job = self._context.store.submit(self._spec(*where))
-        self._box.clear()
-        with self._box:
-            track = parts.Track()
+            watch(self._context, job, self._box, self._show)
 
-        feed = Feed(job.events_path)
-
-        def refresh(now: Job) -> None:
-            feed.read()
-            track.show(feed.fraction, standing(self._context.store, now, feed))
-            if now.ended:
-                self._show()
-                if now.status != "done":
-                    with self._box:
-                        parts.note(now.error or "The evaluation was stopped.", "bad")
-
-        refresh(job)
-        with self._box:
-            self._context.follow(job, refresh)
-
-    def _report(self, report: Evaluation) -> None:
+    def _report(self, report: Report) -> None:
         if self._places and self._data is not None:
             try:
                 ref = self._context.workspace.ref(self._data)
@@ -412,67 +376,9 @@ class _Errors:
             measures = {k: v for k, v in report.items() if isinstance(v, float)}
             parts.stats([(name, parts.score(name, value)) for name, value in measures.items()])
             return
-        labels, matrix = report["labels"], report["confusion"]
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
-                     ("images", f"{sum(map(sum, matrix)):,}")])  # fmt: skip
-        text("p", "Rows are the truth, columns what the network said. Click a cell to see "
-             "its images.").classes("muted small")  # fmt: skip
-        chart = ui.echart(charts.confusion(labels, matrix)).classes("chart tall")
-        chart.style(charts.confusion_size(labels))
-        chart.on_point_click(lambda e: self._samples(report, e.value[1], e.value[0]))
-        self._cell = ui.element("div").classes("stack")
+                     ("images", f"{sum(map(sum, report['confusion'])):,}")])  # fmt: skip
+        matrix = Confusion(self._context, report, self._data, "val")
         with parts.box("duo"):
-            self._mistakes(report)
-            columns = [parts.Column(title="class")]
-            columns += [
-                parts.Column(title=t, classes="r") for t in ("precision", "recall", "F1", "images")
-            ]
-            rows = [
-                (c["label"], f"{c['precision']:.3f}", f"{c['recall']:.3f}", f"{c['f1']:.3f}",
-                 f"{c['support']:,}")
-                for c in report["per_class"]
-            ]  # fmt: skip
-            parts.table(columns, rows)
-
-    def _mistakes(self, report: Evaluation) -> None:
-        """What is taken for what, most often first: of 200 classes nobody finds it in a matrix."""
-        labels, matrix = report["labels"], np.asarray(report["confusion"])
-        wrong = np.where(np.eye(len(labels), dtype=bool), 0, matrix)
-        order = np.argsort(-wrong, axis=None, kind="stable")[:MISTAKES]
-        pairs = [divmod(int(i), len(labels)) for i in order if wrong.flat[i]]
-        if not pairs:
-            parts.note("It took no class for another.")
-            return
-        most = int(wrong.max())
-        parts.table(
-            [parts.Column(title=t) for t in ("truth", "taken for", "images")],
-            [
-                (
-                    labels[r],
-                    labels[c],
-                    parts.Bar(fraction=wrong[r, c] / most, text=str(wrong[r, c])),
-                )
-                for r, c in pairs
-            ],
-        )
-
-    def _samples(self, report: Evaluation, truth: int, answer: int) -> None:
-        """The images of one cell of the confusion matrix, if the report has all predictions."""
-        labels = report["labels"]
-        self._cell.clear()
-        with self._cell:
-            text(
-                "h2",
-                f"{labels[truth]} taken for {labels[answer]}: {report['confusion'][truth][answer]}",
-            )
-            predictions = report.get("predictions")
-            if not predictions or self._data is None:
-                text("p", "This report does not say which images these are.").classes("muted small")
-                return
-            dataset = open_dataset(self._data)
-            ref = self._context.workspace.ref(self._data)
-            split = dataset.split("val")
-            hits = np.flatnonzero((split.labels == truth) & (np.asarray(predictions) == answer))
-            with parts.box("thumbs"):
-                for index in hits[:SAMPLES]:
-                    pictures.thumb(dataset, ref, "val", int(index))
+            matrix.mistakes()
+            figures(report["per_class"])

@@ -212,6 +212,7 @@ class _Head:
             self._notes = text("p", "").classes("notes")
             self._track = parts.Track()
             self._numbers = ui.element("div").classes("stack")
+            self._way = text("p", "").classes("muted small")
             self._note = text("div", "").classes("note")
             self._note.set_visibility(False)
 
@@ -237,6 +238,8 @@ class _Head:
         else:
             line = training_line(store, job, feed, status)
         self._track.show(fraction, line)
+        self._way.text = feed.way
+        self._way.set_visibility(bool(feed.way))
         problem = feed.error or (job.error if job is not None else "") or ""
         if status == "failed" and problem:
             self._say(problem, "bad")

@@ -33,7 +33,7 @@ MISSING = "Choose another on the Data page, or open Train from the steps above."
 
 def register(context: Context) -> None:
     @ui.page("/train", response_timeout=RESPONSE_S)
-    async def train(dataset: str = "", run: str = "") -> None:
+    async def train(dataset: str = "", run: str = "", epochs: float = 0.0) -> None:
         datasets = readable(await asyncio.to_thread(context.workspace.datasets))
         runs = readable(await asyncio.to_thread(context.workspace.runs))
         with frame("Train", "A network, a recipe, a run.", context.workspace.root):
@@ -44,12 +44,14 @@ def register(context: Context) -> None:
             try:  # what is asked for and missing is an error: no other takes its place
                 if dataset and dataset not in datasets:
                     context.workspace.dataset(dataset)
-                if run and run not in runs:
-                    context.workspace.run(run)
+                if run and run not in runs:  # a trial of a sweep is not among them
+                    runs[run] = context.workspace.run(run)
             except TessellaError as error:
                 parts.refused(error, MISSING)
                 return
-            _Train(context, datasets, runs, dataset or next(iter(datasets)), run)
+            if not dataset and run and runs[run].recipe.dataset in datasets:
+                dataset = runs[run].recipe.dataset
+            _Train(context, datasets, runs, dataset or next(iter(datasets)), run, epochs)
 
 
 class _Train:
@@ -60,9 +62,11 @@ class _Train:
         runs: dict[str, Run],
         dataset: str,
         like: str,
+        epochs: float,
     ) -> None:
         self._context, self._datasets, self._runs = context, datasets, runs
         start = runs[like].recipe if like in runs else None
+        begun = flat(start) | ({"epochs": epochs} if epochs > 0 else {}) if start else None
         self._drawing: asyncio.Task[None] | None = None
         self._ready = False
         with parts.box("split"):
@@ -70,8 +74,10 @@ class _Train:
                 with parts.card("Network and data"):
                     self._choosers(dataset, start)
                 with parts.card("Recipe"):
-                    self._form = RecipeForm(self._changed, flat(start) if start else None)
+                    self._form = RecipeForm(self._changed, begun)
                     self._sweep = SweepForm(STANDARD, self._changed)
+                    with parts.link("/search", "small", dataset=dataset):
+                        text("span", "Or search for the best settings")
                     self._problem = text("div", "").classes("note bad")
                     self._start_button = parts.button(
                         "Start training", self._start, icon="play_arrow"
@@ -99,7 +105,9 @@ class _Train:
         self._dataset = parts.field(
             ui.select(names, value=dataset, label="Dataset", on_change=self._dataset_changed)
         )
-        self._source = ui.toggle(SOURCES, value="standard", on_change=self._source_changed).props(
+        of_timm = start is not None and start.network.startswith("timm/")
+        source = "timm" if of_timm else "standard"
+        self._source = ui.toggle(SOURCES, value=source, on_change=self._source_changed).props(
             "unelevated dense no-caps spread toggle-color=teal-9 size=13px"
         )
         value = start.network if start and start.network in STANDARD else "lenet"
@@ -108,6 +116,8 @@ class _Train:
         )
         self._timm = parts.field(ui.input("Model of timm", on_change=self._network_changed))
         self._timm.props('placeholder="efficientnet_b0"')
+        if start is not None and of_timm:
+            self._timm.value = start.network.removeprefix("timm/")
         previous = {
             ref: f"{Path(ref).name} ({run.recipe.network})" for ref, run in self._runs.items()
         }

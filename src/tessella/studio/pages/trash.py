@@ -58,7 +58,7 @@ def _job(context: Context, job: Job) -> None:
 def _restore(context: Context, key: str) -> None:
     with parts.errors_shown():
         deleted = context.trash.restore(key)
-        pages = {"dataset": "/data", "run": "/monitor", "plan": "/plan"}
+        pages = {"dataset": "/data", "run": "/monitor", "sweep": "/search", "plan": "/plan"}
         ui.navigate.to(parts.address(pages[deleted.what], **{deleted.what: deleted.refs[0]}))
 
 

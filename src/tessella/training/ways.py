@@ -1,0 +1,73 @@
+"""The ways in which a step can run, which of them a recipe takes, and why.
+
+A way decides who runs the network's forward and backward pass: torch's own calls one by one, code
+that torch.compile makes of them, or ours, with norms and activations fused and on one GPU the pass
+as a CUDA graph. Weights, checkpoints and the solver are the same in all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from tessella.artifacts.run import Recipe
+from tessella.nn.fused import can_fuse, fused
+
+Way = Literal["eager", "compile", "fused"]
+WAYS: tuple[Way, ...] = ("eager", "fused", "compile")  # in the order in which they are tried
+NAMES: dict[Way, str] = {
+    "eager": "torch, call by call",
+    "compile": "torch.compile",
+    "fused": "norms and activations fused",
+}
+COMPILER = "inductor"  # torch.compile's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The way of a training's steps, and why it is that one."""
+
+    way: Way
+    why: str
+
+
+def usual_way(recipe: Recipe, device: torch.device) -> Choice:
+    """The way of a recipe where nothing is measured: as it says, fused on a GPU, else eager."""
+    if recipe.compile:
+        return Choice(way="compile", why="the recipe says compile")
+    if recipe.fuse is not None:
+        said = f"the recipe says fuse={recipe.fuse}"
+        return Choice(way="fused" if recipe.fuse else "eager", why=said)
+    why_not = refusal("fused", recipe, device)
+    if why_not is None:
+        return Choice(way="fused", why="the usual one on a GPU")
+    return Choice(way="eager", why=f"nothing is fused: {why_not}")
+
+
+def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
+    """Why a recipe's steps cannot run in this way; None where they can."""
+    if way == "eager":
+        return None
+    if recipe.backend != "torch":
+        return f"the layers are those of backend={recipe.backend!r}"
+    if recipe.quantize != "none":
+        return "its roundings run operation by operation"
+    if way == "compile":
+        return None
+    if device.type != "cuda":
+        return "our kernels for it run on a GPU"
+    if recipe.recompute:
+        return "recompute does not keep all values"
+    return None if can_fuse() else "Triton is not installed"
+
+
+def called(module: nn.Module, way: Way) -> nn.Module:
+    """What a step calls instead of ``module``, whose weights stay where they are."""
+    if way == "fused":
+        return fused(module)
+    if way == "compile":
+        return cast(nn.Module, torch.compile(module, backend=COMPILER, dynamic=False))
+    return module
