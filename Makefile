@@ -15,6 +15,7 @@ quickstart: $(VENV)/installed  ## install, then folder → dataset → network �
 
 test: $(VENV)/installed-dev  ## install, then every CPU test, the browser's included
 	@.ci/browser
+	$(BIN)/python -m compileall -q src tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.narrower
 

@@ -59,8 +59,8 @@ lets a cost model choose, and `tessella tune` measures there: see [plans](plans.
 ## Kernels
 
 `run`: on an H100 or H200, in `tests/gpu` or in the plans of [the benchmarks](benchmarks.md).
-`compiled`: by ptxas, with the first configuration of a problem; on `sm_80`, `sm_86` and `sm_89`
-with the smallest one, too. A line is a module of `src/tessella/kernels`.
+`compiled`: by ptxas, with the first configuration of a problem; on `sm_80` with the smallest one,
+too. A line is a module of `src/tessella/kernels`.
 
 """
 
