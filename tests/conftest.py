@@ -30,6 +30,8 @@ LONG = (
     "tests/studio/test_story.py",
     "tests/test_zoo_plans.py",
     "tests/attack/",
+    "tests/graph/test_onnx_cases.py",
+    "tests/tasks/",
     "tests/training/test_parallel.py",
     "tests/test_quickstart.py",
     "tests/test_coverage.py",
