@@ -44,9 +44,7 @@ def test_a_plan_agrees_with_eager(name: str) -> None:
     shape = (network.channels, network.height, network.width)
     module = _alive(zoo.build(network), shape)
     spec = TensorSpec(name="image", dtype="float32", shape=(1, *shape))
-    plan = ts.compile(
-        module, inputs=[spec], batch=(1, 2, 2), target="cpu", untuned=name in UNTUNED
-    )
+    plan = ts.compile(module, inputs=[spec], batch=(1, 2, 2), target="cpu", untuned=name in UNTUNED)
     steps = plan.program.buckets[-1].steps
     assert not [s for s in steps if s.op in ("batch_norm", "fallback")]
 

@@ -30,7 +30,6 @@ from tests.support.problems.portable_convolutions import (
     strip_of,
 )
 
-
 # Which values meet is seen in whole numbers, exactly; how they are rounded, once for each type
 # and each way of a sum to its result.
 ROUNDED = (
