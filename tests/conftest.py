@@ -64,6 +64,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """What libraries clean up at the end of a process has to be found again."""
+    gc.unfreeze()
+
+
 def _place(item: pytest.Item) -> int:
     places = (i for i, path in enumerate(LONG) if item.nodeid.startswith(path))
     return next(places, len(LONG))
