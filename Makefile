@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+# By all cores, where pip would by one. Packages have files that are no Python: those say nothing.
+COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src tests || true
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test check docs wheel format gpu bench clean
@@ -47,8 +49,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tessella needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
+	$(COMPILED)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
+	$(COMPILED)
 	touch $@

@@ -71,8 +71,8 @@ lets a cost model choose, and `tessella tune` measures there: see [plans](plans.
 
 `run`: on an H100 or H200, in `tests/gpu` or in the plans of [the benchmarks](benchmarks.md).
 `answers`: not on the target's chip, but as its code on an H200, and right; timed nowhere.
-`compiled`: by ptxas, with the first configuration of a problem; on `sm_80`, `sm_86` and `sm_89`
-with the smallest one, too. A line is a module of `src/tessella/kernels`.
+`compiled`: by ptxas, with the first configuration of a problem; on `sm_80` with the smallest one,
+too. A line is a module of `src/tessella/kernels`.
 
 """
 

@@ -54,10 +54,10 @@ def write_digits(folder: Path, count: int = 1797) -> None:
         image.resize((28, 28), Image.Resampling.BICUBIC).save(path)
 
 
-@pytest.fixture
-def served(tmp_path):
-    """A studio with its scheduler, on an empty workspace."""
-    root = tmp_path / "flowers-and-digits"
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A studio with its scheduler, on a workspace that is empty when the first test comes."""
+    root = tmp_path_factory.mktemp("story") / "flowers-and-digits"
     root.mkdir()
     process, found = serve(root, scheduler=True)
     yield found

@@ -30,6 +30,13 @@ from tests.support.problems.portable_convolutions import (
     strip_of,
 )
 
+# Which values meet is seen in whole numbers, exactly; how they are rounded, once for each type
+# and each way of a sum to its result.
+ROUNDED = (
+    "plain", "odd last", "depthwise", "depthwise half", "depthwise 7", "depthwise pairs",
+    "float16", "int8", "int8 factor", "whole epilogue", "factor", "argument last", "one axis",
+)  # fmt: skip
+
 
 @interpreted
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -41,8 +48,9 @@ def test_agrees_with_float64(algorithm: str, name: str) -> None:
     if refused is not None:
         assert name == "view", refused
         return
-    check(kernel, case)
     check(kernel, case, integers=True)
+    if name in ROUNDED:
+        check(kernel, case)
 
 
 @interpreted

@@ -105,7 +105,9 @@ def test_refusals_on_hopper(changes: dict[str, Any], reason: str) -> None:
 
 
 def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """A few configurations for one row, and for the largest number of rows in every type."""
+    """A few configurations for one row, and for the largest number of rows; the first one for
+    other results of the same products.
+    """
     kinds = {
         "one": Case(m=1, n=256, k=2048, bias="float16", activation="gelu"),
         "half": Case(m=64, n=256, k=2048, residual="float16"),
@@ -118,7 +120,8 @@ def compiled_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         problem, inputs, out = draw(case)
         if module.fits(problem) is not None:
             continue
-        for config in module.configs(problem)[::3]:
+        configs = module.configs(problem)[::3]
+        for config in configs if kind in ("one", "half", "int8") else configs[:1]:
             call = module.bind(problem, {1: inputs[1]}, **config)
             scratch = torch.empty(module.workspace_bytes(problem, **config), dtype=torch.uint8)
             given = [t for i, t in enumerate(inputs) if t is not None and i != 1]

@@ -1,7 +1,7 @@
 """The catalogue's Triton kernels, compiled for every GPU target without a GPU.
 
 ``results()`` asks another process, whose Triton does not interpret, and which has a worker a core.
-Each kernel is met with a problem that a network has, in its first configuration and for the targets
+Each kernel is met with a problem that a network has, in its first configuration and for the target
 ``IN_FULL`` in the one whose tile is smallest, on tensors without memory, as the search compiles
 ahead. By target and case there are the resources of every launch, or the error.
 """
@@ -119,7 +119,7 @@ def problems() -> dict[str, Problem]:
     }  # fmt: skip
 
 
-IN_FULL = ("sm_80", "sm_86", "sm_89")  # the others are met with the first configurations alone
+IN_FULL = "sm_80"  # the others, whose smallest tiles are these, have the first configurations alone
 # what the first problem of a kernel does not meet: other types of products
 BESIDES = {
     "conv tf32": "conv2d.implicit_gemm",
@@ -147,7 +147,7 @@ def cases(target: str) -> Iterator[tuple[str, Kernel, list[Config]]]:
         for row in portable(target):
             mine = (n for n, p in problems().items() if p.op == row.op and not row.refusal(p))
             for name in itertools.islice(mine, 1):
-                yield name, row, ends(row, problems()[name])[: 2 if target in IN_FULL else 1]
+                yield name, row, ends(row, problems()[name])[: 2 if target == IN_FULL else 1]
         for name, kernel in BESIDES.items():
             row, problem = catalog.kernel(kernel), problems()[name]
             if not row.refusal(problem):

@@ -46,16 +46,18 @@ def alive(chromium: Chrome) -> None:
 def until(condition: Callable[[], T], seconds: float = 60.0, what: str = "it") -> T:
     """Wait until ``condition`` returns something true; return that.
 
-    An element that was drawn again in the meantime is asked for once more.
+    An element that was drawn again in the meantime is asked for once more. Looking takes the page
+    and its driver work, which jobs that are waited for would do: it becomes rarer.
     """
-    end, problem = time.monotonic() + seconds, ""
+    end, problem, pause_s = time.monotonic() + seconds, "", 0.1
     while time.monotonic() < end:
         try:
             if found := condition():
                 return found
         except (StaleElementReferenceException, JavascriptException) as error:
             problem = f": {error.msg}"
-        time.sleep(0.1)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.5)
     raise AssertionError(f"{what} did not happen in {seconds:.0f} s{problem}")
 
 

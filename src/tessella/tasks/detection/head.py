@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tessella.artifacts.checkpoint import Answering
@@ -52,6 +51,9 @@ def aligned(made: Tensor, right: Tensor) -> Tensor:
     """
     if right.dim() != 3 or made.shape != right.shape or right.shape[1] != MOST:
         return made  # those of somebody else's plan
+    # 1 s of the processor to import, and every process that builds a network imports this file
+    from scipy.optimize import linear_sum_assignment
+
     out = right.clone().to(made)
     for one, wanted, into in zip(made.detach().cpu().double(), right.cpu().double(), out):
         if not (one.isfinite().all() and wanted.isfinite().all()):
