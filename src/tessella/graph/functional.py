@@ -9,6 +9,7 @@ from what it reads.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
@@ -16,26 +17,29 @@ from torch.export.graph_signature import InputKind, OutputKind
 Node = torch.fx.Node
 Overload = torch._ops.OpOverload
 
+
+def _overloads(*lines: str) -> frozenset[str]:
+    return frozenset(overload for line in lines for overload in line.split())
+
+
 # Operators made of others, which ``run_decompositions({})`` keeps; their results are new memory.
-_LAYERS = frozenset(
-    "conv1d.default conv2d.default conv3d.default linear.default matmul.default max_pool2d.default "
-    "adaptive_avg_pool2d.default layer_norm.default group_norm.default softmax.int "
-    "scaled_dot_product_attention.default pad.default sym_size.int".split()
+_LAYERS = _overloads(
+    "conv1d.default conv2d.default conv3d.default linear.default matmul.default max_pool2d.default",
+    "adaptive_avg_pool2d.default layer_norm.default group_norm.default softmax.int pad.default",
+    "scaled_dot_product_attention.default sym_size.int",
 )
 # Those that it takes apart, and that ``aten`` translates whole. Their results may be views, of
 # dropout that has nothing to drop, too.
-_SHAPERS = frozenset(
-    "flatten.using_ints reshape.default unflatten.int contiguous.default dropout.default "
-    "to.dtype to.dtype_layout to.device __and__.Tensor".split()
+_SHAPERS = _overloads(
+    "flatten.using_ints reshape.default unflatten.int contiguous.default dropout.default",
+    "dropout_.default to.dtype to.dtype_layout to.device __and__.Tensor chunk.default",
 )
 _NORM = "batch_norm.default"  # with running statistics alone
-_IN_PLACE = frozenset(
-    "relu_.default relu6_.default hardtanh_.default silu_.default hardswish_.default "
-    "hardsigmoid_.default leaky_relu_.default elu_.default sigmoid_.default tanh_.default "
-    "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor dropout_.default".split()
+_IN_PLACE = _overloads(
+    "relu_.default relu6_.default hardtanh_.default silu_.default hardswish_.default",
+    "hardsigmoid_.default leaky_relu_.default elu_.default sigmoid_.default tanh_.default",
+    "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor",
 )
-
-
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # what symbolic sizes are computed with
 
 
@@ -57,12 +61,13 @@ def made_functional(exported: torch.export.ExportedProgram) -> bool:
         return False
     place = {node: index for index, node in enumerate(nodes)}
     for node in changing:
-        packet, overload = str(node.target).removeprefix("aten.").split(".")
-        node.target = getattr(getattr(torch.ops.aten, packet.removesuffix("_")), overload)
-        changed = node.args[0]
-        assert isinstance(changed, Node)
-        after = place[node]
-        changed.replace_all_uses_with(node, delete_user_cb=lambda user: place[user] > after)
+        changed = _argument(node, "self")
+        for user in [user for user in changed.users if place[user] > place[node]]:
+            user.replace_input_with(changed, node)
+    for node in nodes:
+        if isinstance(node.target, Overload) and node.target._schema.is_mutable:
+            packet, _, overload = _overload(node).partition("_.")
+            node.target = getattr(getattr(torch.ops.aten, packet), overload)
     exported.graph.eliminate_dead_code()
     return True
 
@@ -72,6 +77,13 @@ def _overload(node: Node) -> str:
     target = node.target
     is_atens = isinstance(target, Overload) and target.namespace == "aten"
     return str(target).removeprefix("aten.") if is_atens else ""
+
+
+def _argument(node: Node, name: str) -> Any:
+    """An argument of an operator; None where it is left out."""
+    assert isinstance(node.target, Overload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
 
 
 def _is_known(node: Node) -> bool:
@@ -84,9 +96,9 @@ def _is_known(node: Node) -> bool:
     if not isinstance(target, Overload):
         return target is operator.getitem or isinstance(node.meta.get("val"), _NUMBERS)
     if overload == _NORM:
-        return node.args[5] is False and node.args[3] is not None
+        return not _argument(node, "training") and _argument(node, "running_mean") is not None
     if overload in ("dropout.default", "dropout_.default"):
-        return node.args[2] is False
+        return not _argument(node, "train")
     if overload in _LAYERS | _SHAPERS | _IN_PLACE:
         return True
     return not (target._schema.is_mutable or _is_composite(target))
@@ -102,7 +114,7 @@ def _changes_its_own(node: Node) -> bool:
     """Whether what an operator changes is a step's new result that nothing else is a view of, and
     whose element type the operator without "in place" would make, too.
     """
-    changed = node.args[0]
+    changed = _argument(node, "self")
     if not isinstance(changed, Node) or not _is_new(changed):
         return False
     dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if _is_tensor(n)}
