@@ -117,12 +117,15 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
         ) from error
 
 
+_BOXES = frozenset((dict, list))  # what a decoder makes: no other type holds values
+
+
 def _require_shallow(data: Any) -> None:
     """Raise ``ValueError`` where lists and objects lie deeper in each other than ``MAX_DEPTH``."""
-    level = [data] if isinstance(data, dict | list) else []
+    level = [data] if type(data) in _BOXES else []
     for _ in range(MAX_DEPTH):
-        inside = [box.values() if isinstance(box, dict) else box for box in level]
-        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+        inside = [box.values() if type(box) is dict else box for box in level]
+        level = [value for values in inside for value in values if type(value) in _BOXES]
         if not level:
             return
     raise ValueError(f"lists and objects lie deeper in each other than {MAX_DEPTH}")
