@@ -48,7 +48,7 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...] | None:
+def _names(kind: Any) -> tuple[str, ...] | None:
     """The fields of a record; None of what is none."""
     if not dataclasses.is_dataclass(kind):
         return None
