@@ -26,7 +26,7 @@ MAX_DEPTH = 64  # of lists and objects in each other; ours are a tenth of that
 
 def to_plain(value: Any) -> Any:
     """A record as plain dicts, lists and scalars, ready for ``json.dumps``."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _SCALARS:
         return value
     if kind is dict:

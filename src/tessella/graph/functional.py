@@ -106,8 +106,9 @@ def _is_known(node: Node) -> bool:
 
 def _is_composite(target: Overload) -> bool:
     """Whether the operator is made of others, so that its schema need not tell all views."""
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key))
+    key, schema = "CompositeImplicitAutograd", target._schema
+    name = ".".join(part for part in (schema.name, schema.overload_name) if part)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def _changes_its_own(node: Node) -> bool:

@@ -202,8 +202,8 @@ def _configs(
 ) -> tuple[Config, ...]:
     """What a kernel proposes. Weighing tiles takes up to 10 ms, and networks repeat layers."""
     p = problem  # its own key, a hash of its text, takes ten times as long
-    key = propose, gpu_target(), p.op, p.inputs, p.outputs, repr(p.attrs), p.constant, p.in_place
-    key += p.dying, p.math
+    where = p.constant, p.in_place, p.dying
+    key = propose, gpu_target(), p.op, p.inputs, p.outputs, repr(p.attrs), where, p.math
     if key not in _known_configs:
         _known_configs[key] = propose(problem)
     return _known_configs[key]
