@@ -82,6 +82,24 @@ def test_progress_becomes_a_remaining_time(tmp_path, log):
     assert list(feed.warnings) == ["a class has one image"]
 
 
+def test_a_training_that_validates_and_saves_still_says_how_far_it_is(tmp_path, log):
+    feed = Feed(tmp_path / "events.jsonl")
+    log(phase("train", "lenet, 40 steps"))
+    for step, time in ((9, 100.0), (10, 102.0)):
+        log(Event(kind="progress", name="train", values={"done": step, "total": 40}, time=time))
+    log(Event(kind="progress", name="validate", values={"done": 32, "total": 47}, time=103.0))
+    log(phase("snapshot", "step-00000010"))
+    feed.read()
+    assert feed.phase == "lenet, 40 steps"
+    assert (feed.done, feed.total, feed.remaining_s) == (10, 40, 60.0)
+    alone = EventLog(tmp_path / "evaluation.jsonl")
+    alone(progress("validate", 32, 47))
+    alone.close()
+    measured = Feed(tmp_path / "evaluation.jsonl")
+    measured.read()
+    assert (measured.done, measured.total) == (32, 47)
+
+
 def test_thinning_keeps_peaks_and_order():
     points = [(float(i), math.sin(i / 500)) for i in range(100_000)]
     points[77_777] = (77_777.0, 9.0)

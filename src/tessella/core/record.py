@@ -26,15 +26,33 @@ MAX_DEPTH = 64  # of lists and objects in each other; ours are a tenth of that
 
 def to_plain(value: Any) -> Any:
     """A record as plain dicts, lists and scalars, ready for ``json.dumps``."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    kind: Any = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {k: v if type(v) in _SCALARS else to_plain(v) for k, v in value.items()}
+    if kind is tuple or kind is list:
+        return [v if type(v) in _SCALARS else to_plain(v) for v in value]
+    if (names := _names(kind)) is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [to_plain(v) for v in value]
     if isinstance(value, dict):
         return {k: to_plain(v) for k, v in value.items()}
-    if value is None or isinstance(value, str | int | float | bool):
+    if isinstance(value, str | int | float):
         return value
     raise TypeError(f"a record cannot hold {type(value).__name__}: {value!r}")
+
+
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """The fields of a record; None of what is none."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def canonical_json(value: Any) -> str:
@@ -99,12 +117,15 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
         ) from error
 
 
+_BOXES = frozenset((dict, list))  # what a decoder makes: no other type holds values
+
+
 def _require_shallow(data: Any) -> None:
     """Raise ``ValueError`` where lists and objects lie deeper in each other than ``MAX_DEPTH``."""
-    level = [data] if isinstance(data, dict | list) else []
+    level = [data] if type(data) in _BOXES else []
     for _ in range(MAX_DEPTH):
-        inside = [box.values() if isinstance(box, dict) else box for box in level]
-        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+        inside = [box.values() if type(box) is dict else box for box in level]
+        level = [value for values in inside for value in values if type(value) in _BOXES]
         if not level:
             return
     raise ValueError(f"lists and objects lie deeper in each other than {MAX_DEPTH}")
@@ -168,17 +189,17 @@ def _convert(hint: Any, data: Any, where: str) -> Any:
     if hint is Any:
         return data
     if origin in (Union, types.UnionType):
-        return _convert_union(get_args(hint), data, where)
+        return _convert_union(hint.__args__, data, where)
     if origin is Literal:
-        if any(data == value and type(data) is type(value) for value in get_args(hint)):
+        if any(data == value and type(data) is type(value) for value in hint.__args__):
             return data
-        raise _wrong(where, f"one of {list(get_args(hint))}", data)
+        raise _wrong(where, f"one of {list(hint.__args__)}", data)
     if origin is tuple:
-        return _convert_tuple(get_args(hint), data, where)
+        return _convert_tuple(hint.__args__, data, where)
     if origin is dict:
         if not isinstance(data, dict):
             raise _wrong(where, "an object", data)
-        return {k: _convert(get_args(hint)[1], v, f"{where}.{k}") for k, v in data.items()}
+        return {k: _convert(hint.__args__[1], v, f"{where}.{k}") for k, v in data.items()}
     if hint is float:
         return _convert_float(data, where)
     if hint is None or hint is type(None):
@@ -203,12 +224,12 @@ def _convert_record(cls: type, data: Any, where: str) -> Any:
     hints, required, taken = _fields(cls)
     if not isinstance(data, dict):
         raise _wrong(where, f"an object ({cls.__name__})", data)
-    if unknown := sorted(set(data) - set(hints)):
+    if not data.keys() <= hints.keys():
+        unknown = sorted(data.keys() - hints.keys())
         raise _wrong(where, f"a {cls.__name__} with known fields", unknown)
-    if missing := sorted(required - set(data)):
-        raise _wrong(
-            where, f"a complete {cls.__name__}: {', '.join(missing)} missing", sorted(data)
-        )
+    if not data.keys() >= required:
+        missing = ", ".join(sorted(required - data.keys()))
+        raise _wrong(where, f"a complete {cls.__name__}: {missing} missing", sorted(data))
     try:
         return cls(
             **{

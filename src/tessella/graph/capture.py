@@ -23,6 +23,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.aten import TRANSLATORS, dtype_name, translate
 from tessella.graph.build import Builder
 from tessella.graph.check import check
+from tessella.graph.functional import made_functional
 from tessella.graph.graph import Dim, Graph, Shape, Value
 from tessella.graph.operator_call import OperatorCall
 from tessella.graph.recognize import recognize
@@ -122,8 +123,8 @@ def _export(
         try:
             exported: torch.export.ExportedProgram = torch.export.export(
                 module, example, dynamic_shapes=_star(module, shapes), strict=False
-            ).run_decompositions({})
-            return exported
+            )
+            return exported if made_functional(exported) else exported.run_decompositions({})
         except TessellaError:
             raise
         except Exception as error:  # torch.export runs the user's code: anything may come out of it

@@ -79,6 +79,7 @@ KINDS = {
     torch.rnn_tanh: "rnn_tanh",
     torch.rnn_relu: "rnn_relu",
 }
+CAUGHT = (torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence, *KINDS)
 
 
 class _Lengths:

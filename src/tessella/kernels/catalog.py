@@ -194,14 +194,16 @@ class Kernel:
         return workspace_bytes(problem, **config) if workspace_bytes else 0
 
 
-_known_configs: dict[tuple[Any, str, str], tuple[Config, ...]] = {}
+_known_configs: dict[tuple[Any, ...], tuple[Config, ...]] = {}
 
 
 def _configs(
     propose: Callable[[Problem], tuple[Config, ...]], problem: Problem
 ) -> tuple[Config, ...]:
     """What a kernel proposes. Weighing tiles takes up to 10 ms, and networks repeat layers."""
-    key = propose, problem.key, gpu_target()
+    p = problem  # its own key, a hash of its text, takes ten times as long
+    where = p.constant, p.in_place, p.dying
+    key = propose, gpu_target(), p.op, p.inputs, p.outputs, repr(p.attrs), where, p.math
     if key not in _known_configs:
         _known_configs[key] = propose(problem)
     return _known_configs[key]

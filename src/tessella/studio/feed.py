@@ -60,6 +60,7 @@ class Feed:
         self.last_time: float | None = None
         self._offset = 0
         self._steps: dict[str, list[int]] = {}
+        self._trains = False
         self._rate: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
 
     def read(self) -> News:
@@ -72,6 +73,8 @@ class Feed:
             self.last_time = event.time
             if event.kind == "metric":
                 self._add(event, new)
+            elif event.kind in ("phase", "progress") and self._is_on_the_way(event):
+                continue
             elif event.kind == "phase":
                 restarted |= self._begin(event)
             elif event.kind == "progress":
@@ -117,6 +120,11 @@ class Feed:
                 self.points.setdefault(name, []).append(point)
                 self._steps.setdefault(name, []).append(event.step or 0)
                 new.setdefault(name, []).append(point)
+
+    def _is_on_the_way(self, event: Event) -> bool:
+        """Whether a training goes on while this is told: its own steps say how far it is."""
+        self._trains |= event.name == "train"
+        return self._trains and event.name in ("snapshot", "validate")
 
     def _begin(self, event: Event) -> bool:
         """Begin a stage. A resumed run repeats steps: forget the points after its checkpoint."""

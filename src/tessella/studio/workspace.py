@@ -175,7 +175,8 @@ class Workspace:
 
 def plain_name(name: str) -> str:
     """A name for an artifact made of any text: letters, digits, dashes."""
-    return "".join(c if c.isalnum() or c in "_-" else "-" for c in name).strip("-")[:60]
+    kept = "".join(c if c.isalnum() or c in "_-" else " " for c in name)
+    return "-".join(kept.split()).strip("-")[:60]
 
 
 def readable(found: Iterable[Found[T]]) -> dict[str, T]:

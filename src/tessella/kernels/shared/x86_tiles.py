@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Self
 
 import numpy as np
@@ -49,18 +50,18 @@ class Panels:
     vectors: int
     lanes: int
 
-    @property
+    @cached_property
     def span(self) -> int:
         """The channels from a panel's first to its last."""
         return min(self.vectors * self.lanes, self.channels)
 
-    @property
+    @cached_property
     def begins(self) -> tuple[int, ...]:
         """The first channel of each panel."""
         count = math.ceil(self.channels / self.span)
         return tuple(min(i * self.span, self.channels - self.span) for i in range(count))
 
-    @property
+    @cached_property
     def columns(self) -> tuple[int, ...]:
         """The first channel of each vector, from the panel's on."""
         return tuple(min(v * self.lanes, self.span - self.lanes) for v in range(self.vectors))
