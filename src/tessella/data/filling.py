@@ -1,4 +1,4 @@
-"""Images decoded into batches by processes: what threads of one interpreter cannot do on many cores.
+"""Images decoded into batches by processes, as threads of one interpreter cannot on many cores.
 
 Pillow, NumPy and Python hold the interpreter's lock for a part of each image: 16 threads made 1,032
 JPEG files of 500 × 375 a second on 16 cores, as many as they would with decoders that take no time.
@@ -14,7 +14,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from queue import Empty, LifoQueue
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -52,11 +52,13 @@ class Fillers:
     """Processes that fill batches, one for each thread that asks; to be closed."""
 
     def __init__(self) -> None:
-        self._idle: LifoQueue[_Filler] = LifoQueue()
+        self._idle: list[_Filler] = []  # the last one used is the first one used again
+        self._lock = Lock()
+        self._is_closed = False
 
     def __len__(self) -> int:
         """How many wait for work."""
-        return self._idle.qsize()
+        return len(self._idle)
 
     def fill(
         self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
@@ -71,7 +73,7 @@ class Fillers:
             TrainError: a process has ended.
         """
         filler, made = self._take(), dict[int, Moves]()
-        most = max(1, SHARED_BYTES // max(1, out[:1].nbytes))
+        most = max(1, SHARED_BYTES // out[0].nbytes)
         try:
             for first in range(0, len(indices), most):
                 some = indices[first : first + most]
@@ -80,19 +82,29 @@ class Fillers:
         except BaseException:
             filler.end()
             raise
-        self._idle.put(filler)
+        self._give_back(filler)
         return made
 
     def close(self) -> None:
-        """End the processes, of which none may be at work."""
-        with suppress(Empty):
-            while True:
-                self._idle.get_nowait().end()
+        """End the idle processes now, and each busy one when its images are made."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for filler in idle:
+            filler.end()
 
     def _take(self) -> _Filler:
-        with suppress(Empty):
-            return self._idle.get_nowait()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
         return _Filler()
+
+    def _give_back(self, filler: _Filler) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(filler)
+                return
+        filler.end()
 
 
 class _Filler:
@@ -112,9 +124,10 @@ class _Filler:
     def fill(
         self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
     ) -> dict[int, Moves]:
-        where = [(index, *place) for index in indices if (place := split.where(index)) is not None]
-        if len(where) < len(indices):
-            return {}  # a shard that others wrote, in another order
+        """As that of ``Fillers``."""
+        places = [split.where(index) for index in indices]
+        if None in places:  # a shard in another order than ours
+            return {}
         shared = self._shared(out)
         reply = self._answer(
             {
@@ -125,7 +138,7 @@ class _Filler:
                 "shape": out.shape,
                 "memory": self._descriptor,
                 "nbytes": 0 if self._memory is None else len(self._memory),
-                "images": where,
+                "images": [(index, *place) for index, place in zip(indices, places) if place],
             }
         )
         out[:] = shared
@@ -160,5 +173,4 @@ class _Filler:
 
     def end(self) -> None:
         self._process.end()
-        with suppress(OSError):  # it was ended before
-            os.close(self._descriptor)
+        os.close(self._descriptor)
