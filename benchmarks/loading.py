@@ -123,7 +123,7 @@ def ours(dataset: Dataset, batch: int, workers: int) -> Generator[Tensor, None, 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     feed = Feed(
-        dataset.preprocess, device, torch.channels_last if on_gpu else torch.preserve_format
+        dataset.preprocess, device, torch.channels_last if on_gpu else torch.contiguous_format
     )
     with (
         closing(endless(dataset, batch, workers, for_gpu=on_gpu)) as made,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -66,12 +67,18 @@ def fillers():
     assert not processes()
 
 
-def processes() -> list[psutil.Process]:
-    """Those of this one that fill."""
+@pytest.fixture
+def before(fillers: Fillers) -> list[psutil.Process]:
+    """The processes of other tests."""
+    return processes()
+
+
+def processes(others: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    """Those of this one that fill, without some."""
     found = []
     for one in psutil.Process().children(recursive=True):
         try:
-            if "tessella.data.filling_process" in one.cmdline():
+            if one not in others and "tessella.data.filling_process" in one.cmdline():
                 found.append(one)
         except psutil.Error:  # it has just ended
             pass
@@ -166,7 +173,9 @@ def damaged(dataset: Dataset, to: Path, *places: int) -> Dataset:
     return Dataset(to, deep=False)
 
 
-def test_a_damaged_picture_gives_the_same_error(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_damaged_picture_gives_the_same_error(
+    dataset: Dataset, tmp_path: Path, before: list[psutil.Process]
+) -> None:
     broken = damaged(dataset, tmp_path / "d", 7, 19)
     errors = []
     for workers in (0, 3):
@@ -175,31 +184,35 @@ def test_a_damaged_picture_gives_the_same_error(dataset: Dataset, tmp_path: Path
         errors.append(caught.value.to_json())
     assert errors[0] == errors[1]
     assert "image 7 of the train split" in str(errors[0]["wrong"])
-    assert not processes()
+    assert not processes(before)
 
 
-def test_a_killed_process_ends_the_run_with_words(dataset: Dataset) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+def test_a_killed_process_ends_the_run_with_words(
+    dataset: Dataset, before: list[psutil.Process]
+) -> None:
+    files = sorted(os.listdir("/dev/shm"))
     stream = batches(
         dataset.train, dataset.preprocess, batch_size=4, training=True, augment=CUTS, workers=2
     )
     next(stream)
-    for one in processes():
+    for one in processes(before):
         one.send_signal(signal.SIGKILL)
     with pytest.raises(TrainError, match=r"process that decodes images has ended.*SIGKILL"):
         list(stream)
-    assert not processes()
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert not processes(before)
+    assert sorted(os.listdir("/dev/shm")) == files
 
 
-def test_a_reader_that_stops_leaves_no_process(dataset: Dataset) -> None:
+def test_a_reader_that_stops_leaves_no_process(
+    dataset: Dataset, before: list[psutil.Process]
+) -> None:
     stream = batches(
         dataset.train, dataset.preprocess, batch_size=4, training=True, augment=CUTS, workers=2
     )
     next(stream)
-    assert processes()
+    assert processes(before)
     stream.close()
-    assert not processes()
+    assert not processes(before)
 
 
 PARENT = """
