@@ -154,6 +154,15 @@ def test_records_of_other_sizes_share_the_processes(dataset: Dataset, fillers: F
         assert_same(alone, apart)
 
 
+def test_processes_decode_all_also_of_shards_that_are_not_held_open(
+    dataset: Dataset, fillers: Fillers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = all_of(dataset)
+    monkeypatch.setattr(loading, "fitted", None)  # this process decodes nothing
+    monkeypatch.setattr("tessella.artifacts.dataset.MOST_FILES", 0)
+    assert_same(alone, all_of(Dataset(dataset.path), workers=2, fillers=fillers))
+
+
 def test_where_nothing_is_decoded_no_process_starts(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +185,7 @@ def damaged(dataset: Dataset, to: Path, *places: int) -> Dataset:
     for file in dataset.path.iterdir():
         content = bytearray(file.read_bytes())
         for place in places:
-            path, begin, nbytes = dataset.train.where(place) or ("", 0, 0)
+            path, begin, nbytes = dataset.train.where(place)
             if Path(path).name == file.name:
                 content[begin : begin + nbytes] = bytes(nbytes // 8).rjust(nbytes, b"\xff")
         (to / file.name).write_bytes(content)

@@ -125,9 +125,6 @@ class _Filler:
         self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
     ) -> dict[int, Moves]:
         """As that of ``Fillers``."""
-        places = [split.where(index) for index in indices]
-        if None in places:  # a shard in another order than ours
-            return {}
         shared = self._shared(out)
         reply = self._answer(
             {
@@ -138,7 +135,7 @@ class _Filler:
                 "shape": out.shape,
                 "memory": self._descriptor,
                 "nbytes": 0 if self._memory is None else len(self._memory),
-                "images": [(index, *place) for index, place in zip(indices, places) if place],
+                "images": [(index, *split.where(index)) for index in indices],
             }
         )
         out[:] = shared
