@@ -19,26 +19,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import cv2
-import numpy as np
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 from torchvision import models
-from torchvision.transforms import v2
 
-from benchmarks.intake import CLASSES, SEEN, STORED, Row, importing, write_pictures
+from benchmarks.intake import CLASSES, SEEN, Row, importing, write_pictures
+from benchmarks.loading import endless, theirs
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Precision, Recipe, Solver
 from tessella.core.device import default_target
 from tessella.core.events import Event
-from tessella.core.preprocess import Preprocess, Store
-from tessella.data.loading import Batch, batches
+from tessella.core.preprocess import Store
 from tessella.training.feed import Feed
 from tessella.training.loop import train
 from tessella.training.parallel import alone
@@ -108,66 +104,15 @@ def loading(root: Path, ways: list[str], batch: int, seconds: float) -> Iterator
         store, decoder = WAYS[way]
         dataset, decodes = Dataset(root / store), decoder == "gpu"
         feed = Feed(dataset.preprocess, DEVICE, torch.channels_last, decodes=decodes)
-        stream = feed.stream(endless(dataset, batch, threads, decodes))
-        rate = images_per_s((fed.images for fed in stream), seconds)
+        made = endless(dataset, batch, threads, for_gpu=True, decodes=decodes)
+        with closing(made), closing(feed.stream(made)) as stream:
+            rate = images_per_s((fed.images for fed in stream), seconds)
         yield {"what": "loading", "who": f"tessella, {way}", "images_per_s": rate}
     files = sorted((root / "jpeg").rglob("*.jpg"))
     record = Dataset(root / "pixels").preprocess
-    loader = DataLoader(
-        Files(files * 8, record),
-        batch_size=batch,
-        shuffle=True,
-        num_workers=threads,
-        pin_memory=True,
-        drop_last=True,
-        prefetch_factor=4,
-    )
-    moved = (images.to(DEVICE, non_blocking=True) for images in loader)
+    moved = theirs(files, record, batch, threads)
     rate = images_per_s(moved, seconds)
     yield {"what": "loading", "who": "DataLoader, JPEG to float32", "images_per_s": rate}
-
-
-def endless(dataset: Dataset, batch: int, threads: int, decodes: bool = False) -> Iterator[Batch]:
-    return chain.from_iterable(
-        batches(
-            dataset.train,
-            dataset.preprocess,
-            batch_size=batch,
-            epoch=epoch,
-            augment=Recipe(network="", dataset="").augment,
-            training=True,
-            workers=threads,
-            for_gpu=True,
-            decodes=decodes,
-        )
-        for epoch in range(1 << 20)
-    )
-
-
-class Files(TorchDataset[torch.Tensor]):
-    """What people write: torchvision decodes, crops, mirrors and normalizes."""
-
-    def __init__(self, files: list[Path], record: Preprocess) -> None:
-        self._files = files
-        self._change = v2.Compose(
-            [
-                v2.Resize(STORED, antialias=True),
-                v2.RandomCrop(SEEN),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(record.mean, record.std),
-            ]
-        )
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        torch.set_num_threads(1)
-        content = np.fromfile(self._files[index], np.uint8)
-        bgr = cv2.imdecode(content, cv2.IMREAD_COLOR)
-        pixels = np.ascontiguousarray(np.asarray(bgr)[:, :, ::-1])
-        made: torch.Tensor = self._change(torch.from_numpy(pixels).permute(2, 0, 1))
-        return made
 
 
 def images_per_s(stream: Iterator[torch.Tensor], seconds: float) -> float:
@@ -220,7 +165,8 @@ def _our_step(root: Path, batch: int, precision: Precision) -> Callable[[], obje
         recipe(root, "pixels", batch, precision), root / f"step-{precision}", resume=False
     )
     trainer = Trainer(run.info, dataset.train.info, alone())
-    fed = next(trainer.feed.stream(endless(dataset, batch, 8)))
+    with closing(endless(dataset, batch, 8, for_gpu=True)) as made:
+        fed = next(trainer.feed.stream(made))
     return lambda: trainer.step(fed.images, fed.labels, done=0, rate=0.01, momentum=0.9)
 
 

@@ -13,9 +13,11 @@ import torch
 
 from tessella.api import training as api_training
 from tessella.artifacts.run import Augment, Recipe, Run, Solver
+from tessella.core.confined import Confined
 from tessella.core.errors import UsageError
 from tessella.core.events import Event
 from tessella.core.policies import Policy
+from tessella.data import filling, loading
 from tessella.training.loop import train
 from tessella.training.trainer import Trainer
 from tests.support.training import curve, recipe
@@ -115,6 +117,20 @@ def assert_same(resumed: Run, whole: Run) -> None:
     assert weights.keys() == last.weights().keys()
     assert all(torch.equal(v, weights[k]) for k, v in last.weights().items())
     assert not list((resumed.path / "checkpoints").glob(".*"))
+
+
+def test_processes_that_decode_change_nothing_and_end_with_it(
+    settings, whole, tmp_path, monkeypatch
+):
+    """Two of them for training and validation, as for a set that is too large to keep decoded."""
+    monkeypatch.setattr(loading, "DECODE_ONCE_BYTES", 0)
+    started = []
+    monkeypatch.setattr(
+        filling, "Confined", lambda *a, **k: started.append(Confined(*a, **k)) or started[-1]
+    )
+    assert_same(train(replace(settings, workers=2), tmp_path / "run"), whole)
+    assert 1 <= len(started) <= 3
+    assert not any(one.is_alive for one in started)
 
 
 @pytest.mark.parametrize(

@@ -129,12 +129,14 @@ class Split:
         self._paths = [chunk.field("path") for chunk in image.chunks]
         self._starts = np.cumsum([0, *(len(c) for c in self._content)]).tolist()
         self._files: list[ShardFile] = []
+        self._shards: list[str] = []  # of each chunk
         places: list[npt.NDArray[np.int64]] = []  # of each chunk, see _where
         for shard, (chunks, mapped) in zip(info.shards, shards, strict=True):
             descriptor = -1
             if len(shards) <= MOST_FILES:
                 self._files.append(ShardFile(folder / shard))
                 descriptor = self._files[-1].descriptor
+            self._shards += [str((folder / shard).resolve())] * chunks.column("image").num_chunks
             places += [_where(chunk, mapped, descriptor) for chunk in chunks.column("image").chunks]
         # of each image: the file's descriptor or -1, where its bytes begin there, and how many
         self._where_3N = np.concatenate([np.zeros((3, 0), np.int64), *places], axis=1)
@@ -180,6 +182,12 @@ class Split:
         if descriptor < 0 or nbytes != sum(map(len, parts)):
             return False
         return bool(os.preadv(descriptor, parts, begin) == nbytes)
+
+    def where(self, index: int) -> tuple[str, int, int]:
+        """The shard of an image, where its stored bytes begin there, and how many they are: 0 where
+        they do not lie at one place."""
+        _, begin, nbytes = self._where_3N[:, index].tolist()
+        return self._shards[self._place(index)[0]], begin, nbytes
 
     def read_each(
         self, indices: npt.NDArray[np.int64], head: bytes, rests: Sequence[memoryview]

@@ -129,8 +129,10 @@ class Recipe:
             mirrored, by the ``gpu``. By default by a GPU that has decoders of its own (A100, H100
             and later of that class), since these give the bits of the host; others round a cosine
             transform otherwise.
-        workers: threads that load images in each process; 0: none beside the one that trains. By
-            default as many as cores where a GPU computes, else none.
+        workers: how many load images for each process that trains; 0: none beside it. By default
+            as many as cores where a GPU computes, else none. They are processes where images are
+            decoded that take more than 256 MB decoded, or changed in other ways than by cuts;
+            else threads.
     """
 
     network: str

@@ -57,9 +57,10 @@ class Confined:
 
     Args:
         module: the program; its ``main`` calls ``serve``.
+        passed: descriptors that it has by the same numbers.
     """
 
-    def __init__(self, module: str, budget: Budget) -> None:
+    def __init__(self, module: str, budget: Budget, *, passed: tuple[int, ...] = ()) -> None:
         self.connection, theirs = Pipe()
         limits = [str(budget.pixels), str(budget.nbytes), str(budget.seconds)]
         # A plain program, not ``multiprocessing``'s: that runs the parent's main module again,
@@ -71,7 +72,7 @@ class Confined:
                 env=os.environ
                 | _ENVIRONMENT
                 | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=(handle,),
+                pass_fds=(handle, *passed),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the parent's to handle

@@ -140,7 +140,7 @@ def _decode_in(process: Confined, content: bytes, record: Preprocess | None, nam
         DataError: the process says why the picture cannot be decoded.
         EOFError, OSError: the process has ended.
     """
-    process.send({"record": None if record is None else _text_of(record), "name": name}, content)
+    process.send({"record": None if record is None else text_of(record), "name": name}, content)
     reply = process.reply()
     if "wrong" in reply:
         raise DataError(reply["wrong"], seen=reply["seen"], fix=reply["fix"])
@@ -154,7 +154,7 @@ def _decode_in(process: Confined, content: bytes, record: Preprocess | None, nam
     return Decoded(out, (height, width))
 
 
-_text_of = functools.lru_cache(maxsize=64)(canonical_json)
+text_of = functools.lru_cache(maxsize=64)(canonical_json)
 
 
 # --- inside the process ---------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from tessella.core.pictures import (
     MAX_SAMPLES,
     Pixels,
     out_of_memory,
+    read_picture,
     read_pixels,
     too_large,
 )
@@ -177,8 +178,15 @@ def fitted_and_size(
 ) -> tuple[Pixels, tuple[int, int]]:
     """As ``fitted``; and the picture's own height and width, upright as its EXIF tag says."""
     try:
-        pixels = decode(content, record, name=name, most_pixels=most_pixels)
-        return fit(pixels, record), (pixels.shape[0], pixels.shape[1])
+        read = read_picture(content, name=name, most_pixels=most_pixels)
+        if isinstance(read, Image.Image):
+            size = read.height, read.width
+            if record.depth == 8 and len(read.getbands()) == record.channels:
+                return _fit_image(read, record), size
+            read = _array_of(read)
+        else:
+            size = read.shape[0], read.shape[1]
+        return fit(to_depth(to_channels(read, record, name=name), record.depth), record), size
     except MemoryError as error:
         raise out_of_memory(name, content) from error
 
@@ -293,32 +301,39 @@ def fit(pixels: Pixels, record: Preprocess) -> Pixels:
     """HWC of any size to the record's height × width in its resize mode; bilinear, antialiased."""
     if pixels.shape[:2] == (record.height, record.width):
         return pixels
-    place = placement(pixels.shape[0], pixels.shape[1], record)
-    shown = _resize(pixels, place.height, place.width, place.box)
-    return _pad(shown, record, place)
-
-
-def _resize(
-    pixels: Pixels, height: int, width: int, box: tuple[float, float, float, float]
-) -> Pixels:
-    """The part ``box`` (left, top, right, bottom) of HWC pixels, brought to height × width."""
-    right, bottom = min(box[2], pixels.shape[1]), min(box[3], pixels.shape[0])  # rounding errors
-    box = (box[0], box[1], right, bottom)
-    between = (pixels.shape[0], width)  # the rows are brought to width first
-    if math.prod(between) > MAX_PIXELS:
-        raise too_large("a picture between its size and the record's", "{}×{}".format(*between))
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-        out = np.asarray(_rows_first(image, height, width, box))
-        return out[:, :, None] if out.ndim == 2 else out
+        return _fit_image(image, record)
+    place = placement(pixels.shape[0], pixels.shape[1], record)
     planes = [
-        np.asarray(
-            _rows_first(Image.fromarray(pixels[:, :, c].astype(np.float32)), height, width, box)
-        )
+        _array_of(_shown(Image.fromarray(pixels[:, :, c].astype(np.float32)), place))
         for c in range(pixels.shape[2])
     ]
-    stacked: Pixels = np.rint(np.stack(planes, axis=2)).astype(pixels.dtype)
-    return stacked
+    stacked: Pixels = np.rint(np.concatenate(planes, axis=2)).astype(pixels.dtype)
+    return _pad(stacked, record, place)
+
+
+def _fit_image(image: Image.Image, record: Preprocess) -> Pixels:
+    """As ``fit``, of a grey or RGB picture of 8 bits in Pillow's memory."""
+    if (image.height, image.width) == (record.height, record.width):
+        return _array_of(image)
+    place = placement(image.height, image.width, record)
+    return _pad(_array_of(_shown(image, place)), record, place)
+
+
+def _array_of(image: Image.Image) -> Pixels:
+    pixels = np.asarray(image)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _shown(image: Image.Image, place: Placement) -> Image.Image:
+    """What is shown of a picture, in the size in which it is shown."""
+    left, top, right, bottom = place.box
+    box = (left, top, min(right, image.width), min(bottom, image.height))  # rounding errors
+    between = (image.height, place.width)  # the rows are brought to width first
+    if math.prod(between) > MAX_PIXELS:
+        raise too_large("a picture between its size and the record's", "{}×{}".format(*between))
+    return _rows_first(image, place.height, place.width, box)
 
 
 def _rows_first(

@@ -2,7 +2,8 @@
 
 A batch holds integers, as the network's record has them before ``normalize``: a fourth of the bytes
 of float32 on their way to a GPU, where the last step is one of memory only. Small splits are
-decoded once; of large ones threads fill the coming batches, some images each.
+decoded once; of large ones threads fill the coming batches, some images each, and where images are
+to be decoded each thread has a process do it (``filling``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +37,7 @@ from tessella.core.preprocess import (
 )
 from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator, only_cuts
 from tessella.data.cuts import Cuts, cuts_of
+from tessella.data.filling import Fillers, Wanted
 from tessella.device.scaling import Scaling
 from tessella.tasks import Moves, still, targets_of
 
@@ -103,6 +107,7 @@ def batches(
     workers: int = 0,
     for_gpu: bool = False,
     decodes: bool = False,
+    fillers: Fillers | None = None,
 ) -> Iterator[Batch]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
 
@@ -115,15 +120,19 @@ def batches(
             ``world`` equal parts.
         augment: None: the images are exactly as when evaluating. Otherwise, in training: these
             changes, and a random crop if the record has a crop.
-        workers: threads that prepare batches ahead; 0: in the calling thread.
+        workers: how many prepare batches ahead; 0: only the calling thread does. They are threads,
+            or where the images of a split that is not kept decoded are to be decoded, or changed in
+            other ways than by cuts, processes, each asked by a thread.
         for_gpu: in page-locked memory, of which a GPU copies by itself, and with the cutting left
             to it where an image is not changed in other ways.
         decodes: the GPU decodes JPEG files, too: those of a split that is not kept decoded, where
             the cutting is left to it.
+        fillers: the processes, for who asks for many epochs; by default they start and end here.
 
     Raises:
         UsageError: a batch size or rank that cannot work.
         DataError: an image of the split cannot be decoded.
+        TrainError: a process that decodes has ended.
     """
     if batch_size < 1 or batch_size % world or not 0 <= rank < world:
         raise UsageError(
@@ -139,8 +148,13 @@ def batches(
     changes = augment if training else None
     loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes)
     if workers:
-        reads = loader.only_reads(slices[0])
-        yield from _ahead(loader, slices, min(workers, READERS) if reads else workers)
+        if loader.only_reads(slices[0]):
+            workers = min(workers, READERS)
+        elif loader.works_much(slices[0]):
+            with closing(Fillers()) if fillers is None else nullcontext(fillers) as loader.fillers:
+                yield from _ahead(loader, slices, workers)
+            return
+        yield from _ahead(loader, slices, workers)
         return
     for indices in slices:
         begun = loader.begin(indices)
@@ -174,7 +188,12 @@ class _Loader:
     Args:
         changes: those of the images; None where they are to be as in an evaluation.
         drawn_from: seed and epoch of the random numbers.
+
+    Attributes:
+        fillers: the processes that are asked for images; None: they are made here.
     """
+
+    fillers: Fillers | None = None
 
     def __init__(
         self,
@@ -214,19 +233,33 @@ class _Loader:
 
     def fill(self, begun: _Begun, first: int, last: int) -> None:
         """Put some of the images into it."""
-        made, indices = begun.pixels.numpy(), begun.indices
+        made, rows = begun.pixels.numpy(), [*range(first, last)]
         if isinstance(begun.moves, Cuts):
-            for place in self._read(indices[first:last], made[first:last]):
-                row = first + place
-                index = int(indices[row])
-                file = self._file(index) if self._decodes else None
-                if file is None:
-                    made[row] = self._pixels_of(index)
-                else:
-                    begun.files[row] = file
-            return
-        for row in range(first, last):
-            made[row], begun.moves[row] = self._changed(int(indices[row]))
+            rows = [first + n for n in self._read(begun.indices[first:last], made[first:last])]
+        if self.fillers is not None and rows:
+            rows = self._fill_apart(begun, rows, self.fillers)
+        for row in rows:
+            index = int(begun.indices[row])
+            if not isinstance(begun.moves, Cuts):
+                made[row], begun.moves[row] = self._changed(index)
+            elif self._decodes and (file := self._file(index)) is not None:
+                begun.files[row] = file
+            else:
+                made[row] = self._pixels_of(index)
+
+    def _fill_apart(self, begun: _Begun, rows: list[int], fillers: Fillers) -> list[int]:
+        """Let a process make some of the images; gives the rows that it leaves."""
+        made, whole = begun.pixels.numpy(), isinstance(begun.moves, Cuts)
+        wanted = Wanted(self._record, whole, self._changes, self._drawn_from)
+        in_a_row = len(rows) == rows[-1] + 1 - rows[0]
+        out = made[rows[0] : rows[-1] + 1] if in_a_row else np.empty_like(made[rows])
+        moves = fillers.fill(self._split, begun.indices[rows].tolist(), wanted, out)
+        if not in_a_row:
+            made[rows] = out
+        if not isinstance(begun.moves, Cuts):
+            for place, moved in moves.items():
+                begun.moves[rows[place]] = moved
+        return [row for place, row in enumerate(rows) if place not in moves]
 
     def finished(self, begun: _Begun) -> Batch:
         """The full batch, with the targets moved as the images are."""
@@ -261,6 +294,15 @@ class _Loader:
         others = self._read(some, np.empty((len(some), *self._shape), np.uint8))
         return all(self._decodes and self._file(int(some[place])) for place in others)
 
+    def works_much(self, indices: Indices) -> bool:
+        """Whether images are decoded here, or changed much, as far as the first ones tell."""
+        if self._split in _DECODED or self._decodes:
+            return False
+        if self._changes is not None and not only_cuts(self._changes):
+            return True
+        head, some = raw_head(self._record), indices[:AT_ONCE].tolist()
+        return head is None or not all(self._split.content(i).startswith(head) for i in some)
+
     def _file(self, index: int) -> tuple[bytes, Frame] | None:
         """The file of an image, if the GPU may decode it."""
         content = self._split.content(index)
@@ -284,24 +326,46 @@ class _Loader:
         return generator(*self._drawn_from, IMAGE_STREAM, index)
 
 
+@dataclass
+class _Coming:
+    """A batch that threads fill; who puts the last images into it finishes it."""
+
+    begun: _Begun
+    parts: int
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    batch: Future[Batch] = field(default_factory=Future)
+    lock: Lock = field(default_factory=Lock)
+
+    def fill(self, loader: _Loader, first: int) -> None:
+        """Put some images into it; an error becomes that of the batch, the first image's first."""
+        try:
+            loader.fill(self.begun, first, min(first + AT_ONCE, len(self.begun.indices)))
+        except BaseException as error:
+            self.errors[first] = error
+        with self.lock:
+            self.parts -= 1
+            if self.parts:
+                return
+        try:
+            if self.errors:
+                raise self.errors[min(self.errors)]
+            self.batch.set_result(loader.finished(self.begun))
+        except BaseException as error:
+            self.batch.set_exception(error)
+
+
 def _ahead(loader: _Loader, slices: list[Indices], workers: int) -> Iterator[Batch]:
     """The batches in order, filled by threads, so many ahead that each has something to do."""
     ahead = 1 + ceil_div(2 * workers * AT_ONCE, len(slices[0]))
     pending: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="loading") as pool:
 
-        def finished(begun: _Begun, parts: list[Future[None]]) -> Batch:
-            for part in parts:  # begun before this: a single thread has done them all
-                part.result()
-            return loader.finished(begun)
-
         def submit(indices: Indices) -> None:
-            begun, count = loader.begin(indices), len(indices)
-            parts = [
-                pool.submit(loader.fill, begun, first, min(first + AT_ONCE, count))
-                for first in range(0, count, AT_ONCE)
-            ]
-            pending.append(pool.submit(finished, begun, parts))
+            parts = range(0, len(indices), AT_ONCE)
+            coming = _Coming(loader.begin(indices), len(parts))
+            for first in parts:
+                pool.submit(coming.fill, loader, first)
+            pending.append(coming.batch)
 
         try:
             for indices in slices:

@@ -12,6 +12,7 @@ from tessella.artifacts.dataset import Split
 from tessella.core.errors import DataError, TrainError
 from tessella.core.events import Emit, progress, silent
 from tessella.core.preprocess import Preprocess
+from tessella.data.filling import Fillers
 from tessella.data.loading import Batch, batches
 from tessella.tasks import Report, of, targets_of
 
@@ -32,7 +33,7 @@ def evaluate(
         predict: images float32 N×C×H×W on the CPU to answers [N, …] as the split's task has them,
             on any device: the scores N×K of a classification.
         labels: the K class names.
-        workers: threads that load images.
+        workers: how many load images, see ``batches``.
 
     Raises:
         DataError: the split is empty.
@@ -60,6 +61,7 @@ def predict_split(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
+    fillers: Fillers | None = None,
     emit: Emit = silent,
 ) -> npt.NDArray[np.float32]:
     """What the task measures of each image's answer, N×R in the split's order.
@@ -82,6 +84,7 @@ def predict_split(
         augment=None,
         training=False,
         workers=workers,
+        fillers=fillers,
     )
     for number, batch in enumerate(stream, start=1):
         outputs = predict(batch)

@@ -29,7 +29,7 @@ gpu_asked = threading.Lock()
 
 
 def loading_threads(asked: int | None, world: World) -> int:
-    """How many threads load images: as asked, or on a GPU one for each of the process's cores.
+    """How many threads load images, or ask processes to: as asked, or on a GPU one for each core.
 
     On a CPU none: they would take their time from the step.
     """

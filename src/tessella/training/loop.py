@@ -27,6 +27,7 @@ from tessella.core.events import (
 )
 from tessella.core.memory import free_bytes
 from tessella.core.task import CLASSIFICATION
+from tessella.data.filling import Fillers
 from tessella.data.loading import Batch, batches, steps_per_epoch
 from tessella.tasks import of
 from tessella.training.diagnosis import diagnosis
@@ -154,15 +155,16 @@ class Training:
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
         self._meter = Meter(self._schedule, world, self._state, trainer.feed, journal)
-        self._workers = loading_threads(run.recipe.workers, world)
+        self._workers, self._fillers = loading_threads(run.recipe.workers, world), Fillers()
         self._validates = validates(dataset)
         self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
 
     def go(self) -> None:
-        self._open()
-        if not self._finished():
-            self._go_on()
-        self._close()
+        with closing(self._fillers):
+            self._open()
+            if not self._finished():
+                self._go_on()
+            self._close()
 
     def _go_on(self) -> None:
         """Step until the end; asked to stop, save first."""
@@ -209,6 +211,7 @@ class Training:
                 workers=self._workers,
                 for_gpu=self._world.device.type == "cuda",
                 decodes=self._trainer.feed.decodes,
+                fillers=self._fillers,
             )
             epoch, start = epoch + 1, 0
 
@@ -236,6 +239,7 @@ class Training:
                 rank=self._world.rank,
                 world=self._world.size,
                 workers=self._workers,
+                fillers=self._fillers,
                 emit=self._journal,
             )
             result = measure(self._world.join_rows(rows_NR), self._dataset.val, info.labels)
