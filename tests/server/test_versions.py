@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -15,7 +17,7 @@ import tritonclient.http
 
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Repository, Server, Traffic, parse_rule
-from tessella.server.shadow import compare
+from tessella.server.shadow import MOST_COPIES, compare
 from tests.support.engines import FakeEngine, Scores, expected_scores
 
 IMAGE = np.random.default_rng(3).normal(size=(1, 3, 8, 8)).astype(np.float32)
@@ -33,6 +35,21 @@ class Scaled(Scores):
         return {"scores": self.factor * super().compute(image)["scores"]}
 
 
+def saved(folder: Path, *versions: str) -> Path:
+    """A folder of versions whose plans are empty files."""
+    for version in versions:
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.plan").touch()
+    return folder
+
+
+def versions_of(folder: Path, engines: Mapping[str, FakeEngine]) -> Repository:
+    """Flowers, with these engines by version."""
+    home = saved(folder / "flowers", *engines)
+    opened = lambda path: engines[path.parent.name]  # noqa: E731
+    return Repository({"flowers": home}, open_engine=opened)  # type: ignore[arg-type, return-value]
+
+
 @pytest.fixture
 def http(tmp_path: Path) -> Iterator[httpx.Client]:
     """Versions 1 and 2 loaded, 3 in a folder; a version's scores are multiplied by its number."""
@@ -40,12 +57,9 @@ def http(tmp_path: Path) -> Iterator[httpx.Client]:
     def opened(path: Path) -> FakeEngine:
         return Scaled(float(path.parent.name))
 
-    for version in ("1", "2"):
-        (tmp_path / "flowers" / version).mkdir(parents=True)
-        (tmp_path / "flowers" / version / "model.plan").touch()
-    models = Repository({"flowers": tmp_path / "flowers"}, open_engine=opened)  # type: ignore[arg-type]
-    (tmp_path / "flowers" / "3").mkdir()
-    (tmp_path / "flowers" / "3" / "model.plan").touch()
+    home = saved(tmp_path / "flowers", "1", "2")
+    models = Repository({"flowers": home}, open_engine=opened)  # type: ignore[arg-type]
+    saved(home, "3")
     with (
         Server(models, doors=Doors(grpc_port=0)) as server,
         httpx.Client(base_url=server.url, timeout=20) as client,
@@ -126,6 +140,100 @@ def test_a_shadow_is_compared_and_nobody_sees_it(http: httpx.Client) -> None:
     assert (
         'tessella_shadow_samples_total{model="flowers",result="agreed"' in http.get("/metrics").text
     )
+
+
+class Failing(Scores):
+    """Raises for every picture."""
+
+    def compute(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        raise RuntimeError("this version is broken")
+
+
+def shadow_of(http: httpx.Client, is_enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """What is counted of version 1 as a shadow, as soon as it is enough."""
+    until = time.monotonic() + 60
+    while True:
+        stats = http.get("/v2/models/flowers/versions/1/stats").json()["model_stats"][0]
+        assert stats["inference_stats"]["fail"]["count"] == 0
+        shadow: dict[str, float] = stats.get("shadow", {"failed": 0, "shed": 0, "requests": 0})
+        if is_enough(shadow) or time.monotonic() > until:
+            return shadow
+        time.sleep(0.02)
+
+
+def test_a_shadow_that_fails_changes_no_answer_and_is_counted(tmp_path: Path) -> None:
+    models = versions_of(tmp_path, {"1": Failing(), "2": Scaled(2.0)})
+    with Server(models) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        http.post(TRAFFIC, json={"shadow": "1"}).raise_for_status()
+        assert [ask(http) for _ in range(5)] == ["2"] * 5
+        shadow = shadow_of(http, lambda s: s["failed"] + s["shed"] >= 5)
+        assert shadow["failed"] >= 1
+        assert shadow["failed"] + shadow["shed"] == 5
+        assert shadow["requests"] == 0
+        assert shadow["agreement"] is None
+        metrics = http.get("/metrics").text
+        (line,) = re.findall(r'tessella_shadow_\w+{[^}]*failed[^}]*version="1"} (.*)', metrics)
+        assert float(line) == shadow["failed"]
+        assert ask(http) == "2"
+
+
+def test_copies_that_would_wait_are_shed_and_counted(tmp_path: Path) -> None:
+    """The shadow stands still: nobody waits for it, and 32 copies at most wait."""
+    stuck = Scaled(1.0)
+    stuck.gate = threading.Event()
+    models = versions_of(tmp_path, {"1": stuck, "2": Scaled(2.0)})
+    with Server(models) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        http.post(TRAFFIC, json={"shadow": "1"}).raise_for_status()
+        asked = 0
+        while not stuck.batches:  # a copy is being computed
+            asked += 1
+            assert ask(http) == "2"
+            time.sleep(0.01)
+        for _ in range(MOST_COPIES + 5):
+            asked += 1
+            assert ask(http) == "2"
+        assert shadow_of(http, lambda s: s["shed"] >= 5)["shed"] >= 5
+        stuck.gate.set()
+        shadow = shadow_of(http, lambda s: s["shed"] + s["requests"] >= asked)
+        assert shadow["shed"] + shadow["requests"] == asked
+        assert (shadow["failed"], shadow["agreement"]) == (0, 1)
+
+
+def test_traffic_is_managed_with_the_token_alone(tmp_path: Path) -> None:
+    token = "a-long-and-random-token"
+    models = versions_of(tmp_path, {"1": Scaled(1.0), "2": Scaled(2.0)})
+    with Server(models, token=token) as server, httpx.Client(base_url=server.url) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong-token-of-length"}, {"Cookie": token}):
+            asked = http.post(TRAFFIC, json={"split": {"1": 1}}, headers=headers)
+            assert (asked.status_code, http.get(TRAFFIC, headers=headers).status_code) == (401, 401)
+        http.headers["Authorization"] = f"Bearer {token}"
+        assert http.get(TRAFFIC).json()["rule"] is None, "what was refused changed nothing"
+        other = http.post(TRAFFIC, json={"split": {"1": 1}}, headers={"Origin": "http://evil.test"})
+        assert other.status_code == 403
+        assert ask(http) == "2"
+
+
+def test_the_pages_show_versions_and_shares(http: httpx.Client) -> None:
+    def shown() -> tuple[object, str]:
+        (model,) = http.get("/v2/models").json()["models"]
+        assert model["versions"] == versions
+        return model["traffic"], http.get("/").text
+
+    versions = ["1", "2"]
+    told, page = shown()
+    assert told == {"shares": {"2": 1.0}, "shadow": None}
+    assert "1 answers 0 %, 2 answers 100 %" in page
+    http.post("/v2/repository/models/flowers/load").raise_for_status()
+    http.post(TRAFFIC, json={"split": {"1": 90, "2": 10}, "shadow": "3"}).raise_for_status()
+    versions = ["1", "2", "3"]
+    told, page = shown()
+    assert told == {"shares": {"1": 0.9, "2": 0.1}, "shadow": "3"}
+    assert "1 answers 90 %, 2 answers 10 %, 3 is a shadow" in page
+    for version in ("2", "3"):
+        path = f"/v2/repository/models/flowers/versions/{version}/unload"
+        http.post(path).raise_for_status()
+    versions = ["1"]
+    assert "Versions" not in shown()[1]
 
 
 def test_rules_that_cannot_be(http: httpx.Client) -> None:

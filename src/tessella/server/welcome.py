@@ -25,7 +25,7 @@ INFERENCE_ROUTES = (
     ("get", "/v2/health/live", "Whether the process answers"),
     ("get", "/v2/health/ready", "Whether it takes requests"),
     ("get", "/v2", "Name, version and extensions of the server"),
-    ("get", "/v2/models", "The loaded models, each with a line of curl"),
+    ("get", "/v2/models", "The loaded models, their versions, each with a line of curl"),
     ("get", "/v2/models/stats", "Statistics of all models"),
     ("get", "/v2/models/{model}", "Inputs and outputs of a model"),
     ("get", "/v2/models/{model}/ready", "Whether a model takes requests"),
@@ -76,11 +76,17 @@ _HEADERS = (
 
 
 def models(repository: Repository, url: str, *, token: bool) -> dict[str, Any]:
-    """The loaded models: their tensors, labels, and a line of curl each."""
+    """The loaded models: their tensors, labels, and a line of curl each; and which versions answer
+    the requests that name none.
+    """
     return {
         "models": [
             model_metadata(model, repository.versions(model.name))
-            | {"labels": list(model.signature.labels), "curl": curl(model, url, token=token)}
+            | {
+                "labels": list(model.signature.labels),
+                "traffic": repository.traffic(model.name)["in_force"],
+                "curl": curl(model, url, token=token),
+            }
             for model in repository.defaults
         ]
     }
@@ -141,8 +147,24 @@ def _section(repository: Repository, model: Model, url: str, *, token: bool) -> 
     )
     return (
         f"<h2>{escape(model.name)}</h2><p>{escape(inputs)} → {escape(outputs)}</p>{classes}"
+        f"{_versions(repository, model)}"
         f"<pre>{escape(curl(model, url, token=token))}</pre>{form}"
     )
+
+
+def _versions(repository: Repository, model: Model) -> str:
+    """The versions of a name with their shares of the requests; nothing if it is one alone."""
+    versions = [other.version for other in repository.versions(model.name)]
+    if len(versions) == 1:
+        return ""
+    in_force = repository.traffic(model.name)["in_force"]
+    told = []
+    for version in versions:
+        share = in_force["shares"].get(version, 0)
+        told.append(f"{version} answers {100 * share:.3g} %")
+        if version == in_force["shadow"]:
+            told[-1] = f"{version} is a shadow"
+    return f"<p>Versions, for requests that name none: {escape(', '.join(told))}</p>"
 
 
 def routes_page() -> Answer:
