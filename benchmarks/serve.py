@@ -86,7 +86,8 @@ def main() -> None:
                 row["of_engine"] = round(row["images_per_s"] / engine_rate, 3)
                 rows.append(row)
                 _write(args, rows, setup_s)  # what was measured is kept
-    columns = ["server", "work", "images_per_s", "of_engine", "p50_ms", "p99_ms", "failures"]
+    columns = ["server", "work", "images_per_s", "of_engine", "p50_ms", "p99_ms"]
+    columns += ["server_cores", "client_cores", "failures"]
     print(markdown(columns, [[row.get(name, "") for name in columns] for row in rows]))
     print(f"wrote {args.out}")
 
@@ -105,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--works", default=",".join(WORKS))
     parser.add_argument("--acceptors", default="0,6", help="of each server; 0 is one process")
     parser.add_argument("--clients", type=int, default=256, help="connections, but for raw")
+    parser.add_argument("--decode", default="host", choices=["host", "gpu"], help="of JPEG files")
     parser.add_argument("--generators", type=int, default=6, help="processes that ask")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each row")
     parser.add_argument("--about", help="what a reader has to know of the machine")
@@ -182,7 +184,8 @@ def server_rows(
     """A row for each work of a server of that many acceptors."""
     name = f"{acceptors} acceptors" if acceptors else "one process"
     shape = load_plan(path).manifest.inputs[0].at(1)
-    with _serving(path, acceptors, grpc="grpc" in args.works.split(",")) as (url, grpc):
+    has_grpc = "grpc" in args.works.split(",")
+    with _serving(path, acceptors, args.decode, grpc=has_grpc) as (process, url, grpc):
         target = loadtest.Target(url=url, model=MODEL)
         for work in args.works.split(","):
             batch = args.batch if work == "raw" else 1
@@ -192,7 +195,7 @@ def server_rows(
                 try:
                     content = _content(work, target, (batch, *shape[1:]), folder, kept)
                     asked = replace(target, grpc=grpc) if work == "grpc" else target
-                    row |= _asked(asked, content, batch, clients, folder, args)
+                    row |= _asked(process, asked, content, batch, clients, folder, args)
                 except Exception as error:  # the next row can still be measured
                     row["failures"] = {f"{type(error).__name__}: {error}"[:300]: 1}
             yield row
@@ -235,12 +238,14 @@ def _content(
 
 
 @contextmanager
-def _serving(path: Path, acceptors: int, *, grpc: bool) -> Iterator[tuple[str, str | None]]:
-    """A server in processes of its own; its URL, and the address of its gRPC."""
+def _serving(
+    path: Path, acceptors: int, decode: str, *, grpc: bool
+) -> Iterator[tuple[int, str, str | None]]:
+    """A server in processes of its own: the number of the first, its URL, and gRPC's address."""
     port = _free_port() if grpc else None
     command = "from benchmarks.serve import be_server; be_server()"
     server = subprocess.Popen(
-        [sys.executable, "-c", command, path, str(acceptors), str(port or 0)],
+        [sys.executable, "-c", command, path, str(acceptors), str(port or 0), decode],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -249,7 +254,7 @@ def _serving(path: Path, acceptors: int, *, grpc: bool) -> Iterator[tuple[str, s
         url = server.stdout.readline().strip()
         if not url:
             raise RuntimeError(f"the server of {acceptors} acceptors did not start")
-        yield url, None if port is None else f"127.0.0.1:{port}"
+        yield server.pid, url, None if port is None else f"127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(60)
@@ -264,11 +269,13 @@ def _free_port() -> int:
 def be_server() -> None:
     """Be a server: of a plan, with so many acceptors, with gRPC on a port unless it is 0."""
     path, acceptors, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    decode: Any = sys.argv[4]
     serve(
         {MODEL: path},
         port=0,
         acceptors=acceptors,
         doors=Doors(grpc_port=port or None, shared_memory=True),
+        decode=decode,
         ready=lambda url: print(url, flush=True),
     )
 
@@ -277,6 +284,7 @@ def be_server() -> None:
 
 
 def _asked(
+    server: int,
     target: loadtest.Target,
     content: bytes,
     batch: int,
@@ -290,20 +298,26 @@ def _asked(
     command = "from benchmarks.serve import be_client; be_client()"
     connections = str(-(-clients // processes))
     told = [target.url, target.grpc or "", str(folder / "content"), connections, str(args.seconds)]
+    results = [folder / f"answers-{n}" for n in range(processes)]  # a pipe may not take them whole
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", command, *told],
+            [sys.executable, "-c", command, *told, str(result)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(processes)
+        for result in results
     ]
     try:
         for client in running:  # all begin together
             assert client.stdout is not None
             client.stdout.readline()
-        answers = [json.loads(client.communicate(timeout=120)[0]) for client in _started(running)]
+        before_s, began_s = _processor_s(server), time.perf_counter()
+        for client in _started(running):
+            client.communicate(timeout=120)
+        passed_s = time.perf_counter() - began_s
+        cores = (_processor_s(server) - before_s) / passed_s
+        answers = [json.loads(result.read_text()) for result in results]
     finally:
         for client in running:
             client.kill()
@@ -325,7 +339,21 @@ def _asked(
         "p50_ms": round(1e3 * found.percentile(50), 2) if latencies_s else None,
         "p99_ms": round(1e3 * found.percentile(99), 2) if latencies_s else None,
         "failures": failures,
+        "server_cores": round(cores, 1),
+        "client_cores": round(sum(answer["processor_s"] for answer in answers) / passed_s, 1),
     }
+
+
+def _processor_s(process: int) -> float:
+    """Seconds of processors that a process and all below it have taken."""
+    root = Path(f"/proc/{process}")
+    try:
+        told = (root / "stat").read_text().rpartition(")")[2].split()
+        children = (root / f"task/{process}/children").read_text().split()
+    except OSError:  # it has ended
+        return 0.0
+    own = (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(_processor_s(int(child)) for child in children)
 
 
 def _started(running: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
@@ -338,16 +366,18 @@ def _started(running: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]
 
 def be_client() -> None:
     """Be a process that asks, once somebody says a line; prints what came back."""
-    url, grpc, path, clients, seconds = sys.argv[1:]
+    url, grpc, path, clients, seconds, result = sys.argv[1:]
     target = loadtest.Target(url=url, model=MODEL, grpc=grpc or None)
     content = Path(path).read_bytes()
     warm = Schedule(times_s=None, seconds=0.5, clients=int(clients))
     loadtest.generate(target, content, warm)
     print("ready", flush=True)
     sys.stdin.readline()
+    began_s = time.process_time()
     found = loadtest.generate(target, content, loadtest.closed(int(clients), float(seconds)))
     told = {"latencies_s": found.latencies_s, "failures": found.failures, "seconds": found.seconds}
-    print(json.dumps(told))
+    told["processor_s"] = time.process_time() - began_s
+    Path(result).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

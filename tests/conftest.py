@@ -16,11 +16,19 @@ hypothesis.settings.load_profile("tessella")
 # Their assertions say what was compared, as those of test files do.
 pytest.register_assert_rewrite("tests.support")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.emulators.quicker_triton import quicken
+
+    quicken()
+
 # Files whose few tests take a minute: begun last, one worker would be busy long after the others.
 LONG = (
     "tests/studio/test_story.py",
     "tests/test_zoo_plans.py",
+    "tests/attack/",
     "tests/training/test_parallel.py",
+    "tests/test_quickstart.py",
+    "tests/test_coverage.py",
     "tests/studio/",
     "tests/examples/",
     "tests/training/",
@@ -28,6 +36,7 @@ LONG = (
     "tests/operations/",
     "tests/device/",
     "tests/search/",
+    "tests/compiler/",
 )
 
 

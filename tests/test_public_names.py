@@ -21,8 +21,8 @@ from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
 
 VERBS = (
-    "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "size", "sweep",
-    "train", "tune", "verify",
+    "calibrate", "compile", "evaluate", "export", "load", "pareto", "quantization_aware", "serve",
+    "size", "sweep", "train", "tune", "verify",
 )  # fmt: skip
 
 

@@ -16,15 +16,22 @@ SMALL = {  # a size at which the network still has all its layers, and a test it
     "googlenet": 64,
     "resnet18": 64,
     "resnet50": 64,
-    "resnet152": 48,
     "timm/convnext_atto": 64,
     "timm/efficientnet_b0": 64,
     "timm/vit_tiny_patch16_224": 224,
 }
 
+DEEPER = {"resnet152": "resnet50"}  # of the same blocks: its plan has more of the same steps
+
 
 def test_no_network_of_the_zoo_is_left_out() -> None:
-    assert set(zoo.names()) <= set(SMALL)
+    assert set(zoo.names()) <= set(SMALL) | set(DEEPER)
+
+
+@pytest.mark.parametrize(("name", "like"), DEEPER.items())
+def test_a_deeper_network_asks_nothing_else(name: str, like: str) -> None:
+    """Its layers are those of the one that is compiled, by kind and all they are told."""
+    assert _layers(name) == _layers(like)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -49,6 +56,12 @@ def test_a_plan_agrees_with_eager(name: str) -> None:
     allowed = max(1e-4, 4 * float((eager - exact).abs().max() / largest))
     assert allowed < 1e-2
     assert (answer - exact).abs().max() < allowed * largest
+
+
+def _layers(name: str) -> set[str]:
+    with torch.device("meta"):
+        module = zoo.build(zoo.network(name, classes=7, size=64))
+    return {repr(layer) for layer in module.modules() if not list(layer.children())}
 
 
 def _alive(module: torch.nn.Module, shape: tuple[int, ...]) -> torch.nn.Module:

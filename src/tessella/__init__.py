@@ -7,6 +7,7 @@ In the order in which data flows; ``help(tessella.train)`` and so on says more:
     sweep       many trainings that look for the best settings
     evaluate    a model on images that nothing was chosen by, with intervals
     calibrate   what int8 and fp8 need to know of a network's values
+    quantization_aware a network, to be trained with the roundings of its INT8 plan
     compile     a checkpoint, a torch module or an ONNX file: a plan, tuned for one device
     pareto      the fastest plan for each loss of accuracy that a budget allows
     tune        a plan again, on the machine that it shall run on
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         export,
         load,
         pareto,
+        quantization_aware,
         serve,
         size,
         sweep,
@@ -62,6 +64,7 @@ __all__ = [
     "kernels",
     "load",
     "pareto",
+    "quantization_aware",
     "serve",
     "size",
     "sweep",
@@ -71,8 +74,8 @@ __all__ = [
 ]
 
 _API = (
-    "calibrate", "compile", "evaluate", "export", "load", "pareto", "serve", "size", "sweep",
-    "train", "tune", "verify",
+    "calibrate", "compile", "evaluate", "export", "load", "pareto", "quantization_aware", "serve",
+    "size", "sweep", "train", "tune", "verify",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_every_configuration_sees_what_the_reference_sees(name: str, dtype: str)
     tensors = drawn(problem, "cuda")
     right = deformable_attention(*(t.double() for t in tensors), **problem.attrs)
     for config in sampled.configs(problem):
-        made = torch.full_like(right, torch.nan, dtype=tensors[0].dtype)
+        made = torch.full(right.shape, torch.nan, dtype=tensors[0].dtype, device=right.device)
         sampled.bind(problem, {}, **config)(*tensors, out=made)
         assert (made.double() - right).abs().max() < LIMITS[dtype] * right.abs().max()
 

@@ -12,12 +12,14 @@ from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Augment
+from tessella.core.errors import KernelError
 from tessella.core.jpeg import frame_of
-from tessella.core.preprocess import Preprocess, fitted
+from tessella.core.preprocess import Preprocess, centre_crop, fitted, normalize
 from tessella.data import ImportSettings, loading
 from tessella.data.importing import import_images
 from tessella.device.nvjpeg import JpegDecoder, has_nvjpeg
 from tessella.kernels.pictures.decode import PictureDecoder
+from tessella.server.jpegs import frames_of, gpu_decode
 from tessella.training.feed import Feed
 
 DEVICE = torch.device("cuda")
@@ -113,3 +115,33 @@ def test_a_training_sees_the_same_batches(tmp_path, monkeypatch):
     exact = JpegDecoder(DEVICE).backend == JpegDecoder.HARDWARE
     for one, other in zip(ours, hosts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0 if exact else 0.2)
+
+
+@pytest.mark.parametrize("pixels", [True, False])
+@pytest.mark.parametrize("crop", [None, (40, 24)])
+def test_a_server_gives_the_network_what_the_host_does(pixels, crop):
+    record = Preprocess(height=64, width=48, channels=3, crop=crop, mean=(0.4,), std=(0.2,))
+    some = files(24)
+    decode = gpu_decode(record, DEVICE, pixels=pixels)
+    frames = frames_of(some)
+    assert frames is not None
+    made = decode(some, frames)
+    fit = np.stack([centre_crop(fitted(content, record), record) for content in some])
+    wanted = fit if pixels else normalize(fit, record)
+    assert made.shape == wanted.shape
+    assert made.dtype == wanted.dtype
+    if JpegDecoder(DEVICE).backend == JpegDecoder.HARDWARE:
+        assert np.array_equal(made, wanted)
+
+
+def test_a_damaged_file_is_refused():
+    content = files(1)[0]
+    record = Preprocess(height=64, width=48, channels=3)
+    place = content.index(b"\xff\xc4") + 4  # the table of a code, whose counts cannot be
+    broken = content[:place] + b"\xff" * 17 + content[place + 17 :]
+    frames = frames_of([broken])
+    assert frames is not None
+    with pytest.raises(KernelError):
+        gpu_decode(record, DEVICE, pixels=True)([broken], frames)
+    good = gpu_decode(record, DEVICE, pixels=True)([content], frames)
+    assert np.abs(good[0].astype(int) - fitted(content, record)).max() <= 4

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tessella.core.errors import ServeError
-from tessella.server.batcher import BRIEF_NS, Batcher
+from tessella.server.batcher import BRIEF_NS, Batcher, PageLocked
 from tessella.server.pace import TRUST_NS, Pace
 from tessella.server.statistics import Statistics
 
@@ -506,3 +507,18 @@ def test_executions_that_change_between_loop_and_thread_lose_nothing() -> None:
         await joined.close(lambda: None)
 
     run(test())
+
+
+def test_samples_are_joined_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # here is no GPU
+    join, random = PageLocked(8), np.random.default_rng(0)
+    seen = set()
+    for counts in ((3, 2), (1, 1, 6), (4,), (2, 2)):
+        parts = [random.normal(size=(count, 3)).astype(np.float32) for count in counts]
+        made = join("image", parts)
+        assert np.array_equal(made, np.concatenate(parts))
+        if len(parts) > 1:
+            seen.add(made.ctypes.data)
+    assert len(seen) == 1
+    wide = [np.ones((2, 5), np.uint8), np.zeros((1, 5), np.uint8)]
+    assert np.array_equal(join("image", wide), np.concatenate(wide))

@@ -400,7 +400,7 @@ def test_a_ticket_is_for_the_tensors_that_its_acceptor_knew(running: Running) ->
             acceptor.sendall(ticket)
             answer = hears(acceptor, letter)
             if letter == b"o":
-                assert tickets.unpack_done(answer)[3] == (1, 4)
+                assert tickets.unpack_done(answer)[2] == (1, 4)
             else:
                 assert tickets.unpack_error(answer)[1].status == 503
         assert right(infer(http, images(1)), images(1))

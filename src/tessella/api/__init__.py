@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         predictor,
         task_of,
     )
+    from tessella.api.quantizing import quantization_aware
     from tessella.api.samples import CalibrationData, JudgingData
     from tessella.api.serving import serve
     from tessella.api.sizing import Sizing, size
@@ -45,8 +46,8 @@ __all__ = [
     "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
     "compile", "drawn", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split",
     "explain", "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint",
-    "open_model", "pareto", "pictures", "plain_answer", "predictor", "recipe_from", "serve",
-    "size", "sweep", "task_of", "train", "tune", "verify",
+    "open_model", "pareto", "pictures", "plain_answer", "predictor", "quantization_aware",
+    "recipe_from", "serve", "size", "sweep", "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -59,6 +60,7 @@ _PLACES = {
         "engine_predictor", "name_of", "open_model", "pictures", "plain_answer", "predictor",
         "task_of",
     ),
+    "api.quantizing": ("quantization_aware",),
     "api.samples": ("CalibrationData", "JudgingData"),
     "api.serving": ("serve",),
     "api.sizing": ("Sizing", "size"),

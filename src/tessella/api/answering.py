@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from tessella.api.predicting import Model, plain_answer, predictor, seen, task_of
+from tessella.api.sources import module_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.errors import UsageError
 from tessella.device.float32_math import float32_math
-from tessella.nn import inspect, zoo
+from tessella.nn import inspect
 from tessella.tasks import Query, View
 from tessella.tasks.finished import finished
 
@@ -29,8 +30,9 @@ class Answering:
         self._module: torch.nn.Module | None = None
         self._weights = inspect.WeightViews()
         if isinstance(model, Checkpoint):
-            self._module = zoo.load(model, trust_code=trust_code)
-            self._finished = finished(self._module, self._task.head, self._about.numbers)
+            module = module_of(model, trust_code=trust_code)
+            self._module = None if model.is_quantized else module
+            self._finished = finished(module, self._task.head, self._about.numbers)
             self._record, self._labels = model.info.preprocess, model.info.labels
             self._predict: Callable[[torch.Tensor], torch.Tensor] = self._eager
         else:
@@ -51,7 +53,7 @@ class Answering:
         """Write every layer's pictures and ``layers.json`` into ``folder``; see ``write_views``."""
         if self._module is None:
             raise UsageError(
-                "only a checkpoint has layers to look into",
+                "only a checkpoint that does not round has layers to look into",
                 fix="ask the checkpoint that this was made of",
             )
         inspect.write_views(self._module, self._seen(image)[0], folder, weights=self._weights)

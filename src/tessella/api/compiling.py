@@ -21,7 +21,7 @@ from tessella.api.samples import (
     calibrated,
     judging,
 )
-from tessella.api.sources import Batch, Opened, Source, batch_range, opened
+from tessella.api.sources import ANY, Batch, Opened, Source, batch_range, opened
 from tessella.artifacts.build import BuildRequest, is_network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
@@ -34,10 +34,8 @@ from tessella.core.errors import CompileError, TessellaError, UsageError
 from tessella.core.events import Emit, phase, silent, warning
 from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.reporter import reported
-from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.spec import TensorSpec
 from tessella.graph import onnx
-
-ANY = DimRange(min=1, opt=2, max=8)  # for what does not depend on the batch
 
 
 def compile(
@@ -185,6 +183,9 @@ def _compile(call: CompileCall, emit: Emit) -> Plan:
     """One plan, in the requested precisions or those that a budget chose for the lock's plan."""
     request = call.request
     network = _open(call, emit)
+    if network.is_quantized and request.precision == "fp32":
+        request = replace(request, precision="int8")  # its roundings are there whatever is asked
+        call = replace(call, request=request)
     chosen = locks.chosen_by_budget(call.arguments["lock"])
     if chosen is not None and request.precision == "fp32" and not request.precisions:
         known = chosen.manifest

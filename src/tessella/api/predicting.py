@@ -13,7 +13,7 @@ import torch
 
 from tessella.api.loading import load
 from tessella.api.onnx_network import OnnxNetwork
-from tessella.api.sources import open_checkpoint
+from tessella.api.sources import module_of, open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, InputError, TessellaError, UsageError
@@ -29,7 +29,6 @@ from tessella.core.preprocess import (
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.data.sources import is_image
 from tessella.device.float32_math import float32_math
-from tessella.nn import zoo
 from tessella.runtime.engine import Engine
 from tessella.tasks import Query, Task, View, of
 from tessella.tasks.finished import finished
@@ -82,7 +81,7 @@ def eager_predictor(
     """
     device = torch_device(default_target())
     task = checkpoint.info.task
-    module = zoo.load(checkpoint, trust_code=trust_code)
+    module = module_of(checkpoint, trust_code=trust_code)
     module = finished(module, of(task).head, task.numbers).to(device)
 
     def predict(images: torch.Tensor) -> torch.Tensor:

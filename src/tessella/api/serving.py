@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from tessella import server
 
@@ -23,6 +24,7 @@ def serve(
     grpc_port: int | None = None,
     tls: tuple[str | Path, str | Path] | None = None,
     shared_memory: bool = False,
+    decode: Literal["host", "gpu"] = "host",
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
@@ -43,6 +45,8 @@ def serve(
         grpc_port: where gRPC listens, too; needs the extra ``tessella[grpc]``.
         tls: files of a certificate and its key (PEM), for HTTP and gRPC.
         shared_memory: clients on this host may put tensors into shared memory of this user.
+        decode: who decodes JPEG files: the host, or the engine's GPU, which leaves the cores to all
+            else (same bits where it has decoders of its own: A100, H100 and later).
         ready: called with the server's URL when it takes requests.
     """
     server.serve(
@@ -62,5 +66,6 @@ def serve(
             tls_key=str(Path(tls[1]).absolute()) if tls else None,
             shared_memory=shared_memory,
         ),
+        decode=decode,
         ready=ready,
     )

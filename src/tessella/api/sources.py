@@ -21,13 +21,18 @@ from tessella.nn import zoo
 from tessella.tasks import of
 from tessella.tasks.finished import finished
 
+ANY = DimRange(min=1, opt=2, max=8)  # for what does not depend on the batch
 Batch = int | str | Sequence[int] | DimRange
 Source = Checkpoint | Run | torch.nn.Module | graph.Graph | str | Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A captured network, its name, and the facts of it that a plan records."""
+    """A captured network, its name, and the facts of it that a plan records.
+
+    Attributes:
+        is_quantized: whether it was trained with the roundings of an INT8 plan, which it has.
+    """
 
     graph: graph.Graph
     name: str
@@ -36,6 +41,7 @@ class Opened:
     accuracy: Mapping[str, float] = field(default_factory=dict)
     weights_sha256: str | None = None
     task: TaskRecord = CLASSIFICATION
+    is_quantized: bool = False
 
     def about(self, rebuild: str) -> compiler.About:
         """The facts that a plan records; ``rebuild`` is the command that builds it again."""
@@ -102,18 +108,34 @@ def opened(
         return Opened(graph=graph.capture(source, specs), name=name, preprocess=preprocess)
     checkpoint = open_checkpoint(source)
     info = checkpoint.info
-    image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
-    module, head = zoo.load(checkpoint, trust_code=trust_code), of(info.task).head
-    module = finished(module, head, info.task.numbers)
     return Opened(
-        graph=graph.capture(module, (image,), name=info.network.name, outputs=(head.OUTPUT,)),
+        graph=_captured(checkpoint, batch, trust_code=trust_code),
         name=str(source.path if isinstance(source, Checkpoint | Run) else source),
         preprocess=info.preprocess,
         labels=info.labels,
         accuracy=info.metrics,
         weights_sha256=checkpoint.weights_sha256,
         task=info.task,
+        is_quantized=checkpoint.is_quantized,
     )
+
+
+def _captured(checkpoint: Checkpoint, batch: DimRange, *, trust_code: bool) -> graph.Graph:
+    """A checkpoint's graph: of its module, or the one with roundings that it was trained as."""
+    info = checkpoint.info
+    if checkpoint.is_quantized:
+        return onnx.read(checkpoint.quantized(), batch=batch, name=info.network.name)
+    image = TensorSpec(name="image", dtype="float32", shape=(batch, *info.preprocess.input_shape))
+    module, head = zoo.load(checkpoint, trust_code=trust_code), of(info.task).head
+    module = finished(module, head, info.task.numbers)
+    return graph.capture(module, (image,), name=info.network.name, outputs=(head.OUTPUT,))
+
+
+def module_of(checkpoint: Checkpoint, *, trust_code: bool = False) -> torch.nn.Module:
+    """The checkpoint's network in evaluation mode: where it rounds, as its plan will compute it."""
+    if checkpoint.is_quantized:
+        return compiler.read_quantized(checkpoint.quantized()).eval()
+    return zoo.load(checkpoint, trust_code=trust_code)
 
 
 def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:

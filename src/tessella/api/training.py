@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tessella.api.quantizing import quantizer
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import completed, describe_defaults
 from tessella.artifacts.run import Recipe, Run
@@ -54,7 +55,9 @@ def train(
         if out is None:
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
-        return loop.train(recipe, Path(out), resume=resume, emit=told)
+        return loop.train(
+            recipe, Path(out), resume=resume, quantizer=quantizer(emit=told), emit=told
+        )
 
 
 def forecast(
@@ -66,7 +69,8 @@ def forecast(
         settings: as of ``train``.
     """
     with reported(emit) as told:
-        return forecasting.forecast(_recipe(network, dataset, settings, there=None, emit=told))
+        recipe = _recipe(network, dataset, settings, there=None, emit=told)
+        return forecasting.forecast(recipe, quantizer=quantizer(emit=told))
 
 
 def _recipe(
@@ -98,7 +102,8 @@ def _recipe(
 
 def _fitting(given: Mapping[str, Any]) -> int:
     unit = given.get("gpus", 1) * given.get("accumulate", 1)
-    return forecasting.fitting_batch(recipe_from({**given, "batch_size": unit}))
+    recipe = recipe_from({**given, "batch_size": unit})
+    return forecasting.fitting_batch(recipe, quantizer=quantizer())
 
 
 def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tessella.artifacts.checkpoint import QUANTIZED
 from tessella.artifacts.files import require_place
 from tessella.core.architectures import GPU_TARGETS, TARGETS
 from tessella.core.dtype import PRECISIONS, plain_precision
@@ -193,7 +194,8 @@ class BuildRequest:
 
     def _require_calibration(self) -> None:
         used = {self.precision, *map(plain_precision, (self.precisions or {}).values())}
-        if self.calibration is None and self.budget is None and used & set(ROUNDED):
+        lacking = self.calibration is None and self.budget is None
+        if lacking and used & set(ROUNDED) and not _rounds(self.source):
             raise UsageError(
                 f"{' and '.join(sorted(used & set(ROUNDED)))} needs a calibration",
                 seen="none",
@@ -451,3 +453,8 @@ def _require_source(source: str) -> None:
             fix="give a run, a checkpoint, model.onnx, file.py:NAME, net.prototxt, timm/NAME or "
             f"one of {', '.join(NETWORKS)}",
         )
+
+
+def _rounds(source: str) -> bool:
+    """Whether a source is a run or a checkpoint that was trained with the roundings of a plan."""
+    return any(any(Path(source).glob(p)) for p in (QUANTIZED, f"checkpoints/*/{QUANTIZED}"))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 WEIGHTS = "model.safetensors"
+QUANTIZED = "quantized.onnx"  # of a network that was trained with the roundings of its plan
 
 Answering = Literal["picture", "pixels", "boxes"]
 
@@ -121,6 +122,15 @@ class Checkpoint:
         """The network's state dict, on the CPU."""
         return self._tensors(WEIGHTS)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the network rounds as an INT8 plan does: then it is that of ``quantized``."""
+        return QUANTIZED in self.info.files
+
+    def quantized(self) -> bytes:
+        """The network with its roundings, as the content of an ONNX file."""
+        return self._checked(QUANTIZED).read_bytes()
+
     def training_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors and JSON values for resuming the training (see ``training.state``)."""
         values = self._checked("training_state/state.json").read_bytes()
@@ -165,6 +175,7 @@ def save_checkpoint(
     task: TaskRecord = CLASSIFICATION,
     state_tensors: Mapping[str, torch.Tensor] | None = None,
     state_values: bytes | None = None,
+    quantized: bytes | None = None,
 ) -> Checkpoint:
     """Write a checkpoint folder, atomically and durably.
 
@@ -172,6 +183,8 @@ def save_checkpoint(
         metrics: those that are not finite (a diverged loss) are left out: JSON has no NaN.
         state_tensors, state_values: the trainer's state (JSON text in bytes); without them the
             checkpoint can be used but not resumed.
+        quantized: the network with its roundings, where it has such; ``weights`` are then those
+            that are trained on, which are not rounded.
 
     Raises:
         OSError: it cannot be written.
@@ -187,6 +200,9 @@ def save_checkpoint(
             names += ["training_state/tensors.safetensors", "training_state/state.json"]
             save_file(_plain_tensors(state_tensors), folder / names[1])
             (folder / names[2]).write_bytes(state_values)
+        if quantized is not None:
+            names.append(QUANTIZED)
+            (folder / QUANTIZED).write_bytes(quantized)
         info = CheckpointInfo(
             network=network,
             preprocess=preprocess,

@@ -105,6 +105,8 @@ class Recipe:
         class_weights: ``balanced`` weighs the loss by the inverse class frequency.
         sparsity: ``2:4``: the two smallest of each four weights that ``init`` gives become zero,
             and stay so. The same training once more brings a checkpoint's accuracy back.
+        quantize: ``int8``: train the checkpoint or the run of ``init`` on with the roundings of its
+            INT8 plan, which evaluation computes as the plan will (docs/precision.md).
         init: ``random``, ``pretrained`` (the network's library, online) or a checkpoint's path.
         freeze: how many of the first stages keep the weights that ``init`` gives; −1: all but the
             head. A stage is a block, or a layer outside of any.
@@ -121,9 +123,9 @@ class Recipe:
             them: less memory, a third more computing, the same numbers.
         decode: where JPEG files are decoded that a dataset keeps as they are (``original``), if
             they are more than 256 MB decoded: on the ``host``, or, where they are only cut and
-            mirrored, by the ``gpu``, to the same bits where it has decoders of its own (A100,
-            H100 and later of that class). That leaves the cores alone, but steps beside it were
-            slower than from a dataset of pixels.
+            mirrored, by the ``gpu``. By default by a GPU that has decoders of its own (A100, H100
+            and later of that class), since these give the bits of the host; others round a cosine
+            transform otherwise.
         workers: threads that load images in each process; 0: none beside the one that trains. By
             default as many as cores where a GPU computes, else none.
     """
@@ -138,7 +140,7 @@ class Recipe:
     precision: Precision = "fp32"
     backend: Backend = "torch"
     fuse: bool | None = None
-    decode: Literal["host", "gpu"] = "host"
+    decode: Literal["host", "gpu"] | None = None
     gpus: int = 1
     seed: int = 0
     val_interval: float = 1.0
@@ -148,6 +150,7 @@ class Recipe:
     label_smoothing: float = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     sparsity: Literal["none", "2:4"] = "none"
+    quantize: Literal["none", "int8"] = "none"
     init: str = "random"
     freeze: int = 0
     probe_epochs: float = 0.0
@@ -187,6 +190,7 @@ class Recipe:
                 fix=f"use batch_size={math.ceil(self.batch_size / parts) * parts}",
             )
         self._check_tuning()
+        self._check_quantize()
         if not 0 <= self.label_smoothing < 1:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)
         if self.patience is not None and self.patience < 1:
@@ -199,7 +203,7 @@ class Recipe:
                 seen=f"freeze={self.freeze}, probe_epochs={self.probe_epochs:g}, init='random'",
                 fix="give init='pretrained' or the path of a checkpoint",
             )
-        if self.decode not in ("host", "gpu"):
+        if self.decode not in (None, "host", "gpu"):
             raise UsageError("JPEG files are decoded on the host or the gpu", seen=self.decode)
         if self.fuse and (self.backend != "torch" or self.recompute):
             raise UsageError(
@@ -217,6 +221,30 @@ class Recipe:
             raise UsageError(
                 "layer_decay and grow_from are above 0 to 1, ema 0 to below 1",
                 seen=f"layer_decay={self.layer_decay}, grow_from={self.grow_from}, ema={self.ema}",
+            )
+
+    def _check_quantize(self) -> None:
+        if self.quantize not in ("none", "int8"):
+            raise UsageError("training can round to int8 alone", seen=self.quantize)
+        if self.quantize == "none":
+            return
+        if self.init in ("random", "pretrained"):
+            raise UsageError(
+                "quantization-aware training goes on from a trained network",
+                seen=f"quantize={self.quantize!r}, init={self.init!r}",
+                fix="give the path of a run or of a checkpoint: init=PATH (--init PATH)",
+            )
+        usual = {
+            "precision": "fp32", "backend": "torch", "fuse": None, "gpus": 1, "freeze": 0,
+            "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
+        }  # fmt: skip
+        other = [f"{n}={getattr(self, n)!r}" for n, v in usual.items() if getattr(self, n) != v]
+        if other:
+            raise UsageError(
+                "these settings cannot be had with quantize",
+                seen=", ".join(other),
+                fix="leave them out: a network with its roundings is trained whole, in float32 and "
+                "in one process",
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -52,6 +52,10 @@ def serve(
     shared_memory: Annotated[
         bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
     ] = False,
+    decode: Annotated[
+        Literal["host", "gpu"],
+        Option(help="Where JPEG files are decoded."),
+    ] = "host",
     events: Events = None,
 ) -> None:
     """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
@@ -77,6 +81,7 @@ def serve(
             grpc_port=grpc_port,
             tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
             shared_memory=shared_memory,
+            decode=decode,
             ready=lambda url: out.emit(phase("serving", url)),
         )
 

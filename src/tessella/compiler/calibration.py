@@ -26,7 +26,7 @@ from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
 from tessella.graph.value import fixed
 from tessella.kernels.shared import onednn
-from tessella.operations.reference.quant import dequantize, quantize
+from tessella.operations.reference.quant import dequantize, quantize, quantize_weight
 from tessella.operations.table import operation
 
 Tensors = dict[str, torch.Tensor]
@@ -246,10 +246,7 @@ def rounded_weight(
     Args:
         limit: the magnitude that the largest weight of a channel becomes.
     """
-    largest = weight.detach().flatten(1).abs().amax(1).double()
-    scale = (largest / limit).float()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return quantize(weight.detach(), scale, axis=0, dtype=DTYPES[kind]), scale
+    return quantize_weight(weight, dtype=DTYPES[kind], limit=limit)
 
 
 def _require_known(method: str, kinds: Iterable[str]) -> None:

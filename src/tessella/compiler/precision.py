@@ -75,7 +75,8 @@ def assign(
     """What ``precision`` for the network and ``precisions`` for single nodes come to.
 
     ``int8`` and ``fp8`` are for layers whose products fill tensor cores: one group, and 16 input
-    channels or more. What else there is computes in float16 on a GPU, in float32 on a CPU.
+    channels or more. What else there is computes in float16 on a GPU, in float32 on a CPU. A file
+    that rounds by itself has chosen its layers: without a calibration they are those.
 
     Raises:
         UsageError: an unknown node or precision, a node that cannot be int8, fp8 or sparse, or no
@@ -88,7 +89,9 @@ def assign(
     can = {node.output.name: node for node in lowerable(graph)}
     _require_known(graph, precisions, can)
     _require_fours(pruned, can)
-    kinds = {name: precision for name, node in can.items() if small and _fills(node)}
+    rounds = any(node.op == "quantize" for node in graph.nodes)  # a file's own
+    chosen = small and not (rounds and calibration is None)  # that file has chosen its layers
+    kinds = {name: precision for name, node in can.items() if chosen and _fills(node)}
     kinds = {name: kind for name, kind in kinds.items() if name not in precisions}
     kinds |= {name: kind for name, kind in precisions.items() if kind in DTYPES}
     if kinds and calibration is None:
@@ -99,7 +102,7 @@ def assign(
         )
     others = {name: PRECISIONS[p] for name, p in precisions.items() if p not in DTYPES}
     used = {precision, *precisions.values()} - ({precision} if small and not kinds else set())
-    if any(node.op == "quantize" for node in graph.nodes):  # a file's own
+    if rounds:
         used.add("int8")
     order = list(ORDER)
     return Assignment(

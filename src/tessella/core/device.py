@@ -24,6 +24,11 @@ from tessella.core.record import digest
 if TYPE_CHECKING:
     import torch
 
+# Queues between here and a GPU, of which CUDA makes 8: streams that share one wait for each other.
+# Steps of a ResNet-50 beside nvJPEG, which has 14 streams of its own, ran at 5,177 images/s of
+# 6,564, and with 32 queues at 6,139 (H100). It is read when a GPU is first used.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 _on_cpu: ContextVar[bool] = ContextVar("on_cpu", default=False)
 
 

@@ -34,7 +34,7 @@ from tessella.core.preprocess import (
 )
 from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator, only_cuts
 from tessella.data.cuts import Cuts, cuts_of
-from tessella.data.scaling import Scaling
+from tessella.device.scaling import Scaling
 from tessella.tasks import Moves, still, targets_of
 
 DECODE_ONCE_BYTES = 256 << 20

@@ -150,6 +150,15 @@ def has_nvjpeg() -> bool:
 
 
 @functools.cache
+def has_own_decoders(device: torch.device) -> bool:
+    """Whether a GPU has decoders of its own, whose samples are libjpeg's to the bit."""
+    try:
+        return JpegDecoder(device).backend == JpegDecoder.HARDWARE
+    except KernelError:
+        return False
+
+
+@functools.cache
 def _library() -> Any:
     for name in _candidates():
         try:

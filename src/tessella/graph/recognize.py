@@ -9,12 +9,40 @@ from tessella.graph.graph import Graph, Node
 
 def recognize(graph: Graph) -> None:
     """Replace each local response normalization's ten operators by one, norms and activations."""
+    for node in [n for n in graph.nodes if n.op == "matmul"]:
+        _take_rounded_layer(graph, node)
     norms.recognize(graph)
     activations.recognize(graph)
     for node in [n for n in graph.nodes if n.op == "div"]:
         if (found := _local_response_norm(graph, node)) is not None:
             graph.nodes.replace(node, found)
     drop_unused(graph)
+
+
+def _take_rounded_layer(graph: Graph, node: Node) -> None:
+    """``x · transposed dequantize(weight) + bias``: a linear layer, whose weight is rounded.
+
+    ONNX has no linear layer for more than two axes, and a rounded weight is no constant that could
+    be turned in the file.
+    """
+    turned = graph.producer(node["other"])
+    if turned is None or turned.op != "permute" or len(turned.output.shape) != 2:
+        return
+    weight = turned["input"]
+    rounded = graph.producer(weight)
+    if rounded is None or rounded.op != "dequantize" or tuple(turned.attrs["dims"]) != (1, 0):
+        return
+    last, bias, reader = node, None, graph.only_reader(node.output)
+    if reader is not None and reader.op == "add" and reader.attrs.get("alpha", 1) == 1:
+        added = [v for v in reader.inputs if v is not node.output]
+        other = added[0] if len(added) == 1 else None
+        if other in graph.constants and other is not None and other.shape == weight.shape[:1]:
+            last, bias = reader, other
+    linear = Node("linear", (node["input"], weight, bias, None), last.outputs)
+    linear.attrs, linear.layer = {"activation": None}, node.layer
+    if last is not node:
+        graph.nodes.remove(node)
+    graph.nodes.replace(last, linear)
 
 
 def _local_response_norm(graph: Graph, div: Node) -> Node | None:

@@ -188,7 +188,7 @@ def caught(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _pack(*args)
     if func is torch._VF._pad_packed_sequence and isinstance(args[1], _Lengths):
         return _pad(*args)
-    kind = next((k for f, k in KINDS.items() if func is f), None)
+    kind = KINDS.get(func)
     packed = kind is not None and isinstance(args[1], _Lengths)
     is_tensor = kind is not None and isinstance(args[2], Tensor)  # batch sizes of torch's own
     if kind is None or (is_tensor and not packed):

@@ -135,6 +135,8 @@ class Kernel:
         """Why it cannot carry a problem out, or None."""
         if reason := problem.misfit:
             return reason
+        if isinstance(problem.attrs.get("padding"), str) and not self._knows_words:
+            return "padding must be numbers"
         sliced = any(meta.strides is not None for meta in problem.outputs)
         if sliced and not self.sliced_out:
             return "does not write into a slice of a larger buffer"
@@ -151,6 +153,11 @@ class Kernel:
         ):
             return reason
         return self.load().fits(problem)
+
+    @property
+    def _knows_words(self) -> bool:
+        """Whether it may take a padding that is a word, ``same``, as torch's own functions do."""
+        return self.last_resort or self.source == "user"
 
     def _lacking(self, problem: Problem) -> str | None:
         """Why the GPU that kernels are asked about has no such products, or None.

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from tessella.core.errors import ServeError
+from tessella.core.jpeg import Frame
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import from_plain
 from tessella.core.spec import DimRange, TensorSpec
@@ -33,6 +34,7 @@ from tessella.server.lane import (
     ALIGNMENT,
     Lane,
     Places,
+    aligned,
     make_memory,
     numpy_type,
     places_of,
@@ -169,7 +171,9 @@ class Link:
             task = from_plain(TaskRecord, one["task"], where=name)
             known = signature(inputs, outputs, tuple(one["labels"]), record, task)
             statistics = self._statistics.setdefault(f"{name}@{version}", Statistics())
-            model = RemoteModel(name, version, one["number"], known, engine, statistics)
+            model = RemoteModel(
+                name, version, one["number"], known, engine, statistics, decodes=one["decodes"]
+            )
             models.setdefault(name, {})[version] = model
         self._defaults = {}
         for name, versions in models.items():
@@ -209,6 +213,7 @@ class RemoteModel(Infers):
     """A model in the engine's process. Takes what an app asks of a model and of its batcher.
 
     Attributes:
+        decodes: whether the engine's GPU decodes JPEG files.
         users: requests that may yet send a ticket for it.
         on_unused: called once when there are none.
     """
@@ -223,7 +228,10 @@ class RemoteModel(Infers):
         known: Signature,
         engine: _Engine,
         statistics: Statistics,
+        *,
+        decodes: bool,
     ) -> None:
+        self.decodes = decodes
         self.name = name
         self.version = version
         self.number = number
@@ -262,6 +270,22 @@ class RemoteModel(Infers):
         flight = _Flight(self, answer, Stages() if stages is None else stages)
         self._engine.start(flight, arrays, deadline_ns, priority)
 
+    async def infer_files(
+        self,
+        files: Sequence[bytes],
+        frames: Sequence[Frame],
+        *,
+        timeout_us: int | None,
+        priority: int,
+        stages: Stages,
+    ) -> Arrays:
+        """As ``ServedModel.infer_files``; the engine's process reads the frames itself."""
+        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
+        flight = _Flight(self, answer, stages)
+        self._engine.start_files(flight, files, deadline_ns, priority)
+        return await answer
+
 
 @dataclass(eq=False, slots=True)
 class _Flight:
@@ -272,6 +296,7 @@ class _Flight:
     stages: Stages
     place: tuple[int, int] = (0, 0)
     outputs_at: int = 0
+    end: int = 0
 
 
 class _Engine(asyncio.Protocol):
@@ -361,27 +386,54 @@ class _Engine(asyncio.Protocol):
         """
         if self.lost.is_set():
             raise _no_engine()
-        model = flight.model
-        known = model.signature.inputs
+        known = flight.model.signature.inputs
         sizes = tuple(d for name in known for d in arrays[name].shape)
         layout, inputs_end = places_of(known.values(), sizes, 0)
-        nbytes = inputs_end + model.room_for_outputs(sizes[0])
-        flight.place = start, _ = self._places.take(nbytes)
+        start = self._place(flight, inputs_end, sizes[0])
         for spec, offset, shape in layout:
             target = self._lane.array(start + offset, shape, numpy_type(spec))
             np.copyto(target, arrays[spec.name])
-        flight.outputs_at = start + inputs_end
-        number = self._number()
+        self._send(flight, deadline_ns, priority, sizes)
+
+    def start_files(
+        self, flight: _Flight, files: Sequence[bytes], deadline_ns: int, priority: int
+    ) -> None:
+        """As ``start``, for JPEG files, one behind the other."""
+        if self.lost.is_set():
+            raise _no_engine()
+        content = np.frombuffer(b"".join(files), np.uint8)
+        start = self._place(flight, aligned(len(content)), len(files))
+        np.copyto(self._lane.array(start, content.shape, content.dtype), content)
+        self._send(flight, deadline_ns, priority, tuple(map(len, files)), b"p")
+
+    def _place(self, flight: _Flight, inputs_nbytes: int, batch: int) -> int:
+        """Take a place in the lane; where it starts."""
+        nbytes = inputs_nbytes + flight.model.room_for_outputs(batch)
+        flight.place = start, _ = self._places.take(nbytes)
+        flight.outputs_at, flight.end = start + inputs_nbytes, start + nbytes
+        return start
+
+    def _send(
+        self,
+        flight: _Flight,
+        deadline_ns: int,
+        priority: int,
+        sizes: tuple[int, ...],
+        letter: bytes = b"i",
+    ) -> None:
+        number, model = self._number(), flight.model.number
         self._flights[number] = flight
-        end = start + nbytes
-        ticket = Ticket(number, model.number, priority, deadline_ns, start, end, sizes)
+        start, end = flight.place[0], flight.end
+        ticket = Ticket(number, model, priority, deadline_ns, start, end, sizes, letter)
         self.write(ticket.pack())
 
     def _number(self) -> int:
         return next(self._numbers) & 0xFFFFFFFF
 
-    def _done(self, number: int, copy_ns: int, compute_ns: int, sizes: tuple[int, ...]) -> None:
+    def _done(self, number: int, spent_ns: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
         flight = self._flights.pop(number)
+        decode_ns, copy_ns, compute_ns = spent_ns
+        flight.stages.decoded(decode_ns)
         flight.stages.copy += copy_ns
         flight.stages.compute += compute_ns
         if not flight.answer.done():

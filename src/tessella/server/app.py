@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 import numpy as np
 
 from tessella.core.errors import InputError, ServeError
+from tessella.core.jpeg import Frame
 from tessella.core.preprocess import encode
 from tessella.core.spec import TensorSpec
 from tessella.server.answers import JSON, Answer, Send, error_answer, json_answer, log, reply
@@ -23,6 +24,7 @@ from tessella.server.body import Disconnected, Headers, Receive, Scope
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.inference import Inference, Models, ServedModel, Watch, chosen
+from tessella.server.jpegs import frames_of
 from tessella.server.limits import Limits
 from tessella.server.protocol import (
     NO_REGIONS,
@@ -177,6 +179,11 @@ class App:
             route: by which the model was chosen; its shadow may get a copy.
         """
         arrays, views = request.arrays, tuple[View, ...]()
+        copied = route is not None and route.copies()
+        if model.decodes and request.images and not copied:
+            (files,) = request.images.values()
+            if frames := frames_of(files):
+                return await self._run_files(model, request, files, frames, watch)
         for name, files in request.images.items():
             record = model.signature.preprocess
             assert record is not None, "only a plan with a record has an image input"
@@ -195,6 +202,28 @@ class App:
         if route is not None:
             self._inference.shadowing.offer(route, arrays, outputs)
         return outputs, views
+
+    async def _run_files(
+        self,
+        model: ServedModel,
+        request: InferRequest,
+        files: list[bytes],
+        frames: list[Frame],
+        watch: Watch,
+    ) -> tuple[dict[str, np.ndarray], tuple[View, ...]]:
+        """As ``_run``, for JPEG files that the engine's GPU decodes."""
+        record = model.signature.preprocess
+        assert record is not None, "only a plan with a record has an image input"
+        watch.lap("decode")
+        outputs = await model.infer_files(
+            files,
+            frames,
+            timeout_us=request.timeout_us,
+            priority=request.priority,
+            stages=watch.stages,
+        )
+        watch.lap("queue")
+        return outputs, tuple(View(height=f.height, width=f.width, record=record) for f in frames)
 
     async def _tell(
         self,

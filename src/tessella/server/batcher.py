@@ -19,6 +19,7 @@ from itertools import accumulate
 from time import perf_counter_ns, thread_time_ns
 
 import numpy as np
+import torch
 
 from tessella.core.errors import ServeError
 from tessella.server.pace import Pace
@@ -45,12 +46,15 @@ BRIEF_NS = 6 * 10**6
 class Batcher(Infers):
     """Runs an engine for many requests. Requests may come from any thread.
 
+    Attributes:
+        has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
+
     Args:
         engine: ``engine(name=array) -> {name: array}``; the batch is dimension 0 of all of them.
         max_batch: most samples to join; a larger request is cut.
         max_delay_us: how long an execution may wait for more requests; 0 joins only what waits.
         max_waiting: requests that may wait; more are refused.
-        has_thread: a thread of its own runs the engine; without, somebody calls ``step``.
+        join: makes one array of the samples of several requests, by the input's name.
         in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop.
     """
 
@@ -64,9 +68,11 @@ class Batcher(Infers):
         statistics: Statistics,
         has_thread: bool = True,
         in_loop: bool = False,
+        join: Callable[[str, list[np.ndarray]], np.ndarray] | None = None,
     ) -> None:
         self._engine = engine
-        self._has_thread = has_thread
+        self._join = join or _join
+        self.has_thread = has_thread
         self._in_loop = in_loop and has_thread and not max_delay_us
         self._max_batch = max_batch
         self._max_delay_ns = max_delay_us * 1000
@@ -164,7 +170,7 @@ class Batcher(Infers):
             assert self._loop is not None
             self._has_turn = True
             self._loop.call_soon(self._turn)
-        elif self._thread is None and self._has_thread:
+        elif self._thread is None and self.has_thread:
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
         elif self._is_idle:
@@ -392,7 +398,9 @@ class Batcher(Infers):
         """Join the inputs, run the engine and split the outputs."""
         begin_ns = perf_counter_ns()
         first = pieces[0][0].arrays
-        joined = {n: _join([r.arrays[n][start:end] for r, start, end in pieces]) for n in first}
+        joined = {
+            n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
+        }
         joined_ns, worked_ns = perf_counter_ns(), thread_time_ns()
         outputs = self._engine(**joined)
         ran_ns, worked_ns = perf_counter_ns(), thread_time_ns() - worked_ns
@@ -445,7 +453,32 @@ def _settle(requests: list[Request]) -> None:
             answer.set_result(request.outputs)
 
 
-def _join(parts: list[np.ndarray]) -> np.ndarray:
+class PageLocked:
+    """Joins samples in memory from which a GPU copies by itself, the same for every execution.
+
+    32 images of 150 kB: 0.4 ms from ordinary memory, whose pages are new each time, and 0.1 ms from
+    this.
+
+    Args:
+        samples: the most that are joined.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._memory: dict[str, np.ndarray] = {}
+
+    def __call__(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        if len(parts) == 1:
+            return _join(name, parts)
+        shape, kind = (self._samples, *parts[0].shape[1:]), parts[0].dtype
+        held = self._memory.get(name)
+        if held is None or (held.shape, held.dtype) != (shape, kind):
+            held = torch.from_numpy(np.empty(shape, kind)).pin_memory().numpy()
+            self._memory[name] = held
+        return np.concatenate(parts, out=held[: sum(map(len, parts))])
+
+
+def _join(name: str, parts: list[np.ndarray]) -> np.ndarray:
     """One writable, aligned array: an array from a body may be unaligned and read-only."""
     if len(parts) > 1:
         return np.concatenate(parts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from tessella.core.errors import TessellaError
+from tessella.core.jpeg import Frame
 from tessella.server.answers import JSON, Answer, status_of
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
@@ -20,7 +21,7 @@ from tessella.server.shadow import Shadowing
 from tessella.server.shared_memory import Regions
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.traffic import Route
-from tessella.server.waiting import Infers
+from tessella.server.waiting import Arrays, Infers
 
 OCTETS = (b"content-type", b"application/octet-stream")
 
@@ -38,6 +39,28 @@ class ServedModel(Protocol):
 
     @property
     def route(self) -> Route[Any] | None: ...
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the engine's GPU decodes JPEG files."""
+        ...
+
+    async def infer_files(
+        self,
+        files: Sequence[bytes],
+        frames: Sequence[Frame],
+        *,
+        timeout_us: int | None,
+        priority: int,
+        stages: Stages,
+    ) -> Arrays:
+        """As ``Infers.infer``, of a model that takes one picture, for JPEG files that its engine's
+        GPU decodes.
+
+        Raises:
+            InputError: a file is damaged. ServeError: as ``Infers.infer``.
+        """
+        ...
 
     def __enter__(self) -> ServedModel: ...
 
@@ -135,7 +158,7 @@ class Watch:
         """What passed since the last call, less what others have booked of it, was this stage."""
         now_ns = time.perf_counter_ns()
         stages = self.stages
-        booked_ns = stages.copy + stages.compute  # by batchers; nobody books others
+        booked_ns = stages.copy + stages.compute + stages.beside  # by others than this
         passed_ns = now_ns - self._last_ns - booked_ns + self._booked_ns
         setattr(stages, stage, getattr(stages, stage) + passed_ns)
         self._last_ns, self._booked_ns = now_ns, booked_ns

@@ -10,21 +10,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any, Literal
 
 import numpy as np
 
+from tessella.core.architectures import is_gpu
 from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError, UsageError
+from tessella.core.jpeg import Frame
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.runtime import Engine, load_tried
-from tessella.server.batcher import Batcher
+from tessella.server.batcher import Batcher, PageLocked
+from tessella.server.jpegs import Decode, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.protocol import Signature, signature
-from tessella.server.statistics import Statistics
+from tessella.server.statistics import Stages, Statistics
 from tessella.server.tensors import narrow, widen
 from tessella.server.traffic import Route, Traffic, settled, takes_same
 from tessella.server.versions import (
@@ -38,6 +42,7 @@ from tessella.server.versions import (
     unknown_model,
     unknown_version,
 )
+from tessella.server.waiting import Arrays
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +81,7 @@ class Model:
         max_delay_us: int,
         limits: Limits,
         has_thread: bool,
+        decode: Decode | None = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -91,15 +97,21 @@ class Model:
             engine.preprocess,
             engine.manifest.task,
         )
+        on_gpu = is_gpu(engine.manifest.fingerprint.target)
         self.batcher = Batcher(
             on_numpy(engine),
             max_batch=self.max_batch,
             max_delay_us=max_delay_us,
             max_waiting=limits.waiting,
             statistics=statistics,
-            has_thread=has_thread,
+            # a GPU works without Python's lock, under which requests are read meanwhile
+            has_thread=has_thread or on_gpu,
             in_loop=engine.manifest.fingerprint.target == "cpu",
+            join=PageLocked(self.max_batch) if on_gpu else None,
         )
+        self.jpegs = None
+        if decode is not None and len(self.signature.inputs) == 1:
+            self.jpegs = JpegQueue(decode, most_waiting=limits.waiting)
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -116,6 +128,33 @@ class Model:
             self._unused.set()
 
     @property
+    def decodes(self) -> bool:
+        """Whether the engine's GPU decodes JPEG files."""
+        return self.jpegs is not None
+
+    async def infer_files(
+        self,
+        files: Sequence[bytes],
+        frames: Sequence[Frame],
+        *,
+        timeout_us: int | None,
+        priority: int,
+        stages: Stages,
+    ) -> Arrays:
+        """As ``ServedModel.infer_files``."""
+        assert self.jpegs is not None
+        assert self.signature.image_input is not None
+        began_ns = perf_counter_ns()
+        made = await self.jpegs.decoded(files, frames)
+        spent_ns = perf_counter_ns() - began_ns
+        stages.decoded(spent_ns)
+        left_us = None if timeout_us is None else max(0, timeout_us - spent_ns // 1000)
+        arrays = {self.signature.image_input: made}
+        return await self.batcher.infer(
+            arrays, timeout_us=left_us, priority=priority, stages=stages
+        )
+
+    @property
     def is_used(self) -> bool:
         """Whether a block keeps the engine open."""
         return self._users > 0
@@ -123,6 +162,8 @@ class Model:
     async def retire(self) -> None:
         """Close the engine once the requests that use it have their answers."""
         await self._unused.wait()
+        if self.jpegs is not None:
+            await asyncio.to_thread(self.jpegs.close)
         await self.batcher.close(self.engine.close)
 
 
@@ -155,6 +196,7 @@ class Repository:
         max_delay_us: see ``Batcher``.
         open_engine: opens a plan's path as an engine; by default, plans with operators of torch run
             first in a child process.
+        decoder_for: the function that decodes JPEG files on the GPU of an engine, or None.
         threads: each model has a thread that runs it; see ``Batcher``.
 
     Attributes:
@@ -171,6 +213,7 @@ class Repository:
         max_delay_us: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         open_engine: Callable[[Path], Engine] = load_tried,
+        decoder_for: Callable[[Engine], Decode | None] = host_decodes,
         threads: bool = True,
     ) -> None:
         if max_delay_us < 0:
@@ -195,6 +238,7 @@ class Repository:
         self._max_delay_us = max_delay_us
         self._limits = limits
         self._open_engine = open_engine
+        self._decoder_for = decoder_for
         self._threads = threads
         self.on_change: Callable[[], None] = lambda: None
 
@@ -464,4 +508,5 @@ class Repository:
             max_delay_us=self._max_delay_us,
             limits=self._limits,
             has_thread=self._threads,
+            decode=self._decoder_for(engine),
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Literal
 
 from tessella.core.errors import UsageError
 from tessella.runtime import load_tried
@@ -18,6 +19,7 @@ from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront, require_grpc
 from tessella.server.guard import Guard
+from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     HttpServer,
@@ -48,6 +50,7 @@ def serve(
     device: str | None = None,
     acceptors: int = 0,
     doors: Doors = HTTP_ONLY,
+    decode: Literal["host", "gpu"] = "host",
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
@@ -65,6 +68,9 @@ def serve(
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all, which needs the least memory.
         doors: gRPC, TLS and shared memory.
+        decode: who decodes JPEG files: the ``host``, or the engine's ``gpu``, to the same bits
+            where it has decoders of its own. Sound files, that is: of damaged ones the host
+            refuses more, and nobody but NVIDIA can read the decoder.
         ready: called once with the server's URL when it takes requests.
 
     Raises:
@@ -78,6 +84,7 @@ def serve(
             fix="use as many as there are cores beside the engine's",
         )
     doors.check()
+    find_decoder = decoder_for(decode)
     if acceptors:
         settings = Settings(
             models={name: str(Path(path).absolute()) for name, path in models.items()},
@@ -91,6 +98,7 @@ def serve(
             device=device,
             acceptors=acceptors,
             doors=doors,
+            decode=decode,
         )
         serve_in_processes(settings, ready)
         return
@@ -100,6 +108,7 @@ def serve(
         traffic=traffic,
         max_delay_us=max_delay_us,
         open_engine=functools.partial(load_tried, compiled=compiled, device=device),
+        decoder_for=find_decoder,
     )
     settled = _prepared(
         repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS, doors=doors

@@ -55,6 +55,7 @@ class Stages:
         copy: joining inputs and splitting outputs.
         compute: in the engine.
         answer: making the response's body.
+        beside: of ``decode``, what the engine's GPU took.
     """
 
     receive: int = 0
@@ -63,6 +64,12 @@ class Stages:
     copy: int = 0
     compute: int = 0
     answer: int = 0
+    beside: int = 0
+
+    def decoded(self, ns: int) -> None:
+        """The engine's GPU has decoded pictures of the request."""
+        self.decode += ns
+        self.beside += ns
 
     @property
     def total(self) -> int:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError
@@ -38,6 +38,7 @@ from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront, require_grpc
 from tessella.server.guard import Guard
+from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     GRACE_S,
@@ -80,6 +81,7 @@ class Settings:
     device: str | None
     acceptors: int
     doors: Doors = HTTP_ONLY
+    decode: Literal["host", "gpu"] = "host"
     sockets: str = ""
 
 
@@ -265,6 +267,7 @@ class _Watching:
             open_engine=functools.partial(
                 load_tried, compiled=settings.compiled, device=settings.device
             ),
+            decoder_for=decoder_for(settings.decode),
             threads=False,
         )
         rest = Describing(repository, token=self._guard.has_token, regions=self._regions)

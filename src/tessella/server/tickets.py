@@ -5,6 +5,7 @@ A frame is its length, a letter, and what the letter says:
     d  engine → acceptor   the models that there are and the rules of traffic, as JSON
     k  acceptor → engine   no ticket will come for the models that the d of this number left out
     i  acceptor → engine   a ticket: run these places of my lane through a model
+    p  acceptor → engine   a ticket whose place holds JPEG files: decode them first
     o  engine → acceptor   a ticket's outputs lie in its place; where the time went
     e  engine → acceptor   a ticket's or a question's error, as JSON
     s  acceptor → engine   what has been counted since the last time, as JSON
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessella.core.errors import InputError, ServeError, TessellaError
+from tessella.server.statistics import Stages
 
 _HEAD = struct.Struct("<Ic")
 _TICKET = struct.Struct("<IIBqQQ")
-_DONE = struct.Struct("<IQQ")
+_DONE = struct.Struct("<IQQQ")
 _NUMBER = struct.Struct("<I")
 MOST_FRAME = 64 << 20  # of answers to questions; tickets are some tens of bytes
 
@@ -65,7 +67,8 @@ class Ticket:
         model: the model's number in the last description.
         deadline_ns: on the clock that all processes share; 0 is none.
         start, end: where its place begins and ends.
-        sizes: the dimensions of all inputs, one behind the other.
+        sizes: the dimensions of all inputs, one behind the other; of files, the bytes of each.
+        letter: of its frame: ``i``, or ``p`` for files.
     """
 
     number: int
@@ -75,29 +78,32 @@ class Ticket:
     start: int
     end: int
     sizes: tuple[int, ...]
+    letter: bytes = b"i"
 
     def pack(self) -> bytes:
         head = _TICKET.pack(
             self.number, self.model, self.priority, self.deadline_ns, self.start, self.end
         )
-        return frame(b"i", head + struct.pack(f"<{len(self.sizes)}I", *self.sizes))
+        return frame(self.letter, head + struct.pack(f"<{len(self.sizes)}I", *self.sizes))
 
     @classmethod
-    def unpack(cls, content: bytes) -> Ticket:
+    def unpack(cls, content: bytes, letter: bytes = b"i") -> Ticket:
         number, model, priority, deadline_ns, start, end = _TICKET.unpack_from(content)
         sizes = struct.unpack_from(f"<{(len(content) - _TICKET.size) // 4}I", content, _TICKET.size)
-        return cls(number, model, priority, deadline_ns, start, end, sizes)
+        return cls(number, model, priority, deadline_ns, start, end, sizes, letter)
 
 
-def pack_done(number: int, copy_ns: int, compute_ns: int, sizes: list[int]) -> bytes:
+def pack_done(number: int, stages: Stages, sizes: list[int]) -> bytes:
     """The frame of a ticket that is done; ``sizes`` as in ``Ticket``, of the outputs."""
-    head = _DONE.pack(number, copy_ns, compute_ns)
+    head = _DONE.pack(number, stages.beside, stages.copy, stages.compute)
     return frame(b"o", head + struct.pack(f"<{len(sizes)}I", *sizes))
 
 
-def unpack_done(content: bytes) -> tuple[int, int, int, tuple[int, ...]]:
+def unpack_done(content: bytes) -> tuple[int, tuple[int, int, int], tuple[int, ...]]:
+    """The ticket's number, the nanoseconds of decoding, copying and computing, and the sizes."""
     sizes = struct.unpack_from(f"<{(len(content) - _DONE.size) // 4}I", content, _DONE.size)
-    return *_DONE.unpack_from(content), sizes
+    number, *spent_ns = _DONE.unpack_from(content)
+    return number, (spent_ns[0], spent_ns[1], spent_ns[2]), sizes
 
 
 def pack_error(number: int, error: BaseException) -> bytes:

@@ -24,7 +24,7 @@ def fuses(recipe: Recipe, device: torch.device) -> bool:
     """Whether a training's batch norms are fused: as its recipe says, by default on a GPU."""
     if recipe.fuse is not None:
         return recipe.fuse
-    possible = device.type == "cuda" and can_fuse()
+    possible = device.type == "cuda" and can_fuse() and recipe.quantize == "none"
     return possible and recipe.backend == "torch" and not recipe.recompute
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
-from tessella.data.scaling import Scaling
-from tessella.device.nvjpeg import has_nvjpeg
+from tessella.device.nvjpeg import has_nvjpeg, has_own_decoders
+from tessella.device.scaling import Scaling
 from tessella.training.parallel import World
 
 MOST_THREADS = 32
@@ -40,6 +41,13 @@ def loading_threads(asked: int | None, world: World) -> int:
     return min(max(cores, 1), MOST_THREADS) if world.device.type == "cuda" else 0
 
 
+def decodes_on_gpu(recipe: Recipe, record: Preprocess, device: torch.device) -> bool:
+    """Whether the device decodes JPEG files: as the recipe says, by default to the host's bits."""
+    if recipe.decode is not None:
+        return recipe.decode == "gpu"
+    return _may_decode(record, device) and has_own_decoders(device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fed:
     """A batch on the device: what the network takes, [N, C, H, W], and its targets."""
@@ -57,6 +65,7 @@ class Feed:
         decodes: the device decodes JPEG files of batches.
 
     Attributes:
+        decodes: as given.
         waited_s: so long the device had nothing to do but wait for images; as far as is known.
 
     Raises:
@@ -73,6 +82,7 @@ class Feed:
     ) -> None:
         self._device, self._layout = device, layout
         self._scaling = Scaling(record, device)
+        self.decodes = decodes
         self._decoder: Any = _decoder(record, device) if decodes else None
         self.waited_s = 0.0
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -163,11 +173,10 @@ def _timed() -> torch.cuda.Event:
 def _decoder(record: Preprocess, device: torch.device) -> Any:
     """What decodes JPEG files on the device."""
     fix = "leave decode out: the host decodes"
-    if record.depth != 8 or record.channels not in (1, 3):
+    if not _has_bytes(record):
         seen = f"{record.channels} channels of {record.depth} bits"
         raise UsageError("a GPU decodes pictures of 8 bits, grey or RGB", seen=seen, fix=fix)
-    # a torch without CUDA comes without Triton, which the kernels' modules import
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None or not has_nvjpeg():
+    if not _may_decode(record, device):
         raise UsageError(
             "decode='gpu' needs an NVIDIA GPU, Triton and nvJPEG",
             seen=str(device),
@@ -176,3 +185,14 @@ def _decoder(record: Preprocess, device: torch.device) -> Any:
     return importlib.import_module("tessella.kernels.pictures.decode").PictureDecoder(
         record, device
     )
+
+
+def _may_decode(record: Preprocess, device: torch.device) -> bool:
+    """Whether all is there to decode for this record on this device."""
+    # a torch without CUDA comes without Triton, which the kernels' modules import
+    has_triton = importlib.util.find_spec("triton") is not None
+    return _has_bytes(record) and device.type == "cuda" and has_triton and has_nvjpeg()
+
+
+def _has_bytes(record: Preprocess) -> bool:
+    return record.depth == 8 and record.channels in (1, 3)

@@ -6,6 +6,7 @@ blank images, and a few images loaded.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ from tessella.core.errors import TessellaError
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
-from tessella.training.feed import loading_threads
+from tessella.training.feed import decodes_on_gpu, loading_threads
 from tessella.training.freezing import Freezing
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import World, alone
 from tessella.training.precision import arithmetic, width_of
 from tessella.training.prepare import describe_run
+from tessella.training.quantizing import Quantizer, quantized
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.trainer import Trainer
@@ -93,17 +95,21 @@ class Forecast:
         return self.epoch_s * self.recipe.epochs
 
 
-def forecast(recipe: Recipe) -> Forecast:
+def forecast(recipe: Recipe, *, quantizer: Quantizer | None = None) -> Forecast:
     """The forecast of a recipe on this machine, by a few steps of one of its processes.
+
+    Args:
+        quantizer: makes the network of a recipe with ``quantize``.
 
     Raises:
         OutOfMemory: a step does not fit; with a batch size that does.
     """
     info, dataset, world = describe_run(recipe), Dataset(recipe.dataset), alone()
     part = recipe.batch_size // recipe.gpus
+    network = quantized(info, quantizer)
     with arithmetic(recipe.precision):
         free = free_bytes(world.device)
-        trainer = Trainer(info, dataset.train.info, world)
+        trainer = Trainer(info, dataset.train.info, world, network=network)
         memory = memory_of(trainer.module, trainer.optimizer, recipe, info)
         step_s = _time_step(trainer, part)
         load_s = _time_loading(dataset, info, recipe, world) * part
@@ -234,7 +240,7 @@ def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World)
         training=True,
         workers=workers,
         for_gpu=world.device.type == "cuda",
-        decodes=recipe.decode == "gpu",
+        decodes=decodes_on_gpu(recipe, info.preprocess, world.device),
     )
     next(stream)  # opens the shards, and decodes a small split at once
     began, loaded = time.perf_counter(), 0
@@ -245,7 +251,7 @@ def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World)
     return (time.perf_counter() - began) / loaded if loaded else 0.0
 
 
-def fitting_batch(recipe: Recipe) -> int:
+def fitting_batch(recipe: Recipe, *, quantizer: Quantizer | None = None) -> int:
     """The largest batch size whose parts are a power of two and fit in the memory.
 
     On a GPU steps are tried, on a CPU memory is computed. A small set gets batches of which an
@@ -253,16 +259,18 @@ def fitting_batch(recipe: Recipe) -> int:
 
     Args:
         recipe: with any batch size.
+        quantizer: makes the network of a recipe with ``quantize``.
     """
     world, dataset = alone(), Dataset(recipe.dataset)
     unit = recipe.gpus * recipe.accumulate
     most = min(MOST_BATCH[world.device.type], len(dataset.train) // LEAST_STEPS // unit)
     largest = 1 << (max(most, 1).bit_length() - 1)
+    network = quantized(describe_run(recipe), quantizer)
 
     def tried(part: int) -> None:
         one = replace(recipe, batch_size=part * unit)
         info = describe_run(one)
-        trainer = Trainer(info, dataset.train.info, world)
+        trainer = Trainer(info, dataset.train.info, world, network=copy.deepcopy(network))
         if world.device.type == "cuda":
             for _ in range(WARM):  # the second has the solver's state beside the values kept
                 trainer.try_step(part * recipe.accumulate)

@@ -38,6 +38,7 @@ from tessella.training.meter import Meter
 from tessella.training.parallel import World, alone, launch
 from tessella.training.precision import arithmetic
 from tessella.training.prepare import begin, validates
+from tessella.training.quantizing import Quantizer, quantized, roundings
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import pack, prune
@@ -47,13 +48,21 @@ from tessella.training.trainer import Trainer
 MUCH_WAITING = 0.05  # of the time of all steps
 
 
-def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
+def train(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    quantizer: Quantizer | None = None,
+    emit: Emit = silent,
+) -> Run:
     """Train as ``recipe`` says, into the folder ``out``.
 
     Args:
         out: the run's folder, which must not hold a run yet, unless ``resume``.
         resume: go on from the newest complete checkpoint (from the start where there is none). On a
             CPU the loss curve is identical, bit for bit, to that of an uninterrupted training.
+        quantizer: makes the network of a recipe with ``quantize``.
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
@@ -70,7 +79,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silen
         if recipe.gpus > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
         else:
-            train_run(run, alone(), resumed=resumed, emit=emit)
+            train_run(run, alone(), resumed=resumed, quantizer=quantizer, emit=emit)
     except TessellaError as error:
         _tell_failure(run, error, emit)
         raise
@@ -97,16 +106,21 @@ def _tell_failure(run: Run, error: TessellaError, emit: Emit) -> None:
     emit(failed)
 
 
-def train_run(run: Run, world: World, *, resumed: bool, emit: Emit) -> None:
+def train_run(
+    run: Run, world: World, *, resumed: bool, quantizer: Quantizer | None = None, emit: Emit
+) -> None:
     """This process's part in the training of a run; rank 0 emits events and saves checkpoints."""
     dataset = Dataset(run.recipe.dataset)
     saved = run.checkpoints() if resumed else []
+    start = saved[-1] if saved else None
+    network = quantized(run.info, quantizer, start)
     with arithmetic(run.recipe.precision):
         trainer = Trainer(
             run.info,
             dataset.train.info,
             world,
-            start=saved[-1] if saved else None,
+            start=start,
+            network=network,
         )
         journal = Journal(
             run.path,
@@ -188,7 +202,7 @@ class Training:
                 training=True,
                 workers=self._workers,
                 for_gpu=self._world.device.type == "cuda",
-                decodes=self._recipe.decode == "gpu",
+                decodes=self._trainer.feed.decodes,
             )
             epoch, start = epoch + 1, 0
 
@@ -290,6 +304,7 @@ class Training:
             task=replace(info.task, numbers=self._numbers),
             state_tensors=tensors,
             state_values=values,
+            quantized=roundings(trainer.evaluated),
         ).path
 
     def _open(self) -> None:
@@ -300,6 +315,8 @@ class Training:
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
             emit(Event(kind="warning", text=text, values=kept))
+        if recipe.quantize != "none":
+            emit(phase("quantize", f"{recipe.quantize}: the network rounds as its plan will"))
         if recipe.sparsity != "none":
             count = len(sparse_weights(self._trainer.module))
             emit(phase("sparsity", f"{recipe.sparsity} in the weights of {count} layers"))

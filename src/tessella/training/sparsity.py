@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 
 from tessella.core.errors import TrainError
+from tessella.graph.quantization_aware import QuantizationAware
 from tessella.kernels.sparse.two_four import prune_two_four
 
 CHANNELS = 16  # input channels that tensor cores take at once: a layer must have a multiple
@@ -25,13 +26,15 @@ def sparse_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         TrainError: the network has none.
     """
-    found = {
-        f"{name}.weight".removeprefix("."): layer.weight
-        for name, layer in module.named_modules()
-        if isinstance(layer, _LAYERS)
-        and getattr(layer, "groups", 1) == 1
-        and layer.weight.shape[1] % CHANNELS == 0
-    }
+    if isinstance(module, QuantizationAware):
+        candidates: dict[str, torch.Tensor] = dict(module.layers())
+    else:
+        candidates = {
+            f"{name}.weight".removeprefix("."): layer.weight
+            for name, layer in module.named_modules()
+            if isinstance(layer, _LAYERS) and getattr(layer, "groups", 1) == 1
+        }
+    found = {name: w for name, w in candidates.items() if w.shape[1] % CHANNELS == 0}
     if not found:
         raise TrainError(
             "the network has no layer whose weight can be 2:4 sparse",

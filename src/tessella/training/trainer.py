@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
@@ -22,7 +23,7 @@ from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
 from tessella.training.captured import Captured, captures, fuses
-from tessella.training.feed import Fed, Feed
+from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
 from tessella.training.memory import largest_that_runs, out_of_memory
@@ -42,6 +43,7 @@ class Trainer:
         info: the run.
         trained: the training split: its images, and in how many of them each class occurs.
         start: the checkpoint to resume from; without one the recipe's ``init`` decides.
+        network: with its roundings, for a recipe with ``quantize``; else the recipe's is built.
 
     Attributes:
         module: the network, without the wrapper of data-parallel training.
@@ -59,20 +61,19 @@ class Trainer:
         world: World,
         *,
         start: Checkpoint | None = None,
+        network: nn.Module | None = None,
     ) -> None:
+        self._spare = copy.deepcopy(network)  # for trials, after this one's memory is freed
         self._info, self._trained, self._world = info, trained, world
         self._task = of(info.task)
         self.numbers = info.task.numbers if start is None else start.info.task.numbers
         recipe = info.recipe
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
-        fetch = recipe.init == "pretrained" and start is None
-        module = zoo.build(info.network, pretrained=fetch)
         self.kept: dict[str, str] = {}
-        if recipe.init not in ("random", "pretrained") and start is None:
-            self.kept = zoo.init_from(module, Checkpoint(recipe.init))
+        module = self._built(start) if network is None else network
         on_gpu = world.device.type == "cuda"
         layout = torch.channels_last if on_gpu else torch.contiguous_format
-        decodes = recipe.decode == "gpu"
+        decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
         self.module = module.to(world.device).to(memory_format=layout)
@@ -106,6 +107,15 @@ class Trainer:
             self.state = unpack(
                 start, self.module, self.optimizer, self.mixed, average=self.average
             )
+
+    def _built(self, start: Checkpoint | None) -> nn.Module:
+        """The network on the CPU, as the recipe's ``init`` wants it."""
+        recipe = self._info.recipe
+        fetch = recipe.init == "pretrained" and start is None
+        module = zoo.build(self._info.network, pretrained=fetch)
+        if recipe.init not in ("random", "pretrained") and start is None:
+            self.kept = zoo.init_from(module, Checkpoint(recipe.init))
+        return module
 
     @property
     def evaluated(self) -> nn.Module:
@@ -254,4 +264,6 @@ class Trainer:
     def _trial(self, batch: int) -> None:
         """One step of a new single-process trainer with ``batch`` images."""
         alone = World(device=self._world.device)
-        Trainer(self._info, self._trained, alone).try_step(batch)
+        network = copy.deepcopy(self._spare)
+        trainer = Trainer(self._info, self._trained, alone, network=network)
+        trainer.try_step(batch)

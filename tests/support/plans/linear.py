@@ -84,5 +84,6 @@ if __name__ == "__main__":  # a server to send signals to; prints its URL
         port=0,
         acceptors=int(sys.argv[2]),
         doors=Doors(**json.loads(sys.argv[3])) if len(sys.argv) > 3 else Doors(),
+        decode="gpu" if len(sys.argv) > 4 else "host",
         ready=lambda url: print(url, flush=True),
     )

@@ -66,6 +66,12 @@ def model(graph: Graph, *, opset: int = 17) -> onnx.ModelProto:
     return writer.finish()
 
 
+def write_bytes(graph: Graph) -> bytes:
+    """``graph`` as the content of an ONNX file."""
+    made: bytes = model(graph).SerializeToString()
+    return made
+
+
 def _require_known(graph: Graph) -> None:
     unknown = {
         node.attrs["target"] if node.op in ("fallback", "user") else node.op

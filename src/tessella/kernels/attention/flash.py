@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS
-from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import stages_that_fit
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import Tile, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import Tile, factor, operands, padded, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -175,7 +174,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     Without tensor cores, the registers hold the factors too.
     """
     made, itemsize = sizes(problem), problem["query"].itemsize
-    row_bytes = _padded(max(made.width, made.value_width)) * itemsize
+    row_bytes = padded(max(made.width, made.value_width)) * itemsize
     ieee = problem["query"].dtype == "float32" and problem.math == "ieee"
     table = _IEEE if ieee else _TILES
     tiles = next(tiles for most, tiles in table.items() if row_bytes <= most)
@@ -190,16 +189,12 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _padded(width: int) -> int:
-    return max(16, power_of_two(width))
-
-
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
     tile_m, tile_n = tile["tile_m"], tile["tile_n"]
     made = sizes(problem)
     blocks = made.batch * made.heads * triton.cdiv(made.queries, tile_m)
-    wide, value_wide = _padded(made.width), _padded(made.value_width)
+    wide, value_wide = padded(made.width), padded(made.value_width)
     options: dict[str, Any] = {
         "TILE": Tile(BM=tile_m, BN=tile_n, BE=wide, BV=value_wide),
         "CAUSAL": bool(problem.attr("is_causal")),

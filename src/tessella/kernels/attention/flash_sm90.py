@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tessella.core.dtype import SIXTEEN_BIT
-from tessella.core.integers import power_of_two
 from tessella.device.hopper import TensorDescriptor, descriptor
 from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
@@ -23,6 +22,7 @@ from tessella.kernels.attention.shapes import (
     QUANTIZED,
     factor,
     operands,
+    padded,
     refusal,
     repeats,
     result,
@@ -104,7 +104,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def _padded(problem: Problem) -> tuple[int, int]:
     """Widths of the tiles that hold a head."""
     made = sizes(problem)
-    return max(16, power_of_two(made.width)), max(16, power_of_two(made.value_width))
+    return padded(made.width), padded(made.value_width)
 
 
 def _stages(problem: Problem, tile_n: int) -> int:

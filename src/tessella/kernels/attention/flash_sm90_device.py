@@ -35,7 +35,7 @@ from tessella.device.hopper import (
     warpgroup_mma_wait,
 )
 from tessella.kernels.epilogue.gluon_device import quantize
-from tessella.kernels.shared.ring_device import several
+from tessella.kernels.shared.ring_device import barriers, several
 
 HALF = gl.constexpr(64)  # queries of one consumer
 CONSUMERS = gl.constexpr(2)
@@ -400,31 +400,14 @@ def attend(
     buffers = gl.allocate_shared_memory(out.dtype, OUT_SHAPE, out.layout)
     LM: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     mask_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMERS, BN], LM)
-    LB: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS * CONSUMERS, 1], LB)
-    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS * CONSUMERS, 1], LB)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], LB)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(SLOTS * CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    rings = (
+        (q_ring, barriers(SLOTS * CONSUMERS, 1), barriers(SLOTS * CONSUMERS, 1)),
+        (k_ring, barriers(STAGES, 1), barriers(STAGES, CONSUMERS)),
+        (v_ring, barriers(STAGES, 1), barriers(STAGES, CONSUMERS)),
+    )
+    turns = barriers(CONSUMERS, 1)
     fence_async_shared()
     barrier()
-    rings = (
-        (q_ring, q_full, q_empty),
-        (k_ring, k_full, k_empty),
-        (v_ring, v_full, v_empty),
-    )
     work = (units, runs, run, tiles, k_tiles, S, heads, group)
     gl.warp_specialize(
         [

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tessella.core.dtype import FLOATS
+from tessella.core.integers import power_of_two
 from tessella.operations.problem import Problem
 from tessella.operations.shapes import broadcast
 
@@ -165,6 +166,11 @@ def result(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     else:
         out = q.new_empty(n, h, rows, columns, dtype=dtype)
     return out, out if len(problem.output.shape) == 4 else out[0]
+
+
+def padded(width: int) -> int:
+    """The width of a head in a tile: a power of two that tensor cores take."""
+    return max(16, power_of_two(width))
 
 
 def factor(problem: Problem) -> float:

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS
-from tessella.core.integers import power_of_two
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
 from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import Tile, factor, operands, refusal, result, sizes
+from tessella.kernels.attention.shapes import Tile, factor, operands, padded, refusal, result, sizes
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -131,17 +130,13 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _padded(size: int) -> int:
-    return max(16, power_of_two(size))
-
-
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     chosen = config or configs(problem)[0]
     run = chosen["run"]
     made = sizes(problem)
-    wide, value_wide = _padded(made.width), _padded(made.value_width)
+    wide, value_wide = padded(made.width), padded(made.value_width)
     options: dict[str, Any] = {
-        "TILE": Tile(BM=_padded(made.queries), BN=_padded(made.keys), BE=wide, BV=value_wide),
+        "TILE": Tile(BM=padded(made.queries), BN=padded(made.keys), BE=wide, BV=value_wide),
         "RUN": run,
         "CAUSAL": bool(problem.attr("is_causal")),
         "PRECISION": problem.math,

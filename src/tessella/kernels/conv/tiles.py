@@ -117,8 +117,6 @@ def refusal(problem: Problem, dtypes: Sequence[str]) -> str | None:
     """Why a kernel for these element types cannot take the problem, or None."""
     x, weight, out = problem["input"], problem["weight"], problem.output.dtype
     epilogue, residual = problem.epilogue, problem.epilogue.residual
-    if isinstance(problem.attrs["padding"], str):
-        return "padding must be numbers"
     if x.dtype != weight.dtype:
         return f"input and weight of one element type, not {x.dtype} × {weight.dtype}"
     if x.dtype not in dtypes:

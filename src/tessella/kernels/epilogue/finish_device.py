@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tessella.device.hopper import gl, gluon
 from tessella.kernels.epilogue.gluon_device import finish
 from tessella.kernels.epilogue.int8_device import (
@@ -14,34 +16,38 @@ from tessella.kernels.epilogue.int8_device import (
 from tessella.kernels.epilogue.sixteen_bit_device import gelu
 
 
+class Ending(NamedTuple):
+    """What is done to sums; constants of the compiler.
+
+    Attributes:
+        FOLDED: scale and bias are ``int8.folded``'s.
+        SMALL: ``int8.small_sums``: int32 sums are at most 2^22.
+        SIXTEEN_BITS: ``sixteen_bit.in_sixteen_bits``.
+    """
+
+    ACTIVATION: str | None
+    FOLDED: bool = False
+    SMALL: bool = False
+    SIXTEEN_BITS: bool = False
+
+
 @gluon.jit
 def finish_tile(
-    sums,
-    scale,
-    bias,
-    residual,
-    alpha,
-    beta,
-    gamma,
-    FOLDED: gl.constexpr,
-    SMALL: gl.constexpr,
-    SIXTEEN_BITS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    dtype: gl.constexpr,
+    sums, scale, bias, residual, alpha, beta, gamma, ENDING: gl.constexpr, dtype: gl.constexpr
 ):
     """``gluon_device.finish`` in fewer instructions where the result has 8 bits.
 
     int8 is read and made without conversions, and fp8 behind a GELU in pairs of float16.
-
-    Args:
-        FOLDED, SMALL: as in ``int8_device.quantize_sums``; FOLDED only where that is asked.
-        SIXTEEN_BITS: ``sixteen_bit.in_sixteen_bits``.
+    ``ENDING``: an ``Ending``, or a record that has its fields too.
     """
+    ACTIVATION: gl.constexpr = ENDING.ACTIVATION
+    FOLDED: gl.constexpr = ENDING.FOLDED
+    SMALL: gl.constexpr = ENDING.SMALL
     if dtype == gl.int8 and is_clamp(ACTIVATION):
         made = quantize_sums(
             sums, scale, bias, residual, alpha, beta, gamma, FOLDED, SMALL, ACTIVATION
         )
-    elif SIXTEEN_BITS:
+    elif ENDING.SIXTEEN_BITS:
         x = finish(sums, scale, bias, residual, alpha, beta, None, None, gl.float32)
         made = gelu(x, gamma).to(dtype)
     else:

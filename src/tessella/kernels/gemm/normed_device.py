@@ -39,7 +39,7 @@ from tessella.device.hopper import (
 )
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish, quantize
 from tessella.kernels.gemm.wgmma_device import factors, load_residual, produce, unit_of
-from tessella.kernels.shared.ring_device import next_stage, several, skip, stage_before
+from tessella.kernels.shared.ring_device import barriers, next_stage, several, skip, stage_before
 
 CONSUMERS = gl.constexpr(2)
 PIECES = gl.constexpr(2)  # of a tile's columns: each is as wide as a buffer
@@ -302,18 +302,10 @@ def multiply_and_normalize(
     if quantized is not None:
         QUANTIZED_SHAPE: gl.constexpr = several(2 * CONSUMERS * PIECES, quantized.block_type.shape)
         quantized_buffers = reinterpret(buffers, quantized.dtype, QUANTIZED_SHAPE, quantized.layout)
-    LB: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LB)
-    r_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * PIECES, 1], LB)
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], LB)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(CONSUMERS * PIECES):
-        mbarrier.init(r_full.index(i), count=1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1)
+    r_full = barriers(CONSUMERS * PIECES, 1)
+    turns = barriers(CONSUMERS, 1)
     fence_async_shared()
     barrier()
     ring = (a_ring, b_ring, full, empty, turns)

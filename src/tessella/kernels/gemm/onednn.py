@@ -9,28 +9,18 @@ import torch
 
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.shared.onednn import POST_OPS, has_onednn
+from tessella.kernels.shared.onednn import POST_OPS, float_refusal
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    x, bias, residual = problem["input"], problem.get("bias"), problem.get("residual")
-    if not has_onednn():
-        return "this torch was built without oneDNN"
-    if not problem.is_constant("weight") or (bias is not None and not problem.is_constant("bias")):
-        return "weight and bias must be constants"
-    if problem.plain:
-        return problem.plain
-    if {t.dtype for t in problem.inputs if t is not None} not in ({"float32"}, {"bfloat16"}):
-        return f"float32 or bfloat16 throughout, not {x.dtype}"
-    if x.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this CPU has no bfloat16 instructions"
+    if refused := float_refusal(problem):
+        return refused
+    x, residual = problem["input"], problem.epilogue.residual
     if len(x.shape) < 2 or x.format != "contiguous" or problem.output.format != "contiguous":
         return "needs contiguous rows"
-    activation = problem.epilogue.activation
-    if activation not in POST_OPS:
-        return f"activation {activation} is not fused"
-    if residual is not None and (activation is not None or residual.format != "contiguous"):
+    activates = problem.epilogue.activation is not None
+    if residual is not None and (activates or residual.format != "contiguous"):
         return "a residual is fused only when contiguous and without an activation"
     return None
 

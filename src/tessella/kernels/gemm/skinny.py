@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tessella.core.dtype import FP8
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors, stages_that_fit
 from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
+from tessella.kernels.gemm.tiled import settings
 from tessella.kernels.shared.matrix_product import Operands, operands, refusal, sizes, strides
 from tessella.operations.problem import Problem
 
@@ -160,21 +160,12 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
     bn, bk, splits = (tile[name] for name in ("tile_n", "tile_k", "splits"))
-    made, dtype = sizes(problem), problem["input"].dtype
-    promote = dtype in FP8 and not problem.attr("fast_accumulation")
-    interpreted = triton.knobs.runtime.interpret
+    made = sizes(problem)
     tiles = triton.cdiv(made.n, bn)
     options = {
         "BM": max(16, triton.next_power_of_2(made.m)),
         "BN": bn,
-        "BK": bk,
-        "EVEN_K": made.k % bk == 0,
-        "ACTIVATION": problem.epilogue.activation,
-        "PRECISION": problem.math,
-        "SUM": tl.int32 if dtype == "int8" else tl.float32,
-        "IMPRECISE": min(128, bk) if promote else None,
-        # the interpreter's bfloat16 products are garbage
-        "WIDEN": dtype == "bfloat16" and interpreted,
+        **settings(problem, bk),
         "SPLIT": splits > 1,
         "num_warps": tile["num_warps"],
         "num_stages": tile["num_stages"],

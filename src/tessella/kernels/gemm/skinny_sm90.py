@@ -38,6 +38,7 @@ from tessella.kernels.shared.matrix_product import (
     sides,
     sizes,
 )
+from tessella.kernels.shared.ring_device import barriers
 from tessella.operations.problem import Problem
 
 
@@ -66,9 +67,7 @@ def _stream_kernel(w, x, out, M, N, K, STAGES: gl.constexpr, CONSTANT: gl.conste
 
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(STAGES):
-        mbarrier.init(ready.index(j), count=1)
+    ready = barriers(STAGES, 1)
     barrier()
     if CONSTANT:
         for j in gl.static_range(STAGES):

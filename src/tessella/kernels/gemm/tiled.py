@@ -145,24 +145,32 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     )
 
 
+def settings(problem: Problem, depth: int) -> dict[str, Any]:
+    """What kernels in plain Triton are compiled with, whose steps have so many numbers of K."""
+    dtype = problem["input"].dtype
+    promotes = dtype in FP8 and not problem.attr("fast_accumulation")
+    return {
+        "BK": depth,
+        "EVEN_K": sizes(problem).k % depth == 0,
+        "ACTIVATION": problem.epilogue.activation,
+        "PRECISION": problem.math,
+        "SUM": tl.int32 if dtype == "int8" else tl.float32,
+        "IMPRECISE": min(PROMOTE_AFTER, depth) if promotes else None,
+        # the interpreter's bfloat16 products are garbage
+        "WIDEN": dtype == "bfloat16" and triton.knobs.runtime.interpret,
+    }
+
+
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
     bm, bn, bk = (tile[name] for name in ("tile_m", "tile_n", "tile_k"))
-    made, dtype = sizes(problem), problem["input"].dtype
-    promote = dtype in FP8 and not problem.attr("fast_accumulation")
+    made = sizes(problem)
     blocks = made.batch * triton.cdiv(made.m, bm) * triton.cdiv(made.n, bn)
     options = {
         "BM": bm,
         "BN": bn,
-        "BK": bk,
         "GROUP": 8,
-        "EVEN_K": made.k % bk == 0,
-        "ACTIVATION": problem.epilogue.activation,
-        "PRECISION": problem.math,
-        "SUM": tl.int32 if dtype == "int8" else tl.float32,
-        "IMPRECISE": min(PROMOTE_AFTER, bk) if promote else None,
-        # the interpreter's bfloat16 products are garbage
-        "WIDEN": dtype == "bfloat16" and triton.knobs.runtime.interpret,
+        **settings(problem, bk),
         "num_warps": tile["num_warps"],
         "num_stages": tile["num_stages"],
     }

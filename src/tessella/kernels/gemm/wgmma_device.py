@@ -36,7 +36,7 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector, finish
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
-from tessella.kernels.shared.ring_device import next_stage, several, skip, stage_before
+from tessella.kernels.shared.ring_device import barriers, next_stage, several, skip, stage_before
 
 
 class Form(NamedTuple):
@@ -78,7 +78,7 @@ class Roles(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done to sums; ``finish_device`` explains FOLDED, SMALL and SIXTEEN_BITS."""
+    """What is done to sums: with factors, an ``Ending`` of ``finish_device``."""
 
     ALPHA: float
     BETA: float
@@ -214,13 +214,8 @@ def _store_columns(
         BUFFER: gl.constexpr = FIRST + PIECE % BUFFERS
         ALPHA: gl.constexpr = EPILOGUE.ALPHA
         BETA: gl.constexpr = EPILOGUE.BETA
-        ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
-        FOLDED: gl.constexpr = EPILOGUE.FOLDED
-        SMALL: gl.constexpr = EPILOGUE.SMALL
-        SPREAD: gl.constexpr = EPILOGUE.SPREAD
-        SIXTEEN_BITS: gl.constexpr = EPILOGUE.SIXTEEN_BITS
         DTYPE: gl.constexpr = c.dtype
-        if SPREAD:
+        if EPILOGUE.SPREAD:
             SORTED: gl.constexpr = sorted_layout(by_channel(x).type.layout)
             x = gl.convert_layout(by_channel(x), SORTED)
         L: gl.constexpr = x.type.layout
@@ -229,16 +224,12 @@ def _store_columns(
         s = channel_vector(scale, n0 + COLUMN, N, EN, V)
         v = channel_vector(bias, n0 + COLUMN, N, EN, V)
         if r is None:
-            y = finish_tile(
-                x, s, v, None, ALPHA, BETA, gamma, FOLDED, SMALL, SIXTEEN_BITS, ACTIVATION, DTYPE
-            )
+            y = finish_tile(x, s, v, None, ALPHA, BETA, gamma, EPILOGUE, DTYPE)
             store_wait(BUFFERS - 1)
         else:
             mbarrier.wait(r_full.index(BUFFER), (r_phase + PIECE // BUFFERS) & 1)
             old = tile.load(L)
-            y = finish_tile(
-                x, s, v, old, ALPHA, BETA, gamma, FOLDED, SMALL, SIXTEEN_BITS, ACTIVATION, DTYPE
-            )
+            y = finish_tile(x, s, v, old, ALPHA, BETA, gamma, EPILOGUE, DTYPE)
         barrier()
         tile.store(y)
         fence_async_shared()
@@ -379,19 +370,10 @@ def multiply(
     a_ring = gl.allocate_shared_memory(a.dtype, A_SHAPE, a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, B_SHAPE, b.layout)
     buffers = gl.allocate_shared_memory(c.dtype, C_SHAPE, c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    r_full = gl.allocate_shared_memory(
-        gl.int64, [CONSUMERS * BUFFERS, 1], mbarrier.MBarrierLayout()
-    )
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
-    for i in gl.static_range(CONSUMERS * BUFFERS):
-        mbarrier.init(r_full.index(i), count=1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, PARTS)
+    r_full = barriers(CONSUMERS * BUFFERS, 1)
+    turns = barriers(2, 1)
     fence_async_shared()
     barrier()
     ring = (a_ring, b_ring, full, empty, turns)

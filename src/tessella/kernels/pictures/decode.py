@@ -25,10 +25,19 @@ class PictureDecoder:
 
     Args:
         hardware: see ``JpegDecoder``.
+        host: whether the host decodes a batch in which the GPU finds a damaged file; else that is a
+            ``KernelError``.
     """
 
-    def __init__(self, record: Preprocess, device: torch.device, *, hardware: bool = True) -> None:
-        self._record, self._device = record, device
+    def __init__(
+        self,
+        record: Preprocess,
+        device: torch.device,
+        *,
+        hardware: bool = True,
+        host: bool = True,
+    ) -> None:
+        self._record, self._device, self._host = record, device, host
         self._decoder = JpegDecoder(device, hardware=hardware)
 
     def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
@@ -43,7 +52,10 @@ class PictureDecoder:
     def _some(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
         try:
             return fitted(self._decoder(files, frames), frames, self._record)
-        except KernelError as error:  # libjpeg goes on where a file is damaged; which, is not told
+        except KernelError as error:
+            if not self._host:
+                raise
+            # libjpeg goes on where a file is damaged; which, is not told
             warnings.warn(f"the host decodes {len(files)} JPEG files: {error}", stacklevel=2)
             made = np.stack([preprocess.fitted(content, self._record) for content in files])
             return torch.from_numpy(made).to(self._device)

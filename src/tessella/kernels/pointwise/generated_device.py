@@ -41,28 +41,18 @@ def program_kernel(
     tile = tl.program_id(0)
     rows = (tile // tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = (tile % tiles) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    rows_in = (rows < n_rows)[:, None]
     columns_in = (columns < n_columns)[None, :]
+    places = (rows, columns, (rows < n_rows)[:, None], columns_in)
     values = ()
     for i in tl.static_range(INPUTS):
-        x = _load(inputs[i], rows, columns, rows_in, columns_in, SIZES, STRIDES, FORMS, i)
+        x = _load(inputs[i], places, SIZES, STRIDES, FORMS, i)
         values = values + (x,)  # noqa: RUF005
     for i in tl.static_range(len(OPS)):
         x = instruction(values, columns_in, n_columns, OPS, READS, NUMBERS, i)
         values = values + (x,)  # noqa: RUF005
     for i in tl.static_range(OUTPUTS):
-        _store(
-            outputs[i],
-            _value(values, RESULTS, i),
-            rows,
-            columns,
-            rows_in,
-            columns_in,
-            SIZES,
-            STRIDES,
-            FORMS,
-            INPUTS + i,
-        )
+        x = _value(values, RESULTS, i)
+        _store(outputs[i], x, places, SIZES, STRIDES, FORMS, INPUTS + i)
 
 
 @triton.jit
@@ -84,17 +74,14 @@ def _offsets(rows, SIZES: tl.constexpr, STRIDES: tl.constexpr):
 
 @triton.jit
 def _load(
-    pointer,
-    rows,
-    columns,
-    rows_in,
-    columns_in,
-    SIZES: tl.constexpr,
-    ALL_STRIDES: tl.constexpr,
-    FORMS: tl.constexpr,
+    pointer, places, SIZES: tl.constexpr, ALL_STRIDES: tl.constexpr, FORMS: tl.constexpr,
     I: tl.constexpr,
-):
-    """An input in float32: [rows, columns], [1, columns], [rows, 1] or [1, 1]."""
+):  # fmt: skip
+    """An input in float32: [rows, columns], [1, columns], [rows, 1] or [1, 1].
+
+    ``places``: rows, columns, and which of both there are.
+    """
+    rows, columns, rows_in, columns_in = places
     STRIDES: tl.constexpr = ALL_STRIDES[I]
     FORM: tl.constexpr = FORMS[I]
     if FORM == "tile":
@@ -114,17 +101,10 @@ def _load(
 
 @triton.jit
 def _store(
-    pointer,
-    x,
-    rows,
-    columns,
-    rows_in,
-    columns_in,
-    SIZES: tl.constexpr,
-    ALL_STRIDES: tl.constexpr,
-    FORMS: tl.constexpr,
+    pointer, x, places, SIZES: tl.constexpr, ALL_STRIDES: tl.constexpr, FORMS: tl.constexpr,
     I: tl.constexpr,
-):
+):  # fmt: skip
+    rows, columns, rows_in, columns_in = places
     STRIDES: tl.constexpr = ALL_STRIDES[I]
     FORM: tl.constexpr = FORMS[I]
     if FORM == "column":  # one number a row, made by a reduction

@@ -92,28 +92,23 @@ def window_kernel(
             h = top + r * WINDOW.DILATION_H
             w = left + s * WINDOW.DILATION_W
             there = inside & (h >= 0) & (h < WINDOW.HEIGHT) & (w >= 0) & (w < WINDOW.WIDTH)
+            tap = (n, c, h, w)
             if WINDOW.MEAN and BARE:
-                x = _load(x0, n, c, h, w, there, columns_in, 0, STRIDES, LAST, 0)
+                x = _load(x0, tap, there, columns_in, 0, STRIDES, LAST, 0)
                 made += x.to(tl.float32)
             elif WINDOW.MEAN:
-                x = _before(
-                    pointers, n, c, h, w, there, columns_in,
-                    FIRST, STRIDES, LAST,
-                )  # fmt: skip
+                x = _before(pointers, tap, there, columns_in, FIRST, STRIDES, LAST)
                 made += tl.where(there, x, 0.0)
             elif not BARE:
-                x = _before(
-                    pointers, n, c, h, w, there, columns_in,
-                    FIRST, STRIDES, LAST,
-                )  # fmt: skip
+                x = _before(pointers, tap, there, columns_in, FIRST, STRIDES, LAST)
                 x = tl.where(there, x, float("-inf"))
                 made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
             elif x0.dtype.element_ty == tl.int8:
                 # chosen apart: four bytes of a load become 0x80, 0xff, 0xff, 0xff for other=-128
-                x = _load(x0, n, c, h, w, there, columns_in, 0, STRIDES, LAST, 0).to(tl.int16)
+                x = _load(x0, tap, there, columns_in, 0, STRIDES, LAST, 0).to(tl.int16)
                 made = tl.maximum(made, tl.where(there, x, -128))
             else:
-                x = _load(x0, n, c, h, w, there, columns_in, float("-inf"), STRIDES, LAST, 0)
+                x = _load(x0, tap, there, columns_in, float("-inf"), STRIDES, LAST, 0)
                 x = x.to(made.dtype)
                 made = tl.maximum(made, x, propagate_nan=tl.PropagateNan.ALL)
     if WINDOW.MEAN:
@@ -123,74 +118,55 @@ def window_kernel(
             tall = _overlap(top, KERNEL_H, WINDOW.HEIGHT, WINDOW.PADDING_H, WINDOW.PADDED)
             wide = _overlap(left, KERNEL_W, WINDOW.WIDTH, WINDOW.PADDING_W, WINDOW.PADDED)
             made = made / (tall * wide).to(tl.float32)
+    place = (n, c, p, q)
     if len(THEN.OPS) == 0:
         y = made.to(y_pointer.dtype.element_ty)
     else:
         values = (made.to(tl.float32),)
         for i in tl.static_range(AFTER):
-            x = _load(
-                pointers[BEFORE + i],
-                n,
-                c,
-                p,
-                q,
-                inside,
-                columns_in,
-                0.0,
-                STRIDES,
-                LAST,
-                BEFORE + i,
-            )
+            read = pointers[BEFORE + i]
+            x = _load(read, place, inside, columns_in, 0.0, STRIDES, LAST, BEFORE + i)
             values = values + (x.to(tl.float32),)  # noqa: RUF005
         y = steps(values, THEN)
         y = cast(y, y_pointer.dtype.element_ty)
         y = tl.broadcast_to(y, [TILE_ROWS, TILE_COLUMNS])
-    places = _places(n, c, p, q, STRIDES, BEFORE + AFTER)
-    tl.store(y_pointer + places, y, mask=inside)
+    tl.store(y_pointer + _offsets(place, STRIDES, BEFORE + AFTER), y, mask=inside)
 
 
 @triton.jit
 def _before(
-    pointers, n, c, h, w, there, columns_in,
+    pointers, place, there, columns_in,
     FIRST: tl.constexpr, STRIDES: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The pixels at one tap of every window, in float32, after the steps before the pooling."""
     COUNT: tl.constexpr = FIRST.COUNT
     values = ()
     for i in tl.static_range(COUNT):
-        x = _load(pointers[i], n, c, h, w, there, columns_in, 0.0, STRIDES, LAST, i)
+        x = _load(pointers[i], place, there, columns_in, 0.0, STRIDES, LAST, i)
         values = values + (x.to(tl.float32),)  # noqa: RUF005
     return steps(values, FIRST)
 
 
 @triton.jit
-def _places(n, c, h, w, STRIDES: tl.constexpr, I: tl.constexpr):
+def _offsets(place, STRIDES: tl.constexpr, I: tl.constexpr):
+    n, c, h, w = place
     STEPS: tl.constexpr = STRIDES[I]
     return n * STEPS[0] + c * STEPS[1] + h * STEPS[2] + w * STEPS[3]
 
 
 @triton.jit
 def _load(
-    pointer,
-    n,
-    c,
-    h,
-    w,
-    there,
-    columns_in,
-    OTHER: tl.constexpr,
-    STRIDES: tl.constexpr,
-    LAST: tl.constexpr,
-    I: tl.constexpr,
-):
-    """Elements of a tensor; one row or one number where it has no more."""
+    pointer, place, there, columns_in, OTHER: tl.constexpr, STRIDES: tl.constexpr,
+    LAST: tl.constexpr, I: tl.constexpr,
+):  # fmt: skip
+    """Elements of a tensor at (n, c, h, w); one row or one number where it has no more."""
     STEPS: tl.constexpr = STRIDES[I]
     if STEPS[0] == 0 and STEPS[1] == 0 and STEPS[2] == 0 and STEPS[3] == 0:
         x = tl.load(pointer + tl.zeros([1, 1], tl.int32))
     elif LAST and STEPS[0] == 0 and STEPS[2] == 0 and STEPS[3] == 0:
-        x = tl.load(pointer + c * STEPS[1], mask=columns_in, other=OTHER)
+        x = tl.load(pointer + place[1] * STEPS[1], mask=columns_in, other=OTHER)
     else:
-        x = tl.load(pointer + _places(n, c, h, w, STRIDES, I), mask=there, other=OTHER)
+        x = tl.load(pointer + _offsets(place, STRIDES, I), mask=there, other=OTHER)
     return x
 
 

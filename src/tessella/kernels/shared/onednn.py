@@ -12,10 +12,12 @@ as they are).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
 # our activation → (oneDNN's name, its numbers, its variant)
@@ -39,6 +41,25 @@ PROBED = 64  # channels: oneDNN multiplies a few channels by other code, which i
 
 def has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def float_refusal(problem: Problem) -> str | None:
+    """Why oneDNN has no layer of floating numbers, convolution or linear, for the problem."""
+    vectors = () if problem.epilogue.bias is None else ("bias",)
+    if not has_onednn():
+        return "this torch was built without oneDNN"
+    if not all(map(problem.is_constant, ("weight", *vectors))):
+        return "weight and bias must be constants"
+    if problem.plain:
+        return problem.plain
+    types = {meta.dtype for meta in problem.given}
+    if types not in ({"float32"}, {"bfloat16"}):
+        return f"float32 or bfloat16 throughout, not {' and '.join(sorted(types))}"
+    if types == {"bfloat16"} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bfloat16 instructions"
+    if problem.epilogue.activation not in POST_OPS:
+        return f"activation {problem.epilogue.activation} is not fused"
+    return None
 
 
 def int8_refusal(problem: Problem) -> str | None:
@@ -116,6 +137,50 @@ def narrow_weight(weight: torch.Tensor, split: bool) -> torch.Tensor:
         return weight
     half = weight >> 1
     return torch.cat((half, weight - half), 1)
+
+
+Int8Layer = Callable[..., torch.Tensor]  # of what ``shifted`` made, and perhaps a residual
+
+
+def int8_layer(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    operators: Any,
+    weight: torch.Tensor,
+    geometry: Sequence[Any] = (),
+    *,
+    nothing: tuple[str | None, str | None],
+) -> Int8Layer:
+    """A layer whose weight is packed: scale, bias, residual, relu and rounding in one call.
+
+    Args:
+        operators: torch's, with ``default`` and, for a sum, ``binary``.
+        geometry: a convolution's.
+        nothing: how ``binary`` is told that there is neither an activation nor one's variant.
+    """
+    plain, summed = operators.default, operators.binary
+    scale, zeros = scales(problem, constants)
+    bias, ending = constants.get(2), problem.epilogue
+    stored, activation = getattr(torch, problem.output.dtype), problem.epilogue.activation
+
+    def layer(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is not None and stored == torch.int8:
+            into = residual.clone(memory_format=torch.preserve_format)  # it is overwritten
+            made: torch.Tensor = summed(
+                x, 1.0, SHIFT, weight, scale, zeros, into, bias, *geometry, 1.0, 0, stored,
+                ending.beta, 0, "sum", 1.0, activation or nothing[0], [], nothing[1],
+            )  # fmt: skip
+            return made
+        inside = activation if activation == "relu" and residual is None else None
+        made = plain(
+            x, 1.0, SHIFT, weight, scale, zeros, bias, *geometry, 1.0, 0, stored,
+            inside or "none", [], "",
+        )  # fmt: skip
+        if residual is None and inside == activation:
+            return made
+        return finish_(made, ending.of(residual=residual))
+
+    return layer
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:

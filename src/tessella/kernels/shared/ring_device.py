@@ -1,14 +1,23 @@
-"""Device code: where a role is in a ring of stages in shared memory."""
+"""Device code: a ring of stages in shared memory, its barriers, and where a role is in it."""
 
 from __future__ import annotations
 
-from tessella.device.hopper import gl, gluon
+from tessella.device.hopper import gl, gluon, mbarrier
 
 
 @gluon.constexpr_function
 def several(count, shape):
     """The shape of a buffer of so many tiles."""
     return [count, *shape]
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers in shared memory, each of which waits for so many arrivals a round."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -186,45 +187,17 @@ def bind(
 ) -> code.Launch:
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
-    isa = code.require_instructions()
-    x, y, residual = problem["input"], problem.output, problem.epilogue.residual
+    x = problem["input"]
     words = x.shape[1] * x.itemsize // WORD
     depth = words if depth is None else depth
-    panels = Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes)
-    if panels.overlap and depth != words:
+    tiles = _Tiles.of(problem, vectors, words=words, depth=depth)
+    if tiles.panels.overlap and depth != words:
         raise KernelError(
             "sums of a pass cannot wait where another panel's are",
-            seen=f"{y.shape[1]} channels by {vectors} vectors, {depth} words a pass",
+            seen=f"{problem.output.shape[1]} channels by {vectors} vectors, {depth} words a pass",
             fix="leave out depth",
         )
-    weight = _weight(constants[1], panels, depth)
-    bias = panels.laid_out(constants[2].float()) if 2 in constants else None
-    pixels = PIXELS[isa][vectors]
-    tiles = _Tiles(
-        isa=isa,
-        panels=panels,
-        pixels=pixels,
-        rest=math.prod(y.shape[2:]) % pixels,
-        size=x.itemsize,
-        words=words,
-        depth=depth,
-        taps=math.prod(problem["weight"].shape[2:]),
-        pitches=(pixel_bytes(y), None if residual is None else pixel_bytes(residual)),
-        has_bias=bias is not None,
-        activation=problem.epilogue.activation,
-    )
-    places, zeros = indirection(problem, constants[1], tiles.pixels), torch.zeros(tiles.words)
-    items = _items(problem, tiles, weight, bias, places)
-    _require_inside(problem, tiles, items, weight, bias, places)
-    table, made = code.Table(items, weight, bias, places, zeros), _machine_code(tiles)
-    beside = zeros.data_ptr()
-
-    def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
-        *residual, out = more
-        added = residual[0].data_ptr() if residual else 0
-        return x.data_ptr(), out.data_ptr(), added, beside
-
-    return code.Launch(made, table, numbers)
+    return tiles.bound(problem, constants, _weight(constants[1], tiles.panels, depth))
 
 
 def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:
@@ -275,80 +248,6 @@ def _places(problem: Problem, pixels: int) -> torch.Tensor:
     return torch.cat((tiles.reshape(-1), found[whole:].t().reshape(-1)))
 
 
-def _items(
-    problem: Problem,
-    tiles: _Tiles,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-) -> npt.NDArray[np.int64]:
-    """The table of the items that threads take one by one: some pixels of an image and some panels
-    of the weight.
-
-    A row: distances of the image, the result and the residual, addresses of the weight, the bias
-    and the places, how many tiles and panels, and whether pixels that make no whole tile follow.
-    """
-    x, y = problem["input"], problem.output
-    pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
-    result, residual = tiles.pitches
-    panels, panel_bytes = tiles.panels, weight[0].nbytes
-    some_tiles = BLOCK_PIXELS // tiles.pixels
-    blocks = math.ceil(pixels / (some_tiles * tiles.pixels))
-    together = max(1, min(len(weight), BLOCK_WEIGHT_BYTES // panel_bytes))
-    while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < FEW_ITEMS:
-        together = math.ceil(together / 2)
-    panel, some = np.array([*panels.together(together)], np.int64).T[..., None, None]
-    column = np.array(panels.begins, np.int64)[panel] * tiles.size
-    n = np.arange(y.shape[0])[:, None]
-    begin = np.arange(blocks) * some_tiles * tiles.pixels
-    count = np.minimum(some_tiles, (pixels - begin) // tiles.pixels)
-    has_rest = begin + count * tiles.pixels < pixels
-    has_rest[:-1] = False
-    row = (
-        n * image,
-        (n * pixels + begin) * result + column,
-        (n * pixels + begin) * (residual or 0) + column,
-        weight.data_ptr() + panel * panel_bytes,
-        0 if bias is None else bias.data_ptr() + panel * tiles.width * WORD,
-        places.data_ptr() + begin * tiles.taps * places.itemsize,
-        count,
-        some,
-        has_rest,
-    )
-    table = np.empty((len(panel), len(n), blocks, len(row)), np.int64)  # panels, images, blocks
-    for number, values in enumerate(row):
-        table[..., number] = values
-    return table.reshape(-1, len(row))
-
-
-def _require_inside(
-    problem: Problem,
-    tiles: _Tiles,
-    items: npt.NDArray[np.int64],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-) -> None:
-    """Refuse a table that leads out of a tensor, whoever wrote it."""
-    image, result, residual, panel, begin, place, count, panels, rest = torch.from_numpy(items).T
-    x, y, added = problem["input"], problem.output, problem.epilogue.residual
-    pixels = count * tiles.pixels + rest * tiles.rest
-    written = ((panels - 1) * tiles.width + tiles.panels.span) * tiles.size
-    reach = int(places.max()) + x.shape[1] * x.itemsize
-    code.require_inside("image", image, torch.full_like(image, reach), x.extent)
-    code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)
-    if added is not None:
-        spans = (pixels - 1) * pixel_bytes(added) + written
-        code.require_inside("residual", residual, spans, added.extent)
-    first = weight.data_ptr()
-    code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
-    if bias is not None:
-        spans = panels * tiles.width * WORD
-        code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
-    spans = pixels * tiles.taps * places.itemsize
-    code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
-
-
 # where things lie: the numbers of a call, of an item, and what a thread keeps on its stack
 CALL_IMAGE, CALL_RESULT, CALL_RESIDUAL, CALL_ZEROS = map(code.given, range(4))
 ITEM = range(0, 72, code.NUMBER)
@@ -359,36 +258,45 @@ POINTERS = ("rax", "rsi", "r8", "r9", "r10", "r11", "r14", "r15", "rbx")  # to a
 CACHE_LINE = 64
 
 
-def _kept(place: int) -> At:
-    return At(base="rsp", distance=place)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Tiles:
-    """Machine code for tiles of ``pixels`` by ``vectors``.
-
-    Sums are the first vectors; behind them are those of the weight and, as many as are left up to
-    two, of the image's numbers.
+class Tiles:
+    """Tiles of ``pixels`` by ``vectors``, and machine code for them; sums are the first vectors.
 
     Attributes:
         rest: pixels of an image that make no whole tile.
         size: of a number, in bytes.
-        words: of a pixel of the image; ``depth`` of them in a pass.
         taps: places of the filter.
         pitches: bytes from a pixel to the next: result, residual (None if there is none).
     """
+
+    DEPTHWISE: ClassVar[bool] = False  # a panel reads its own channels of the image, not all
 
     isa: InstructionSet
     panels: Panels
     pixels: int
     rest: int
     size: int
-    words: int
-    depth: int
     taps: int
     pitches: tuple[int, int | None]
     has_bias: bool
     activation: str | None
+
+    @classmethod
+    def of(cls, problem: Problem, vectors: int, **more: int) -> Self:
+        isa, y, residual = code.require_instructions(), problem.output, problem.epilogue.residual
+        pixels = PIXELS[isa][vectors]
+        return cls(
+            isa=isa,
+            panels=Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes),
+            pixels=pixels,
+            rest=math.prod(y.shape[2:]) % pixels,
+            size=y.itemsize,
+            taps=math.prod(problem["weight"].shape[2:]),
+            pitches=(pixel_bytes(y), None if residual is None else pixel_bytes(residual)),
+            has_bias=problem.epilogue.bias is not None,
+            activation=problem.epilogue.activation,
+            **more,
+        )
 
     @property
     def vectors(self) -> int:
@@ -398,6 +306,174 @@ class _Tiles:
     def width(self) -> int:
         """The channels of a tile, those counted twice that are computed twice."""
         return self.vectors * self.isa.lanes
+
+    def bound(
+        self, problem: Problem, constants: Mapping[int, torch.Tensor], weight: torch.Tensor
+    ) -> code.Launch:
+        """The code with its table of items, for a weight that is laid out by panels."""
+        bias = self.panels.laid_out(constants[2].float()) if 2 in constants else None
+        places = indirection(problem, constants[1], self.pixels)
+        zeros = torch.zeros(problem["input"].shape[1])
+        items = self._items(problem, weight, bias, places)
+        self._require_inside(problem, items, weight, bias, places)
+        table, made = code.Table(items, weight, bias, places, zeros), _machine_code(self)
+        beside = zeros.data_ptr()
+
+        def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
+            *residual, out = more
+            added = residual[0].data_ptr() if residual else 0
+            return x.data_ptr(), out.data_ptr(), added, beside
+
+        return code.Launch(made, table, numbers)
+
+    def _items(
+        self,
+        problem: Problem,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        places: torch.Tensor,
+    ) -> npt.NDArray[np.int64]:
+        """The table of the items that threads take one by one: some pixels of an image and some
+        panels of the weight.
+
+        A row: distances of the image, the result and the residual, addresses of the weight, the
+        bias and the places, how many tiles and panels, and whether pixels that make no whole tile
+        follow.
+        """
+        x, y = problem["input"], problem.output
+        pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
+        result, residual = self.pitches
+        panel_bytes = weight[0].nbytes
+        some_tiles = BLOCK_PIXELS // self.pixels
+        blocks = math.ceil(pixels / (some_tiles * self.pixels))
+        together = len(weight)
+        if not self.DEPTHWISE:
+            together = max(1, min(together, BLOCK_WEIGHT_BYTES // panel_bytes))
+        while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < FEW_ITEMS:
+            together = math.ceil(together / 2)
+        panel, some = np.array([*self.panels.together(together)], np.int64).T[..., None, None]
+        column = np.array(self.panels.begins, np.int64)[panel] * self.size
+        n = np.arange(y.shape[0])[:, None]
+        begin = np.arange(blocks) * some_tiles * self.pixels
+        count = np.minimum(some_tiles, (pixels - begin) // self.pixels)
+        has_rest = begin + count * self.pixels < pixels
+        has_rest[:-1] = False
+        row = (
+            n * image + (column if self.DEPTHWISE else 0),
+            (n * pixels + begin) * result + column,
+            (n * pixels + begin) * (residual or 0) + column,
+            weight.data_ptr() + panel * panel_bytes,
+            0 if bias is None else bias.data_ptr() + panel * self.width * WORD,
+            places.data_ptr() + begin * self.taps * places.itemsize,
+            count,
+            some,
+            has_rest,
+        )
+        table = np.empty((len(panel), len(n), blocks, len(row)), np.int64)
+        for number, values in enumerate(row):
+            table[..., number] = values
+        if self.DEPTHWISE:  # a block's panels one after another: they read the same pixels
+            table = table.transpose(1, 2, 0, 3)
+        return table.reshape(-1, len(row))
+
+    def _require_inside(
+        self,
+        problem: Problem,
+        items: npt.NDArray[np.int64],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        places: torch.Tensor,
+    ) -> None:
+        """Refuse a table that leads out of a tensor, whoever wrote it."""
+        table = torch.from_numpy(items).T
+        image, result, residual, panel, begin, place, count, panels, rest = table
+        x, y, added = problem["input"], problem.output, problem.epilogue.residual
+        pixels = count * self.pixels + rest * self.rest
+        written = ((panels - 1) * self.width + self.panels.span) * self.size
+        whole = torch.full_like(image, x.shape[1] * x.itemsize)
+        read = int(places.max()) + (written if self.DEPTHWISE else whole)
+        code.require_inside("image", image, read, x.extent)
+        code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)
+        if added is not None:
+            spans = (pixels - 1) * pixel_bytes(added) + written
+            code.require_inside("residual", residual, spans, added.extent)
+        first = weight.data_ptr()
+        code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
+        if bias is not None:
+            spans = panels * self.width * WORD
+            code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
+        spans = pixels * self.taps * places.itemsize
+        code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
+
+    def written(self, constants: Constants) -> Assembler:
+        """The code."""
+        raise NotImplementedError
+
+    def _begin_item(self, a: Assembler, kept_bytes: int) -> None:
+        """Room on the stack and the next item, to rbx; where its image and the zeros are, is kept.
+
+        rdi: the call.
+        """
+        a.enter()
+        a.subtract("rsp", kept_bytes)
+        code.take_item(a, "rbx", len(ITEM))
+        a.load("rax", CALL_IMAGE)
+        a.add_stored("rax", At(base="rbx", distance=IMAGE))
+        a.store(kept(BASE), "rax")
+        a.load("rcx", CALL_ZEROS)
+        a.subtract("rcx", "rax")
+        a.store(kept(ZEROS), "rcx")
+
+    def _end_items(self, a: Assembler, kept_bytes: int) -> None:
+        """The next item, and after the last the end."""
+        a.jump("next")
+        a.label("done")
+        a.add("rsp", kept_bytes)
+        a.leave()
+
+    def _address(self, a: Assembler, register: str, pixel: int) -> None:
+        """Where a pixel of the tile reads under the tap whose places rbp names."""
+        a.load_short(register, At(base="rbp", distance=4 * pixel))
+        a.load_if_negative(register, kept(ZEROS))
+        a.add_stored(register, kept(BASE))
+
+    def _begin_sums(self, a: Assembler, pixels: int, bias: str) -> None:
+        """The sums of a tile as they begin: zero, or the bias that a register points to."""
+        for i, (p, v) in enumerate(self._places(pixels)):
+            if p:
+                a.copy_vector(i, v)
+            elif self.has_bias:
+                a.load_vector(i, At(base=bias, distance=v * self.isa.vector_bytes))
+            else:
+                a.vector("vxorps", i, i, i)
+
+    def _places(self, pixels: int) -> list[tuple[int, int]]:
+        """The pixel and the vector of each sum."""
+        return [(p, v) for p in range(pixels) for v in range(self.vectors)]
+
+    def _store(self, a: Assembler, to: At, sums: int) -> None:
+        if self.size == WORD:
+            a.store_vector(to, sums)
+        else:
+            a.store_bfloat16(to, sums)
+
+
+def kept(place: int) -> At:
+    """What a thread keeps on its stack."""
+    return At(base="rsp", distance=place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tiles(Tiles):
+    """Tiles of sums over all channels of a pixel. Behind the sums are the vectors of the weight
+    and, as many as are left up to two, of the image's numbers.
+
+    Attributes:
+        words: of a pixel of the image; ``depth`` of them in a pass.
+    """
+
+    words: int
+    depth: int
 
     @property
     def _taken(self) -> int:
@@ -411,46 +487,35 @@ class _Tiles:
         rcx, rdx: where the weight is read, and how far the pixels.
         """
         a = Assembler(self.isa)
-        a.enter()
-        a.subtract("rsp", len(STACK) * code.NUMBER)
-        code.take_item(a, "rbx", len(ITEM))
-        a.store(_kept(OWN_ITEM), "rbx")
-        a.load("rax", CALL_IMAGE)
-        a.add_stored("rax", At(base="rbx", distance=IMAGE))
-        a.store(_kept(BASE), "rax")
-        a.load("rcx", CALL_ZEROS)
-        a.subtract("rcx", "rax")
-        a.store(_kept(ZEROS), "rcx")
+        self._begin_item(a, len(STACK) * code.NUMBER)
+        a.store(kept(OWN_ITEM), "rbx")
         for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS)):
             a.load("rax", At(base="rbx", distance=source))
-            a.store(_kept(place), "rax")
-        a.store_number(_kept(COLUMN), 0)
+            a.store(kept(place), "rax")
+        a.store_number(kept(COLUMN), 0)
         a.label("panel")
         for number in range(self.words // self.depth):
             self._pass(a, number, constants)
-        a.add_to_stored(_kept(COLUMN), self.width * self.size)
-        a.add_to_stored(_kept(LEFT_PANELS), -1)
+        a.add_to_stored(kept(COLUMN), self.width * self.size)
+        a.add_to_stored(kept(LEFT_PANELS), -1)
         a.jump_if("jne", "panel")
-        a.jump("next")
-        a.label("done")
-        a.add("rsp", len(STACK) * code.NUMBER)
-        a.leave()
+        self._end_items(a, len(STACK) * code.NUMBER)
         return a
 
     def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
         """All tiles of the item, and ``depth`` words of their pixels."""
         name = f"pass {number}"
-        a.load("rbx", _kept(OWN_ITEM))
+        a.load("rbx", kept(OWN_ITEM))
         for register, base, place in (
             ("r13", CALL_RESULT, RESULT),
             ("r12", CALL_RESIDUAL, RESIDUAL),
         ):
             a.load(register, base)
             a.add_stored(register, At(base="rbx", distance=place))
-            a.add_stored(register, _kept(COLUMN))
+            a.add_stored(register, kept(COLUMN))
         a.load("rbp", At(base="rbx", distance=PLACES))
         a.load("rax", At(base="rbx", distance=COUNT))
-        a.store(_kept(LEFT), "rax")
+        a.store(kept(LEFT), "rax")
         a.compare("rax", 0)
         a.jump_if("je", f"{name}, rest")
         a.label(f"{name}, tile")
@@ -458,52 +523,46 @@ class _Tiles:
         result, residual = self.pitches
         a.add("r13", self.pixels * result)
         a.add("r12", self.pixels * (residual or 0))
-        a.add_to_stored(_kept(LEFT), -1)
+        a.add_to_stored(kept(LEFT), -1)
         a.jump_if("jne", f"{name}, tile")
         a.label(f"{name}, rest")
         if self.rest:
-            a.load("rbx", _kept(OWN_ITEM))
+            a.load("rbx", kept(OWN_ITEM))
             a.load("rax", At(base="rbx", distance=HAS_REST))
             a.compare("rax", 0)
             a.jump_if("je", f"{name}, end")
             self._tile(a, f"{name}, rest", self.rest, number, constants)
         a.label(f"{name}, end")
-        a.add_to_stored(_kept(PANEL), self.taps * self.depth * self.width * WORD)
+        a.add_to_stored(kept(PANEL), self.taps * self.depth * self.width * WORD)
 
     def _tile(
         self, a: Assembler, name: str, pixels: int, number: int, constants: Constants
     ) -> None:
-        places = [(p, v) for p in range(pixels) for v in range(self.vectors)]
+        places = self._places(pixels)
         is_last = (number + 1) * self.depth == self.words
         if number == 0:
-            self._begin(a, places)
+            self._begin(a, pixels)
         for i, (p, v) in enumerate(places if number else ()):
             a.load_vector(i, self._of_result(p, v))
         for p, v in places if is_last else ():
             added = self._of_residual(p, v)
             if added is not None and self._column(v) % CACHE_LINE == 0:
                 a.prefetch(added)
-        a.load("rcx", _kept(PANEL))
-        a.store_number(_kept(TAPS), self.taps)
+        a.load("rcx", kept(PANEL))
+        a.store_number(kept(TAPS), self.taps)
         a.label(f"{name} tap")
         for p in range(pixels):
-            pointer = POINTERS[p]
-            a.load_short(pointer, At(base="rbp", distance=4 * p))
-            a.load_if_negative(pointer, _kept(ZEROS))
-            a.add_stored(pointer, _kept(BASE))
+            self._address(a, POINTERS[p], p)
         a.add("rbp", 4 * pixels)
         self._multiply(a, f"{name} channel", pixels, number)
-        a.add_to_stored(_kept(TAPS), -1)
+        a.add_to_stored(kept(TAPS), -1)
         a.jump_if("jne", f"{name} tap")
         if is_last:
             constants.begin(a)
         for i, (p, v) in enumerate(places):
             if is_last:
                 self._finish(a, i, p, v, constants)
-            if self.size == WORD:
-                a.store_vector(self._of_result(p, v), i)
-            else:
-                a.store_bfloat16(self._of_result(p, v), i)
+            self._store(a, self._of_result(p, v), i)
 
     def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
         """The pass's words of the tile's pixels under one tap."""
@@ -527,20 +586,14 @@ class _Tiles:
         a.compare("rdx", (number + 1) * self.depth * WORD)
         a.jump_if("jne", label)
 
-    def _begin(self, a: Assembler, places: list[tuple[int, int]]) -> None:
-        """Load the bias into the sums."""
+    def _begin(self, a: Assembler, pixels: int) -> None:
+        """The sums, which begin as the bias of the panel."""
         if self.has_bias:
-            a.load("rbx", _kept(OWN_ITEM))
+            a.load("rbx", kept(OWN_ITEM))
             a.load("rax", At(base="rbx", distance=BIAS))
             for _ in range(WORD // self.size):  # the column's distance in float32
-                a.add_stored("rax", _kept(COLUMN))
-        for i, (p, v) in enumerate(places):
-            if p:
-                a.copy_vector(i, v)
-            elif self.has_bias:
-                a.load_vector(i, At(base="rax", distance=v * self.isa.vector_bytes))
-            else:
-                a.vector("vxorps", i, i, i)
+                a.add_stored("rax", kept(COLUMN))
+        self._begin_sums(a, pixels, "rax")
 
     def _finish(
         self, a: Assembler, sums: int, pixel: int, vector: int, constants: Constants
@@ -568,7 +621,7 @@ class _Tiles:
 
 
 @functools.lru_cache(256)
-def _machine_code(tiles: _Tiles) -> code.MachineCode:
+def _machine_code(tiles: Tiles) -> code.MachineCode:
     """The machine code of some tiles, which is the same for all batch sizes and all weights.
 
     A convolution is bound in 0.8 ms with it, and in 2.0 where code is assembled for each.

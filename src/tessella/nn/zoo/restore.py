@@ -14,8 +14,15 @@ def load(checkpoint: Checkpoint, *, trust_code: bool = False) -> nn.Module:
 
     Raises:
         CorruptArtifact: the weights are not those of the network that the checkpoint names.
-        UsageError: the checkpoint brings code that is not trusted (see ``build``).
+        UsageError: the checkpoint brings code that is not trusted (see ``build``), or a network
+            that rounds.
     """
+    if checkpoint.is_quantized:
+        raise UsageError(
+            "this checkpoint's network rounds as its INT8 plan does, and is no plain module",
+            seen=checkpoint.path,
+            fix="compile it, or look into the checkpoint that its training began with",
+        )
     module = build(checkpoint.info.network, trust_code=trust_code)
     weights = checkpoint.weights()
     own = module.state_dict()

@@ -44,6 +44,21 @@ def dequantize(
     return (numbers * along(scale, input, axis)).to(getattr(torch, dtype))
 
 
+def quantize_weight(weight: Tensor, *, dtype: str, limit: float) -> tuple[Tensor, Tensor]:
+    """A weight [K, …] quantized, and the scale of each of its K output channels, float32.
+
+    Compiling and quantization-aware training round weights by this one function.
+
+    Args:
+        limit: the magnitude that the largest weight of a channel becomes.
+    """
+    weight = weight.detach()
+    largest = weight.flatten(1).abs().amax(1).double()
+    scale = (largest / limit).float()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return quantize(weight, scale, axis=0, dtype=dtype), scale
+
+
 def _shaped(
     input: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype
 ) -> Tensor:

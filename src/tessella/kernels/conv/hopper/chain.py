@@ -37,7 +37,8 @@ from tessella.device.launch import launch
 from tessella.device.machine import HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
-from tessella.kernels.conv.hopper.chain_device import Ending, Flow, Ring, convolve_twice
+from tessella.kernels.conv.hopper.chain_device import Flow, Ring, convolve_twice
+from tessella.kernels.epilogue.finish_device import Ending
 from tessella.kernels.epilogue.int8 import CLAMPS, MOST_PRODUCTS, is_small_scale, refusal, vectors
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem

@@ -37,6 +37,7 @@ from tessella.device.hopper import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector
 from tessella.kernels.epilogue.int8_device import by_channel, sorted_layout
+from tessella.kernels.shared.ring_device import barriers
 
 
 class Ring(NamedTuple):
@@ -68,19 +69,6 @@ class Flow(NamedTuple):
     RESIDUAL: bool
     UNSCALED: bool
     KEEP: bool
-
-
-class Ending(NamedTuple):
-    """What is done to a convolution's sums.
-
-    Attributes:
-        SMALL: int32 sums are at most 2^22.
-        FOLDED: scale and bias are ``int8.vectors``.
-    """
-
-    ACTIVATION: str | None
-    SMALL: bool
-    FOLDED: bool
 
 
 @gluon.jit
@@ -157,8 +145,6 @@ def _multiply(
     GROUP: gl.constexpr, RING: gl.constexpr, FLOW: gl.constexpr, FIRST: gl.constexpr,
     THEN: gl.constexpr,
 ):  # fmt: skip
-    ACTIVATION: gl.constexpr = FIRST.ACTIVATION
-    NEXT_ACTIVATION: gl.constexpr = THEN.ACTIVATION
     x_ring, x_full, x_empty = pixels
     a_ring, b_ring, w_full, w_empty = weights
     slots, landed, freed = held
@@ -213,10 +199,7 @@ def _multiply(
             slot = GROUP * RING.SLOTS + u % RING.SLOTS
             mbarrier.wait(landed.index(slot), (u // RING.SLOTS) & 1)
             staged = slots.index(slot)
-            _finish(
-                part, staged, first, chunk * CHUNK, beta,
-                FLOW.RESIDUAL, FLOW.UNSCALED, ACTIVATION, FIRST.SMALL, FIRST.FOLDED,
-            )  # fmt: skip
+            _finish(part, staged, first, chunk * CHUNK, beta, FLOW, FIRST)
             fence_async_shared()
             barrier()
             if FLOW.KEEP:
@@ -227,26 +210,14 @@ def _multiply(
         total = warpgroup_mma_wait(0, deps=(total,))
         store_wait(PENDING)  # the result before this one has left
         barrier()
-        _store_result(
-            total, y, results, second, row, GROUP * (OUT // WIDTH), 0,
-            NEXT_ACTIVATION, THEN.SMALL, THEN.FOLDED,
-        )  # fmt: skip
+        _store_result(total, y, results, second, row, GROUP * (OUT // WIDTH), 0, THEN)
         t += 1
     store_wait(0)
 
 
 @gluon.jit
 def _store_result(
-    total,
-    y,
-    results,
-    vectors,
-    row,
-    PLACE: gl.constexpr,
-    COLUMN: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    SMALL: gl.constexpr,
-    FOLDED: gl.constexpr,
+    total, y, results, vectors, row, PLACE: gl.constexpr, COLUMN: gl.constexpr, THEN: gl.constexpr
 ):
     """The result's columns from COLUMN on, in pieces: those of one fit a thread's registers."""
     ROWS: gl.constexpr = total.shape[0]
@@ -254,31 +225,19 @@ def _store_result(
     BESIDE: gl.constexpr = PLACE + HALF // y.block_type.shape[1]
     if total.shape[1] > y.block_type.shape[1]:
         left, right = total.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
-        _store_result(left, y, results, vectors, row, PLACE, COLUMN, ACTIVATION, SMALL, FOLDED)
-        _store_result(
-            right, y, results, vectors, row, BESIDE, COLUMN + HALF, ACTIVATION, SMALL, FOLDED
-        )
+        _store_result(left, y, results, vectors, row, PLACE, COLUMN, THEN)
+        _store_result(right, y, results, vectors, row, BESIDE, COLUMN + HALF, THEN)
     else:
         result = results.index(PLACE)
-        _finish(total, result, vectors, COLUMN, 1.0, False, True, ACTIVATION, SMALL, FOLDED)
+        ALONE: gl.constexpr = Flow(False, True, False)
+        _finish(total, result, vectors, COLUMN, 1.0, ALONE, THEN)
         fence_async_shared()
         barrier()
         store_tile(y, [row, COLUMN], result)
 
 
 @gluon.jit
-def _finish(
-    sums,
-    staged,
-    vectors,
-    channel,
-    beta,
-    RESIDUAL: gl.constexpr,
-    UNSCALED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    SMALL: gl.constexpr,
-    FOLDED: gl.constexpr,
-):
+def _finish(sums, staged, vectors, channel, beta, FLOW: gl.constexpr, ENDING: gl.constexpr):
     """The epilogue of sums whose first column is ``channel``, into shared memory."""
     scale, bias, channels = vectors
     EIGHT_BITS: gl.constexpr = staged.dtype == gl.int8
@@ -290,17 +249,13 @@ def _finish(
     s = channel_vector(scale, channel, channels, sums.shape[1], V)
     b = channel_vector(bias, channel, channels, sums.shape[1], V)
     added = None
-    if RESIDUAL:
+    if FLOW.RESIDUAL:
         added = staged.load(L)
     DTYPE: gl.constexpr = staged.dtype
-    if UNSCALED:
-        made = finish_tile(
-            sums, s, b, added, 1.0, 1.0, None, FOLDED, SMALL, False, ACTIVATION, DTYPE
-        )
+    if FLOW.UNSCALED:
+        made = finish_tile(sums, s, b, added, 1.0, 1.0, None, ENDING, DTYPE)
     else:
-        made = finish_tile(
-            sums, s, b, added, 1.0, beta, None, FOLDED, SMALL, False, ACTIVATION, DTYPE
-        )
+        made = finish_tile(sums, s, b, added, 1.0, beta, None, ENDING, DTYPE)
     staged.store(made)
 
 
@@ -335,26 +290,11 @@ def convolve_twice(
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, OUT, CHUNK], b.layout)
     slots = gl.allocate_shared_memory(x.dtype, [HELD, BM, CHUNK], between.layout)
     results = gl.allocate_shared_memory(y.dtype, [GROUPS * OUT // WIDTH, BM, WIDTH], y.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    freed = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=GROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=GROUPS)
-    for i in gl.static_range(HELD):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
+    pixels = (x_ring, barriers(BUFFERS, 1), barriers(BUFFERS, GROUPS))
+    weights = (a_ring, b_ring, barriers(STAGES, 1), barriers(STAGES, GROUPS))
+    held = (slots, barriers(HELD, 1), barriers(HELD, 1))
     fence_async_shared()
     barrier()
-    pixels = (x_ring, x_full, x_empty)
-    weights = (a_ring, b_ring, w_full, w_empty)
-    held = (slots, landed, freed)
     scale, bias, beta, next_scale, next_bias, between_channels, y_channels = epilogue
     first = (scale, bias, between_channels)
     second = (next_scale, next_bias, y_channels)

@@ -41,7 +41,7 @@ from tessella.kernels.conv.backward import (
     refusal,
 )
 from tessella.kernels.conv.hopper.implicit_gemm_tiles import Shape
-from tessella.kernels.shared.ring_device import stage_before
+from tessella.kernels.shared.ring_device import barriers, next_stage, stage_before
 from tessella.operations.problem import Problem
 
 DEPTH = 64  # channels of dy in a tile: 128 bytes, the widest swizzle
@@ -239,18 +239,19 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 
 
 @gluon.jit
-def _decode(
-    t, columns, nw, nh, nn,
-    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, SW: gl.constexpr,
-):  # fmt: skip
-    """Tile → (h mod stride, w mod stride, column block, n, h, w): columns fastest, classes last."""
+def _decode(t, tiles, box, SW: gl.constexpr):
+    """Tile → (h mod stride, w mod stride, column block, n, h, w): columns fastest, classes last.
+
+    ``box``: a descriptor that moves a tile's pixels.
+    """
+    columns, nw, nh, nn, _ = tiles
     column = t % columns
     t = t // columns
-    w0 = (t % nw) * BOX_W
+    w0 = (t % nw) * box.block_type.shape[2]
     t = t // nw
-    h0 = (t % nh) * BOX_H
+    h0 = (t % nh) * box.block_type.shape[1]
     t = t // nh
-    n0 = (t % nn) * BOX_N
+    n0 = (t % nn) * box.block_type.shape[0]
     cls = t // nn
     return cls // SW, cls % SW, column, n0, h0, w0
 
@@ -278,18 +279,20 @@ def _taps(
 
 @gluon.jit
 def _copy_in(
-    dy, weight, a_ring, b_ring, full, empty, size, tiles, STAGES: gl.constexpr,
-    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
+    dy, weight, ring, size, tiles, STAGES: gl.constexpr,
     SH: gl.constexpr, SW: gl.constexpr, R_STEP: gl.constexpr, S_STEP: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: for each tile, each tap and 64 channels of dy and of the weight."""
     K, P, Q, R, S, pad_h, pad_w, dil_h, dil_w, p_step, q_step = size
-    columns, nw, nh, nn, total = tiles
+    a_ring, b_ring, full, empty = ring
+    BOX_H: gl.constexpr = dy.block_type.shape[1]
+    BOX_W: gl.constexpr = dy.block_type.shape[2]
     DEPTH: gl.constexpr = dy.block_type.shape[3]
+    COLUMNS: gl.constexpr = weight.block_type.shape[2]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        a, b, column, n0, h0, w0 = _decode(t, columns, nw, nh, nn, BOX_N, BOX_H, BOX_W, SW)
+    for t in range(gl.program_id(0), tiles[4], gl.num_programs(0)):
+        a, b, column, n0, h0, w0 = _decode(t, tiles, dy, SW)
         r, p, nr = _taps(a, h0, P, R, pad_h, dil_h, p_step, BOX_H, SH, R_STEP)
         s0, q0, ns = _taps(b, w0, Q, S, pad_w, dil_w, q_step, BOX_W, SW, S_STEP)
         s = s0
@@ -302,9 +305,7 @@ def _copy_in(
             mbarrier.expect(ready, dy.block_type.nbytes + weight.block_type.nbytes)
             load_tile(dy, [n0, p, q, k], ready, a_ring.index(stage))
             load_tile(weight, [k, r * S + s, column * COLUMNS], ready, b_ring.index(stage))
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
             k += DEPTH
             done = k >= K
             k = gl.where(done, 0, k)
@@ -321,20 +322,22 @@ def _copy_in(
 
 @gluon.jit
 def _multiply(
-    dx, a_ring, b_ring, c_tile, full, empty, size, tiles, STAGES: gl.constexpr,
-    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
+    dx, ring, c_tile, size, tiles, STAGES: gl.constexpr,
     SH: gl.constexpr, SW: gl.constexpr, R_STEP: gl.constexpr, S_STEP: gl.constexpr,
     SWAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps. SWAP: channels are the product's rows, pixels its columns."""
     K, P, Q, R, S, pad_h, pad_w, dil_h, dil_w, p_step, q_step = size
-    columns, nw, nh, nn, total = tiles
-    ROWS: gl.constexpr = BOX_N * BOX_H * BOX_W
+    a_ring, b_ring, full, empty = ring
+    BOX_H: gl.constexpr = dx[0].block_type.shape[1]
+    BOX_W: gl.constexpr = dx[0].block_type.shape[2]
+    COLUMNS: gl.constexpr = dx[0].block_type.shape[3]
+    ROWS: gl.constexpr = dx[0].block_type.shape[0] * BOX_H * BOX_W
     DEPTH: gl.constexpr = a_ring.shape[4]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        a, b, column, n0, h0, w0 = _decode(t, columns, nw, nh, nn, BOX_N, BOX_H, BOX_W, SW)
+    for t in range(gl.program_id(0), tiles[4], gl.num_programs(0)):
+        a, b, column, n0, h0, w0 = _decode(t, tiles, dx[0], SW)
         _, _, nr = _taps(a, h0, P, R, pad_h, dil_h, p_step, BOX_H, SH, R_STEP)
         _, _, ns = _taps(b, w0, Q, S, pad_w, dil_w, q_step, BOX_W, SW, S_STEP)
         steps = nr * ns * ((K + DEPTH - 1) // DEPTH)
@@ -353,9 +356,7 @@ def _multiply(
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=i > 0)
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=steps > 0)
@@ -399,30 +400,12 @@ def _kernel(
     a_ring = gl.allocate_shared_memory(dy.dtype, [STAGES, BOX_N, BOX_H, BOX_W, DEPTH], dy.layout)
     b_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, DEPTH, 1, COLUMNS], weight.layout)
     c_tile = gl.allocate_shared_memory(dx[0].dtype, dx[0].block_type.shape, dx[0].layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1)
     fence_async_shared()
     barrier()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    dx, a_ring, b_ring, c_tile, full, empty, size, tiles, STAGES,
-                    BOX_N, BOX_H, BOX_W, COLUMNS, SH, SW, R_STEP, S_STEP, SWAP, LAYOUT,
-                ),
-            ),
-            (
-                _copy_in,
-                (
-                    dy, weight, a_ring, b_ring, full, empty, size, tiles, STAGES,
-                    BOX_N, BOX_H, BOX_W, COLUMNS, SH, SW, R_STEP, S_STEP,
-                ),
-            ),
-        ],
-        [1],
-        [REGISTERS],
-    )  # fmt: skip
+    ring = (a_ring, b_ring, full, empty)
+    gl.warp_specialize([
+        (_multiply, (dx, ring, c_tile, size, tiles, STAGES, SH, SW, R_STEP, S_STEP, SWAP, LAYOUT)),
+        (_copy_in, (dy, weight, ring, size, tiles, STAGES, SH, SW, R_STEP, S_STEP)),
+    ], [1], [REGISTERS])  # fmt: skip

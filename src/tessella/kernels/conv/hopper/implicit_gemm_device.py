@@ -42,6 +42,7 @@ from tessella.kernels.conv.hopper.walk_device import (
 from tessella.kernels.epilogue.finish_device import finish_tile
 from tessella.kernels.epilogue.gluon_device import channel_vector
 from tessella.kernels.epilogue.int8_device import sorted_layout
+from tessella.kernels.shared.ring_device import barriers
 
 
 class Product(NamedTuple):
@@ -61,14 +62,11 @@ class Product(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What is done to a tile's sums; constants of the compiler.
+    """What is done to a tile's sums; the last four as in ``finish_device.Ending``.
 
     Attributes:
         RESIDUAL: whether something is added.
         UNSCALED: alpha and beta are one.
-        SMALL: int32 sums are at most 2^22.
-        FOLDED: scale and bias are ``int8.folded``'s.
-        SIXTEEN_BITS: ``sixteen_bit.in_sixteen_bits``.
     """
 
     RESIDUAL: bool
@@ -110,7 +108,7 @@ def _multiply(
     epilogue,
     memory,
     slots,
-    barriers,
+    signals,
     geometry,
     grid,
     items,
@@ -122,9 +120,8 @@ def _multiply(
     ENDING: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = PRODUCT.LAYOUT
-    ACTIVATION: gl.constexpr = ENDING.ACTIVATION
     bias, scale, alpha, beta, gamma, K = epilogue
-    full, empty, landed, freed, turns = barriers
+    full, empty, landed, freed, turns = signals
     BM: gl.constexpr = TILE.BN * TILE.BH * TILE.BW
     ROWS: gl.constexpr = TILE.BCO if PRODUCT.SWAP else BM
     COLUMNS: gl.constexpr = BM if PRODUCT.SWAP else TILE.BCO
@@ -205,15 +202,9 @@ def _multiply(
             added = staged.load(FINAL)
         DTYPE: gl.constexpr = staged.dtype
         if ENDING.UNSCALED:
-            acc = finish_tile(
-                acc, factor, b, added, 1.0, 1.0, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.SIXTEEN_BITS, ACTIVATION, DTYPE,
-            )  # fmt: skip
+            acc = finish_tile(acc, factor, b, added, 1.0, 1.0, gamma, ENDING, DTYPE)
         else:
-            acc = finish_tile(
-                acc, factor, b, added, alpha, beta, gamma,
-                ENDING.FOLDED, ENDING.SMALL, ENDING.SIXTEEN_BITS, ACTIVATION, DTYPE,
-            )  # fmt: skip
+            acc = finish_tile(acc, factor, b, added, alpha, beta, gamma, ENDING, DTYPE)
         staged.store(acc)
         fence_async_shared()
         barrier()
@@ -301,27 +292,21 @@ def convolve(
     slots = gl.allocate_shared_memory(y.dtype, [SLOTS] + y.block_type.shape, y.layout)
     FULL: gl.constexpr = STAGES + (1 if RING.HELD > 0 else 0)  # the last: of held weights
     full = gl.allocate_shared_memory(gl.int64, [FULL, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    landed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
     if RING.HELD > 0:
         mbarrier.init(full.index(STAGES), count=RING.HELD)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
+    empty = barriers(STAGES, 1)
+    landed = barriers(SLOTS, 1)
+    freed = barriers(SLOTS, 1)
+    turns = barriers(2, 1)
     fence_async_shared()
     barrier()
     memory = (x_ring, w_ring)
-    barriers = (full, empty, landed, freed, turns)
+    signals = (full, empty, landed, freed, turns)
     if RING.GROUPS == 1:
         gl.warp_specialize([
-            (_multiply, (y, epilogue, memory, slots, barriers, geometry, grid, items, images, 0,
+            (_multiply, (y, epilogue, memory, slots, signals, geometry, grid, items, images, 0,
                          TILE, RING, PRODUCT, ENDING)),
             (load, (x, w, memory, full, empty, geometry, grid, items, group, TILE, RING, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, TILE, RING,
@@ -329,9 +314,9 @@ def convolve(
         ], [1, 1], [REGISTERS[1], REGISTERS[1]])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (y, epilogue, memory, slots, barriers, geometry, grid, items, images, 0,
+            (_multiply, (y, epilogue, memory, slots, signals, geometry, grid, items, images, 0,
                          TILE, RING, PRODUCT, ENDING)),
-            (_multiply, (y, epilogue, memory, slots, barriers, geometry, grid, items, images, 1,
+            (_multiply, (y, epilogue, memory, slots, signals, geometry, grid, items, images, 1,
                          TILE, RING, PRODUCT, ENDING)),
             (load, (x, w, memory, full, empty, geometry, grid, items, group, TILE, RING, CONSTANT)),
             (load_residual, (residual, slots, landed, freed, grid, items, TILE, RING,

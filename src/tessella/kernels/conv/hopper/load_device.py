@@ -26,8 +26,10 @@ from tessella.kernels.conv.hopper.walk_device import (
 
 
 @gluon.jit
-def _load_x(x, n0, h, w, c, full, stage, SH: gl.constexpr, SW: gl.constexpr):
+def _load_x(x, n0, h, w, c, full, stage, TILE: gl.constexpr):
     """One tap's pixels. A stride of two reads the view of x that has this row's parity."""
+    SH: gl.constexpr = TILE.SH
+    SW: gl.constexpr = TILE.SW
     if SH == 1 and SW == 1:
         load_tile(x[0], [h, n0, w, c], full, stage)
     else:
@@ -45,57 +47,36 @@ def _load_x(x, n0, h, w, c, full, stage, SH: gl.constexpr, SW: gl.constexpr):
 
 
 @gluon.jit
-def _load_w(w, k0, tap, c, full, stage, INTERLEAVE: gl.constexpr):
+def _load_w(w, k0, tap, c, full, stage, TILE: gl.constexpr):
     """One tap's weights; INTERLEAVE: with output channels in the order that the epilogue wants."""
-    if INTERLEAVE > 1:
-        load_tile(w, [k0 // (8 * INTERLEAVE), 0, 0, tap, c], full, stage)
+    if TILE.INTERLEAVE > 1:
+        load_tile(w, [k0 // (8 * TILE.INTERLEAVE), 0, 0, tap, c], full, stage)
     else:
         load_tile(w, [k0, tap, c], full, stage)
 
 
 @gluon.jit
-def _load_weights(
-    x,
-    w,
-    w_ring,
-    ready,
-    i,
-    k0,
-    r,
-    s,
-    c,
-    S,
-    TAPS: gl.constexpr,
-    INTERLEAVE: gl.constexpr,
-):
+def _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TILE: gl.constexpr):
     """A stage's weights, and word of all bytes that it will get."""
+    TAPS: gl.constexpr = TILE.TAPS
     if TAPS == 1:
         mbarrier.expect(ready, x[0].block_type.nbytes + w.block_type.nbytes)
-        _load_w(w, k0, r * S + s, c, ready, w_ring.index(i), INTERLEAVE)
+        _load_w(w, k0, r * S + s, c, ready, w_ring.index(i), TILE)
     else:  # x[1] describes the rows below the tile that its last taps reach
         BYTES: gl.constexpr = (
             x[0].block_type.nbytes + x[1].block_type.nbytes + TAPS * w.block_type.nbytes
         )
         mbarrier.expect(ready, BYTES)
         for t in gl.static_range(TAPS):
-            _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), INTERLEAVE)
+            _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), TILE)
 
 
 @gluon.jit
-def _load_held(
-    w,
-    w_ring,
-    ready,
-    k0,
-    chunks,
-    BK: gl.constexpr,
-    HELD: gl.constexpr,
-    INTERLEAVE: gl.constexpr,
-):
+def _load_held(w, w_ring, ready, k0, chunks, TILE: gl.constexpr, RING: gl.constexpr):
     """All weights of a tile's output channels: taps, and the chunks of each."""
-    for i in range(HELD):
+    for i in range(RING.HELD):
         mbarrier.expect(ready, w.block_type.nbytes)
-        _load_w(w, k0, i // chunks, i % chunks * BK, ready, w_ring.index(i), INTERLEAVE)
+        _load_w(w, k0, i // chunks, i % chunks * TILE.BK, ready, w_ring.index(i), TILE)
 
 
 @gluon.jit
@@ -131,17 +112,13 @@ def load(
         if not CONSTANT:
             wait_for_dependencies()
         k0 = channel(k, grid, TILE.BCO)
-        _load_held(
-            w, w_ring, full.index(RING.STAGES), k0, chunks, TILE.BK, RING.HELD, TILE.INTERLEAVE
-        )
+        _load_held(w, w_ring, full.index(RING.STAGES), k0, chunks, TILE, RING)
     elif CONSTANT:
         steps, r, s, c, s_low, s_high = terms(p, q, grid, geometry, TILE)
         early = gl.minimum(steps, RING.STAGES)
         for i in range(early):
             k0 = channel(k, grid, TILE.BCO)
-            _load_weights(
-                x, w, w_ring, full.index(i), i, k0, r, s, c, S, TILE.TAPS, TILE.INTERLEAVE
-            )
+            _load_weights(x, w, w_ring, full.index(i), i, k0, r, s, c, S, TILE)
             r, s, c = next_step(r, s, c, s_low, s_high, C, TILE.BK)
     wait_for_dependencies()
     g = 0
@@ -158,11 +135,9 @@ def load(
             if RING.HELD > 0:
                 _expect_pixels(x, ready, TILE.TAPS)
             elif g >= early:
-                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TILE.TAPS, TILE.INTERLEAVE)
+                _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TILE)
             if TILE.TAPS == 1:
-                _load_x(
-                    x, n * TILE.BN, h_at, w_at, c0 + c, ready, x_ring.index(i), TILE.SH, TILE.SW
-                )
+                _load_x(x, n * TILE.BN, h_at, w_at, c0 + c, ready, x_ring.index(i), TILE)
             else:
                 top = x_ring.index(i * (TILE.BH + TILE.TAPS - 1))
                 top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)

@@ -44,7 +44,7 @@ from tessella.kernels.conv.backward import (
     refusal,
 )
 from tessella.kernels.conv.hopper.implicit_gemm_tiles import Shape
-from tessella.kernels.shared.ring_device import stage_before
+from tessella.kernels.shared.ring_device import barriers, next_stage, stage_before
 from tessella.operations.problem import Problem
 
 
@@ -265,10 +265,11 @@ def _part(total, boxes, splits):
 
 @gluon.jit
 def _copy_in(
-    dy, x, a_ring, b_ring, full, empty, size, work, STAGES: gl.constexpr, PANELS: gl.constexpr,
+    dy, x, ring, size, work, STAGES: gl.constexpr, PANELS: gl.constexpr,
     SH: gl.constexpr, SW: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: for each unit, a box of dy and the boxes of x under PANELS columns."""
+    a_ring, b_ring, full, empty = ring
     S, pad_h, pad_w, dil_h, dil_w = size
     total, boxes, splits, nw, nh, rows, panels, c_panels = work
     BOX_N: gl.constexpr = dy.block_type.shape[0]
@@ -307,20 +308,17 @@ def _copy_in(
                         x[v], at, ready, b_ring.index(stage * PANELS + j),
                         pred=here & (view == v),
                     )  # fmt: skip
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _multiply(
-    parts, a_ring, b_ring, full, empty, work, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, PIXELS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _multiply(parts, ring, work, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
     """The multiplying warps: the sum of each tile of this block goes to its slot of the parts."""
-    total = work[0]
-    boxes = work[1]
-    splits = work[2]
+    a_ring, b_ring, full, empty = ring
+    total, boxes, splits, _, _, _, _, _ = work
+    ROWS: gl.constexpr = a_ring.shape[4]
+    PIXELS: gl.constexpr = b_ring.shape[1]
+    COLUMNS: gl.constexpr = b_ring.shape[2]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     stage = gl.to_tensor(0)
@@ -336,9 +334,7 @@ def _multiply(
             acc = warpgroup_mma_wait(1, deps=(acc,))
             barrier()  # the product before this one is finished in all warps: its tiles are free
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=i > first)
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
         mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
@@ -375,27 +371,14 @@ def _kernel(
         swizzle_byte_width=2 * WIDTH, element_bitwidth=16, rank=2
     )
     b_wide = reinterpret(b_ring, x[0].dtype, [STAGES, PIXELS, COLUMNS], wide)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1)
     fence_async_shared()
     barrier()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    parts, a_ring, b_wide, full, empty, work,
-                    STAGES, ROWS, COLUMNS, PIXELS, LAYOUT,
-                ),
-            ),
-            (_copy_in, (dy, x, a_ring, b_ring, full, empty, size, work, STAGES, PANELS, SH, SW)),
-        ],
-        [1],
-        [REGISTERS],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (_multiply, (parts, (a_ring, b_wide, full, empty), work, STAGES, LAYOUT)),
+        (_copy_in, (dy, x, (a_ring, b_ring, full, empty), size, work, STAGES, PANELS, SH, SW)),
+    ], [1], [REGISTERS])  # fmt: skip
 
 
 @triton.jit

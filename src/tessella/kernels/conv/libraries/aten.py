@@ -25,8 +25,6 @@ def fits(problem: Problem) -> str | None:
     added = (epilogue.bias, epilogue.residual, epilogue.scale)
     if any(t is not None and t.dtype not in TYPES for t in added):
         return "the epilogue's tensors must be floating"
-    if isinstance(problem.attrs["padding"], str):
-        return "padding must be numbers"
     if x.format != "strided" and not x.has(problem.output.format):
         return f"keeps the format, cannot make {problem.output.format}"
     return None

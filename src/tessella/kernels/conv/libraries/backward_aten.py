@@ -21,8 +21,6 @@ def fits(problem: Problem) -> str | None:
         return f"floating-point operands of one type, not {' × '.join(types)}"
     if problem.output.dtype != grad:
         return f"makes {grad}, not {problem.output.dtype}"
-    if isinstance(problem.attrs["padding"], str):
-        return "padding must be numbers"
     if problem.output.format == "strided":
         return "makes contiguous or channels_last"
     return None

@@ -12,29 +12,18 @@ import torch
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries.aten import window
-from tessella.kernels.shared.onednn import POST_OPS, has_onednn
+from tessella.kernels.shared.onednn import POST_OPS, float_refusal
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
 
 def fits(problem: Problem) -> str | None:
-    x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
-    if not has_onednn():
-        return "this torch was built without oneDNN"
-    vectors = () if epilogue.bias is None else ("bias",)
-    if not all(map(problem.is_constant, ("weight", *vectors))):
-        return "weight and bias must be constants"
-    if problem.plain:
-        return problem.plain
-    if {t.dtype for t in problem.inputs if t is not None} not in ({"float32"}, {"bfloat16"}):
-        return f"float32 or bfloat16 throughout, not {x.dtype} × {weight.dtype}"
-    if x.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "this CPU has no bfloat16 instructions"
+    if refused := float_refusal(problem):
+        return refused
+    residual = problem.epilogue.residual
     if problem.output.format != "channels_last":
         return "makes channels_last"
-    if epilogue.activation not in POST_OPS:
-        return f"activation {epilogue.activation} is not fused"
-    if epilogue.residual is not None and not epilogue.residual.has("channels_last"):
+    if residual is not None and not residual.has("channels_last"):
         return "the residual must be channels_last"
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -11,13 +11,13 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries.aten import window
 from tessella.kernels.shared.onednn import (
     SHIFT,
+    int8_layer,
     int8_refusal,
     must_split,
     narrow_weight,
     scales,
     shifted,
 )
-from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
 
@@ -29,11 +29,8 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    geometry, ending = window(problem), problem.epilogue
-    groups = geometry[3]
-    activation, beta = ending.activation, ending.beta
-    scale, zeros = scales(problem, constants)
-    bias = constants.get(2)
+    geometry = window(problem)
+    groups, scale = geometry[3], scales(problem, constants)[0]
     split = must_split(constants[1])
     images, channels, *size = problem["input"].shape
     shape = [images, 2 * channels if split else channels, *size]
@@ -45,38 +42,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         ),
         layout=onednn_layout,
     )
+    operators = torch.ops.onednn.qconv2d_pointwise
+    layer = int8_layer(problem, constants, operators, weight, geometry, nothing=(None, None))
 
-    def given(x: torch.Tensor) -> torch.Tensor:
-        return shifted(_twice(x, groups) if split else x)
+    def convolve(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return layer(shifted(_twice(x, groups) if split else x), residual)
 
-    stored = getattr(torch, problem.output.dtype)
-    small = stored == torch.int8
-    inside = activation if small or ending.residual is None else None
-    inside = inside if inside == "relu" else None
-    plain: Callable[..., torch.Tensor] = torch.ops.onednn.qconv2d_pointwise.default
-    summed: Callable[..., torch.Tensor] = torch.ops.onednn.qconv2d_pointwise.binary
-
-    def convolve(x: torch.Tensor) -> torch.Tensor:
-        made = plain(
-            given(x), 1.0, SHIFT, weight, scale, zeros, bias, *geometry, 1.0, 0, stored,
-            inside or "none", [], "",
-        )  # fmt: skip
-        return made if inside == activation else finish_(made, ending.of())
-
-    def convolve_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if not small:
-            made = plain(
-                given(x), 1.0, SHIFT, weight, scale, zeros, bias, *geometry, 1.0, 0, stored,
-                "none", [], "",
-            )  # fmt: skip
-            return finish_(made, ending.of(residual=residual))
-        into = residual.clone(memory_format=torch.preserve_format)  # it is overwritten
-        return summed(
-            given(x), 1.0, SHIFT, weight, scale, zeros, into, bias, *geometry, 1.0, 0, stored,
-            beta, 0, "sum", 1.0, inside, [], None,
-        )  # fmt: skip
-
-    return convolve if ending.residual is None else convolve_add
+    return convolve
 
 
 def _twice(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -73,10 +73,12 @@ def _sum_parts(y, GATHER: gl.constexpr):
 
 @gluon.jit
 def _store_rows(
-    made, y, i, first, k0, sizes, y_strides, epilogue,
-    ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr,
+    left, right, y, i, first, k0, sizes, y_strides, epilogue,
+    ACTIVATION: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Row i of the tiles' outputs, made [k, 2 t]: two neighbours a tile."""
+    """Row i of the tiles' outputs: two neighbours a tile, whose parts [parts, t, k] are added."""
+    both = gl.join(_sum_parts(left, GATHER), _sum_parts(right, GATHER)).permute((1, 0, 2))
+    made = both.reshape([both.shape[0], both.shape[1] * 2])
     T, K, P, Q, tiles_h, tiles_w = sizes
     yn, yk, yp, yq = y_strides
     bias, residual, scale, rn, rk, rp, rq, alpha, beta = epilogue
@@ -212,21 +214,6 @@ def convolve_fma(
             y10 += bottom * leftmost * product
             y11 += bottom * rightmost * product
             product = gl.zeros([SPLIT, BLOCK_T, BLOCK_K], gl.float32, layout=LAYOUT)
-    rows = (
-        gl.join(_sum_parts(y00, GATHER), _sum_parts(y01, GATHER))
-        .permute((1, 0, 2))
-        .reshape([BLOCK_K, BLOCK_T * 2])
-    )
-    _store_rows(
-        rows, y, 0, first, k0, (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue,
-        ACTIVATION, OUT,
-    )  # fmt: skip
-    rows = (
-        gl.join(_sum_parts(y10, GATHER), _sum_parts(y11, GATHER))
-        .permute((1, 0, 2))
-        .reshape([BLOCK_K, BLOCK_T * 2])
-    )
-    _store_rows(
-        rows, y, 1, first, k0, (T, K, P, Q, tiles_h, tiles_w), y_strides, epilogue,
-        ACTIVATION, OUT,
-    )  # fmt: skip
+    outs = (T, K, P, Q, tiles_h, tiles_w)
+    _store_rows(y00, y01, y, 0, first, k0, outs, y_strides, epilogue, ACTIVATION, GATHER, OUT)
+    _store_rows(y10, y11, y, 1, first, k0, outs, y_strides, epilogue, ACTIVATION, GATHER, OUT)

@@ -253,35 +253,12 @@ def _multiply(plan: _Plan, v: torch.Tensor, u: torch.Tensor, m: torch.Tensor) ->
     common: dict[str, Any] = {**blocks, "BLOCK_D": config["block_d"], "num_warps": config["warps"]}
     if plan.fma:
         warps_j = min(config["warps"], max(1, config["block_j"] // 64))
-        warps_i = config["warps"] // warps_j
-        launch(
-            multiply_fma,
-            grid,
-            a,
-            b,
-            m,
-            i,
-            j,
-            plan.channels,
-            **common,
-            STAGES=config["stages"],
-            WARPS_I=warps_i,
-        )
+        kernel, own = multiply_fma, {"WARPS_I": config["warps"] // warps_j}
+        own["STAGES"] = config["stages"]
     else:
-        precision = "tf32" if plan.tf32 else "ieee"
-        launch(
-            multiply,
-            grid,
-            a,
-            b,
-            m,
-            i,
-            j,
-            DEPTH=plan.channels,
-            **common,
-            PRECISION=precision,
-            num_stages=config["stages"],
-        )
+        kernel, own = multiply, {"PRECISION": "tf32" if plan.tf32 else "ieee"}
+        own["num_stages"] = config["stages"]
+    launch(kernel, grid, a, b, m, i, j, DEPTH=plan.channels, **common, **own)
 
 
 def _transform_back(

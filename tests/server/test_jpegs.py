@@ -1,0 +1,231 @@
+"""JPEG files that are decoded together beside the engine: the host's answers, each its own file.
+
+Here the host plays the GPU; ``tests/gpu/test_pictures.py`` has the real one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tessella.core.errors import InputError, KernelError, ServeError, UsageError
+from tessella.core.jpeg import Frame
+from tessella.server import Server
+from tessella.server.jpegs import MOST_TOGETHER, JpegQueue, decoder_for, frames_of
+from tests.support.engines import RECORD, Scores, expected_scores, repository
+from tests.support.plans.linear import linear_plan
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parents[2]
+
+
+def jpeg(seed: int, shape: tuple[int, ...] = (13, 21, 3)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def damaged(seed: int) -> bytes:
+    """A file whose header is sound, and that whoever decodes here will refuse."""
+    return jpeg(seed)[:-2] + b"damaged\xff\xd9"
+
+
+class Decoding:
+    """The host's pixels; and how many files it was given at a time."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+        self.sizes.append(len(files))
+        assert self.may_go.wait(30)
+        if any(b"damaged" in content for content in files):
+            raise KernelError("nvJPEG cannot decode a picture of this batch", seen="status 5")
+        sizes = [Image.open(io.BytesIO(content)).size[::-1] for content in files]
+        assert [frame[:2] for frame in frames] == sizes
+        return np.stack([RECORD(content) for content in files])
+
+
+def in_words(http: httpx.Client, content: bytes) -> httpx.Response:
+    return http.post("/v2/models/flowers/classify?top=4", content=content)
+
+
+def is_right(answer: httpx.Response, content: bytes) -> bool:
+    (found,) = answer.json()["predictions"]
+    scores = [one["score"] for one in sorted(found, key=lambda one: one["index"])]
+    return np.allclose(scores, expected_scores(RECORD(content)[None])[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def decoding() -> Decoding:
+    return Decoding()
+
+
+@pytest.fixture
+def http(decoding: Decoding) -> Iterator[httpx.Client]:
+    models = repository({"flowers": Scores()}, decoder_for=lambda engine: decoding)
+    with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def test_files_that_wait_are_decoded_together(http: httpx.Client, decoding: Decoding) -> None:
+    decoding.may_go.clear()
+    files = [jpeg(seed, (10 + seed, 12, 3)) for seed in range(12)]
+    with ThreadPoolExecutor(12) as clients:
+        answers = list(clients.map(lambda content: _posted(http, content, decoding), files))
+    assert all(is_right(*pair) for pair in zip(answers, files, strict=True))
+    assert sum(decoding.sizes) == 12
+    assert len(decoding.sizes) <= 3, "the first went alone, and the others have waited for it"
+    stages = answers[-1].headers["server-timing"]
+    assert float(stages.split("decode;dur=")[1].split(",")[0]) > 0
+
+
+def _posted(http: httpx.Client, content: bytes, decoding: Decoding) -> httpx.Response:
+    threading.Timer(0.5, decoding.may_go.set).start()
+    return in_words(http, content)
+
+
+def test_a_damaged_file_fails_alone(http: httpx.Client, decoding: Decoding) -> None:
+    decoding.may_go.clear()
+    files = [jpeg(0), damaged(1), jpeg(2), damaged(3)]
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda content: _posted(http, content, decoding), files))
+    assert [answer.status_code for answer in answers] == [200, 400, 200, 400]
+    assert "cannot be decoded" in answers[1].json()["error"]
+    assert is_right(answers[0], files[0])
+    assert is_right(answers[2], files[2])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "cut", "progressive", "turned"])
+def test_what_no_gpu_decodes_is_the_hosts(
+    http: httpx.Client, decoding: Decoding, kind: str
+) -> None:
+    out, picture = io.BytesIO(), Image.open(io.BytesIO(jpeg(5)))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    given = {"progressive": {"progressive": True}, "turned": {"exif": exif}}
+    picture.save(out, "PNG" if kind == "PNG" else "JPEG", **given.get(kind, {}))
+    content = out.getvalue()[: -40 if kind == "cut" else None]
+    answer = in_words(http, content)
+    if kind == "cut":
+        assert answer.status_code == 400
+    else:
+        assert is_right(answer, content)
+    assert decoding.sizes == []
+
+
+def test_no_more_wait_than_may() -> None:
+    decoding, told = Decoding(), list[object]()
+    decoding.may_go.clear()
+    queue = JpegQueue(decoding, most_waiting=2)
+    content = jpeg(1)
+    frames = frames_of([content])
+    assert frames is not None
+    queue.submit([content], frames, lambda *result: told.append(result))
+    while not decoding.sizes:
+        pass
+    for _ in range(2):
+        queue.submit([content], frames, lambda *result: told.append(result))
+    with pytest.raises(ServeError, match="too many pictures") as refused:
+        queue.submit([content], frames, lambda *result: told.append(result))
+    assert refused.value.status == 503
+    decoding.may_go.set()
+    queue.close()
+    assert len(told) == 3
+    with pytest.raises(ServeError):
+        queue.submit([content], frames, print)
+
+
+def test_a_large_request_is_decoded_alone() -> None:
+    decoding, told = Decoding(), list[np.ndarray]()
+    decoding.may_go.clear()
+    queue = JpegQueue(decoding, most_waiting=9)
+    content = jpeg(1)
+    for count in (1, 2, MOST_TOGETHER + 5, 3):
+        frames = frames_of([content] * count)
+        assert frames is not None
+        queue.submit([content] * count, frames, lambda made, *_: told.append(made))
+        while not decoding.sizes:
+            pass
+    decoding.may_go.set()
+    queue.close()
+    assert decoding.sizes == [1, 2, MOST_TOGETHER + 5, 3]
+    assert [len(made) for made in told] == [1, 2, MOST_TOGETHER + 5, 3]
+
+
+def test_only_a_gpu_decodes() -> None:
+    engine: Any = Scores()
+    engine.device = torch.device("cpu")
+    with pytest.raises(UsageError, match="only a GPU decodes"):
+        decoder_for("gpu")(engine)
+    with pytest.raises(UsageError, match="host or the gpu"):
+        decoder_for("cpu")  # type: ignore[arg-type]
+
+
+# What the engine's process of the next test imports first: the host plays the GPU there, too.
+CUSTOM = """
+from tessella.server import jpegs, repository
+
+def host_plays(engine):
+    from tests.server.test_jpegs import Decoding
+    return Decoding()
+jpegs.gpu_decodes = host_plays
+repository.is_gpu = lambda target: True  # engines have threads, as beside a GPU
+repository.PageLocked = lambda samples: None
+"""
+
+
+def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
+    plan = linear_plan().save(tmp_path / "flowers.plan")
+    (tmp_path / "sitecustomize.py").write_text(CUSTOM)
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT / "src", ROOT)))
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.plans.linear", str(plan), "2", json.dumps({}), "gpu"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as clients:
+            files = [damaged(n) if n % 7 == 3 else jpeg(n, (9 + n, 14, 3)) for n in range(32)]
+            answers = list(clients.map(lambda content: in_words(http, content), files))
+        for n, (answer, content) in enumerate(zip(answers, files, strict=True)):
+            assert answer.status_code == (400 if n % 7 == 3 else 200), answer.text
+            assert n % 7 == 3 or is_right(answer, content)
+        assert "cannot be decoded" in answers[3].json()["error"]
+        whole = answers[0].headers["server-timing"]
+        assert float(whole.split("decode;dur=")[1].split(",")[0]) > 0
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+
+
+def test_errors_are_the_clients() -> None:
+    """A damaged file is told as the client's fault, through both kinds of server."""
+    queue = JpegQueue(Decoding(), most_waiting=2)
+    told: list[Exception | None] = []
+    frames = frames_of([damaged(1)])
+    assert frames is not None
+    queue.submit([damaged(1)], frames, lambda made, error, ns: told.append(error))
+    queue.close()
+    assert isinstance(told[0], InputError)
