@@ -6,10 +6,14 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import cv2
 import httpx
 import numpy as np
 import pytest
@@ -18,16 +22,25 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from tessella.core.errors import InputError, ServeError
+from tessella.core.spec import TensorSpec
 from tessella.server import Doors, Limits, Server
-from tessella.server.shared_memory import MOST_REGIONS, Place, Regions
-from tests.support.engines import Pair, Scores, expected_scores, repository
+from tessella.server.shared_memory import BRIEF_BYTES, MOST_REGIONS, Place, Regions
+from tests.support.engines import (
+    BATCH,
+    LABELS,
+    FakeEngine,
+    Pair,
+    Scores,
+    expected_scores,
+    repository,
+)
 
 IMAGES = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    models = repository({"flowers": Scores(), "pair": Pair()})
+    models = repository({"flowers": Scores(), "pair": Pair(), "long": Long()})
     with Server(models, doors=Doors(grpc_port=0, shared_memory=True)) as running:
         yield running
 
@@ -74,6 +87,163 @@ def test_a_real_client(server: Server, key: str, kind) -> None:
                 client.get_system_shared_memory_status("both")
         finally:
             shared_memory.destroy_shared_memory_region(handle)
+
+
+LONG = 400_000  # elements of a sample: more than what is copied in the event loop
+
+
+class Long(FakeEngine):
+    """Twice a long vector, and how many of as many flags are set."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            (
+                TensorSpec(name="values", dtype="float32", shape=(BATCH, LONG)),
+                TensorSpec(name="flags", dtype="bool", shape=(BATCH, 4 * LONG)),
+            ),
+            (
+                TensorSpec(name="twice", dtype="float32", shape=(BATCH, LONG)),
+                TensorSpec(name="set", dtype="int64", shape=(BATCH, 1)),
+            ),
+        )
+
+    def compute(self, values: np.ndarray, flags: np.ndarray) -> dict[str, np.ndarray]:
+        return {"twice": 2 * values, "set": flags.sum(axis=1, keepdims=True)}
+
+
+class Large:
+    """A region with both inputs of ``Long`` and room for its longer output, and what is asked."""
+
+    def __init__(self, http: httpx.Client, key: str) -> None:
+        rng = np.random.default_rng(2)
+        self.values = rng.normal(size=(1, LONG)).astype(np.float32)
+        self.flags = rng.integers(0, 2, (1, 4 * LONG), np.uint8)
+        size = self.values.nbytes
+        self.memory = SharedMemory(key.removeprefix("/"), create=True, size=3 * size)
+        self.memory.buf[:size] = self.values.tobytes()
+        self.memory.buf[size : 2 * size] = self.flags.tobytes()
+        self.http, self.key, self.size = http, key, size
+        self.register()
+
+    def register(self) -> None:
+        asked = {"key": self.key, "byte_size": 3 * self.size}
+        root = "/v2/systemsharedmemory"
+        self.http.post(f"{root}/unregister").raise_for_status()
+        self.http.post(f"{root}/region/large/register", json=asked).raise_for_status()
+
+    def ask(self) -> httpx.Response:
+        def place(n: int) -> dict[str, object]:
+            told = {"region": "large", "offset": n * self.size, "byte_size": self.size}
+            return {f"shared_memory_{name}": value for name, value in told.items()}
+
+        body = {
+            "inputs": [
+                {"name": "values", "datatype": "FP32", "shape": [1, LONG], "parameters": place(0)},
+                {"name": "flags", "datatype": "BOOL", "shape": [1, 4 * LONG],
+                 "parameters": place(1)},
+            ],
+            "outputs": [{"name": "twice", "parameters": place(2)}, {"name": "set"}],
+        }  # fmt: skip
+        return self.http.post("/v2/models/long/infer", json=body)
+
+
+@pytest.fixture
+def large(server: Server, key: str) -> Iterator[Large]:
+    with httpx.Client(base_url=server.url) as http:
+        made = Large(http, key)
+        yield made
+        made.memory.close()
+        made.memory.unlink()
+
+
+def test_what_is_large_is_copied_beside_the_event_loop(
+    large: Large, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    for name in ("preadv", "pwritev"):
+        copy = getattr(os, name)
+
+        def watched(*asked: object, copy=copy) -> int:
+            threads.append(threading.current_thread().name)
+            return copy(*asked)
+
+        monkeypatch.setattr(os, name, watched)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        large.memory.buf[2 * large.size :] = bytes(large.size)
+        answer = large.ask()
+        twice, count = answer.raise_for_status().json()["outputs"]
+        found = np.frombuffer(large.memory.buf[2 * large.size :], np.float32)
+        np.testing.assert_array_equal(found, 2 * large.values[0])
+        del found
+        assert count["data"] == [int(large.flags.sum())]
+        assert twice["parameters"]["shared_memory_byte_size"] == large.size
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # the region's own, and the client's
+    assert len(threads) >= 15
+    assert "server" not in threads, "the event loop's"
+
+
+def test_large_copies_are_checked_as_small_ones(large: Large) -> None:
+    large.memory.buf[large.size + 7] = 2
+    answer = large.ask()
+    assert (answer.status_code, "neither 0 nor 1" in answer.text) == (400, True)
+    large.memory.buf[large.size + 7] = 1
+    for length in (2 * large.size + 1, large.size + 1, 1):
+        os.truncate(f"/dev/shm{large.key}", length)
+        answer = large.ask()
+        assert (answer.status_code, "shorter" in answer.text) == (400, True)
+    assert large.http.get("/v2/health/live").status_code == 200
+
+
+def test_a_region_that_is_unregistered_while_it_is_copied(
+    large: Large, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be another file's by then: the copy has a descriptor of its own."""
+    begun, goes_on, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def late(*asked: object) -> int:
+        begun.set()
+        assert goes_on.wait(20)
+        return preadv(*asked)
+
+    monkeypatch.setattr(os, "preadv", late)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as others:
+        answer = pool.submit(large.ask)
+        assert begun.wait(20)
+        with httpx.Client(base_url=large.http.base_url) as other:
+            assert other.get("/v2/health/live").status_code == 200, "nobody waits for the copy"
+            other.post("/v2/systemsharedmemory/unregister").raise_for_status()
+        (tmp_path / "other").write_bytes(bytes(3 * large.size))
+        for _ in range(20):
+            others.enter_context((tmp_path / "other").open("rb"))
+        goes_on.set()
+        told = answer.result()
+    # Its inputs were read from the region; the place of its output is gone.
+    assert (told.status_code, "no such region" in told.text) == (404, True)
+
+
+def test_a_large_picture_as_a_file(server: Server, key: str) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (700, 700, 3), np.uint8)
+    file = cv2.imencode(".png", pixels)[1].tobytes()
+    content = len(file).to_bytes(4, "little") + file
+    assert len(content) > BRIEF_BYTES
+    memory = SharedMemory(key.removeprefix("/"), create=True, size=len(content))
+    memory.buf[: len(content)] = content
+    try:
+        with httpx.Client(base_url=server.url) as http:
+            asked = {"key": key, "byte_size": len(content)}
+            http.post("/v2/systemsharedmemory/region/p/register", json=asked).raise_for_status()
+            picture = entry(region="p", byte_size=len(content))
+            picture |= {"datatype": "BYTES", "shape": [1]}
+            answers = [http.post("/v2/models/flowers/infer", json={"inputs": [picture]})]
+            answers.append(http.post("/v2/models/flowers/classify", content=file))
+            http.post("/v2/systemsharedmemory/unregister").raise_for_status()
+    finally:
+        memory.close()
+        memory.unlink()
+    scores = np.array(answers[0].raise_for_status().json()["outputs"][0]["data"])
+    best = answers[1].raise_for_status().json()["predictions"][0][0]["label"]
+    assert best == LABELS[int(scores.argmax())]
 
 
 def entry(**place: object) -> dict[str, object]:
@@ -178,7 +348,7 @@ def test_what_may_be_registered(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="as many request bytes"):
         regions.read(Place(region="r", offset=0, byte_size=20))
     del held
-    assert len(regions.read(Place(region="r", offset=0, byte_size=20))) == 20
+    assert len(regions.read(Place(region="r", offset=0, byte_size=20)).make()) == 20
     # Another process of the server knows the region, too, and sees that its object was replaced.
     (objects / "new").write_bytes(bytes(100))
     (objects / "new").rename(objects / "tessella-a")

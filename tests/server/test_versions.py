@@ -149,7 +149,9 @@ class Failing(Scores):
         raise RuntimeError("this version is broken")
 
 
-def shadow_of(http: httpx.Client, is_enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+def shadow_of(
+    http: httpx.Client, is_enough: Callable[[dict[str, float]], bool]
+) -> dict[str, float]:
     """What is counted of version 1 as a shadow, as soon as it is enough."""
     until = time.monotonic() + 60
     while True:

@@ -156,15 +156,16 @@ class App:
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            first = self._models.get(name, version)
-            with watch.on(first):
+            with watch:
                 json_length = headers.get(b"inference-header-content-length")
-                request = self._inference.parse(body, json_length, first)
+                first, request = await self._inference.request(
+                    body, json_length, name, version, watch
+                )
                 with chosen(first, version, request.id) as model:
                     watch.on(model)
                     route = None if version else first.route
                     outputs, _ = await self._run(model, request, watch, route)
-                    return self._inference.answer(model, request, outputs, watch)
+                    return await self._inference.answer_aside(model, request, outputs, watch)
 
     async def _run(
         self,

@@ -15,10 +15,10 @@ from tessella.core.jpeg import Frame
 from tessella.server.answers import JSON, Answer, status_of
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
-from tessella.server.protocol import NO_REGIONS, InferRequest, Signature, parse_infer
-from tessella.server.responses import build_infer
+from tessella.server.protocol import NO_REGIONS, InferRequest, Signature, Unread, parse_infer
+from tessella.server.responses import InferResponse, build_infer
 from tessella.server.shadow import Shadowing
-from tessella.server.shared_memory import Regions
+from tessella.server.shared_memory import Regions, make
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.traffic import Route
 from tessella.server.waiting import Arrays, Infers
@@ -105,9 +105,27 @@ class Inference:
 
     def parse(
         self, body: bytes | bytearray | memoryview, json_length: bytes | None, model: ServedModel
-    ) -> InferRequest:
+    ) -> InferRequest | Unread:
         """The checked request; ``json_length`` is its ``Inference-Header-Content-Length``."""
         return parse_infer(body, json_length, model.signature, self.limits, self.regions)
+
+    async def request(
+        self,
+        body: bytes | bytearray,
+        json_length: bytes | None,
+        name: str,
+        version: str | None,
+        watch: Watch,
+    ) -> tuple[ServedModel, InferRequest]:
+        """The checked request with what lies in shared memory, and the model that it is for."""
+        while True:
+            watch.on(model := self.models.get(name, version))
+            request = self.parse(body, json_length, model)
+            if not isinstance(request, Unread):
+                return model, request
+            await make(request.copies)
+            if self.models.get(name, version) is model:  # else it was replaced meanwhile
+                return model, request.finish()
 
     def answer(
         self,
@@ -117,7 +135,27 @@ class Inference:
         watch: Watch,
     ) -> Answer:
         """The response; all stages of the request are over with it."""
-        response = build_infer(
+        response = self._response(model, request, outputs)
+        for copy in response.copies:
+            copy.make()
+        return _answered(response, watch)
+
+    async def answer_aside(
+        self,
+        model: ServedModel,
+        request: InferRequest,
+        outputs: Mapping[str, np.ndarray],
+        watch: Watch,
+    ) -> Answer:
+        """As ``answer``, with what is large written to shared memory in a thread."""
+        response = self._response(model, request, outputs)
+        await make(response.copies)
+        return _answered(response, watch)
+
+    def _response(
+        self, model: ServedModel, request: InferRequest, outputs: Mapping[str, np.ndarray]
+    ) -> InferResponse:
+        return build_infer(
             request,
             outputs,
             model.signature,
@@ -125,12 +163,15 @@ class Inference:
             version=model.version,
             regions=self.regions,
         )
-        watch.lap("answer")
-        timing = (b"server-timing", watch.stages.header())
-        if response.json_bytes is None:
-            return Answer(body=response.body, headers=(JSON, timing))
-        length = (b"inference-header-content-length", str(response.json_bytes).encode())
-        return Answer(body=response.body, headers=(OCTETS, length, timing))
+
+
+def _answered(response: InferResponse, watch: Watch) -> Answer:
+    watch.lap("answer")
+    timing = (b"server-timing", watch.stages.header())
+    if response.json_bytes is None:
+        return Answer(body=response.body, headers=(JSON, timing))
+    length = (b"inference-header-content-length", str(response.json_bytes).encode())
+    return Answer(body=response.body, headers=(OCTETS, length, timing))
 
 
 class Watch:

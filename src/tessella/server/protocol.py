@@ -7,7 +7,7 @@ client are checked against the body and the model's signature.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tessella.core.spec import TensorSpec
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.server.images import as_encoded_images
 from tessella.server.limits import DEFAULT_LIMITS, Limits
-from tessella.server.shared_memory import Place, Regions
+from tessella.server.shared_memory import Copy, Place, Regions, is_brief
 from tessella.server.strict_json import flag, object_of, objects_of, parse_object
 from tessella.server.tensors import (
     from_binary,
@@ -124,6 +124,23 @@ class InferRequest:
         default=None, compare=False
     )
 
+    @property
+    def place_bytes(self) -> int:
+        """How much room the outputs have in shared memory."""
+        return sum(o.place.byte_size for o in self.outputs if o.place is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unread:
+    """A request whose tensors in shared memory are to be copied before they are looked at.
+
+    Attributes:
+        finish: makes the request, once the copies are made; raises what ``parse_infer`` does.
+    """
+
+    copies: tuple[Copy, ...]
+    finish: Callable[[], InferRequest]
+
 
 # --- requests -----------------------------------------------------------------------------------
 
@@ -137,8 +154,8 @@ def parse_infer(
     model: Signature,
     limits: Limits,
     regions: Regions = NO_REGIONS,
-) -> InferRequest:
-    """The request in a body.
+) -> InferRequest | Unread:
+    """The request in a body; or what is still to be copied for it from shared memory, if much is.
 
     Args:
         regions: the shared memory in which tensors may lie.
@@ -172,20 +189,30 @@ def parse_infer(
     if request_id is not None and not isinstance(request_id, str):
         raise InputError("the request's id is not a string", seen=repr(request_id)[:60])
     outputs = _parse_outputs(document, parameters, model, regions)
-    tensors = memoryview(body)[json_bytes:]
-    arrays, images = _parse_inputs(document, tensors, model, limits, regions)
-    request = InferRequest(
-        id=request_id,
-        outputs=outputs,
-        labels=flag(parameters, "labels", False),
-        timeout_us=parse_timeout(parameters.get("timeout")),
-        priority=parse_priority(parameters.get("priority")),
-        arrays=arrays,
-        images=images,
-    )
-    if request_id is None and len(text) <= MOST_HEAD_BYTES:
-        _remember(text, request, document, model, limits)
-    return request
+    entries = _entries(document, model)
+    sources = _sources(entries, memoryview(body)[json_bytes:], regions)
+
+    def finish() -> InferRequest:
+        arrays, images = _parse_inputs(entries, sources, model, limits)
+        request = InferRequest(
+            id=request_id,
+            outputs=outputs,
+            labels=flag(parameters, "labels", False),
+            timeout_us=parse_timeout(parameters.get("timeout")),
+            priority=parse_priority(parameters.get("priority")),
+            arrays=arrays,
+            images=images,
+        )
+        if request_id is None and len(text) <= MOST_HEAD_BYTES:
+            _remember(text, request, document, model, limits)
+        return request
+
+    copies = tuple(source for source in sources if isinstance(source, Copy))
+    if not is_brief(copies):
+        return Unread(copies=copies, finish=finish)
+    for copy in copies:
+        copy.make()
+    return finish()
 
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # of one model: half a megabyte at most
@@ -315,15 +342,8 @@ def _parse_outputs(
     return tuple(outputs)
 
 
-def _parse_inputs(
-    document: dict[str, Any],
-    binary: memoryview,
-    model: Signature,
-    limits: Limits,
-    regions: Regions,
-) -> tuple[dict[str, np.ndarray], dict[str, list[bytes]]]:
-    arrays: dict[str, np.ndarray] = {}
-    images: dict[str, list[bytes]] = {}
+def _entries(document: dict[str, Any], model: Signature) -> list[dict[str, Any]]:
+    """The inputs of a request: just those of the model."""
     entries = objects_of(document, "inputs")
     if {e["name"] for e in entries} != set(model.inputs):
         raise InputError(
@@ -331,28 +351,55 @@ def _parse_inputs(
             seen=repr([e["name"] for e in entries])[:120],
             fix=f"send {'; '.join(str(s) for s in model.inputs.values())}",
         )
+    return entries
+
+
+def _sources(
+    entries: list[dict[str, Any]], binary: memoryview, regions: Regions
+) -> list[memoryview | Copy | None]:
+    """Where the bytes of each input are: in the body, in shared memory, or, as None, in its JSON.
+
+    Args:
+        binary: what follows the JSON.
+    """
+    sources: list[memoryview | Copy | None] = []
     position = 0
     for entry in entries:
         name = entry["name"]
         parameters = object_of(entry, "parameters", f"input {name!r}")
-        content = None
         if place := regions.place(parameters, f"input {name!r}"):
             _refuse_two_sources(entry, parameters)
-            content = regions.read(place)
+            sources.append(regions.read(place))
         elif "binary_data_size" in parameters:
-            content = _binary_part(entry, parameters["binary_data_size"], binary[position:])
-            position += len(content)
-        value = _parse_tensor(entry, content, model, limits)
-        if isinstance(value, list):
-            images[name] = value
+            part = _binary_part(entry, parameters["binary_data_size"], binary[position:])
+            sources.append(part)
+            position += len(part)
         else:
-            arrays[name] = value
+            sources.append(None)
     if position != len(binary):
         raise InputError(
             "the body holds bytes that belong to no input",
             seen=f"{len(binary) - position:,} bytes after the last tensor",
             fix="name every tensor's bytes in its binary_data_size",
         )
+    return sources
+
+
+def _parse_inputs(
+    entries: list[dict[str, Any]],
+    sources: list[memoryview | Copy | None],
+    model: Signature,
+    limits: Limits,
+) -> tuple[dict[str, np.ndarray], dict[str, list[bytes]]]:
+    arrays: dict[str, np.ndarray] = {}
+    images: dict[str, list[bytes]] = {}
+    for entry, source in zip(entries, sources, strict=True):
+        content = source.content if isinstance(source, Copy) else source
+        value = _parse_tensor(entry, content, model, limits)
+        if isinstance(value, list):
+            images[entry["name"]] = value
+        else:
+            arrays[entry["name"]] = value
     _check_batch(arrays, images)
     return arrays, images
 

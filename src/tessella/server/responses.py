@@ -12,7 +12,7 @@ import numpy as np
 from tessella.core.dtype import dtype
 from tessella.server.classification import ranked
 from tessella.server.protocol import NO_REGIONS, InferRequest, RequestedOutput, Signature
-from tessella.server.shared_memory import Regions
+from tessella.server.shared_memory import Copy, Regions
 from tessella.server.tensors import strings_to_binary, to_binary, to_json
 
 MOST_TEXTS = 4  # of answers, for each of a model's heads
@@ -21,10 +21,15 @@ _COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 @dataclass(frozen=True, kw_only=True)
 class InferResponse:
-    """A body, and the length of its JSON if binary tensors follow."""
+    """A body, and the length of its JSON if binary tensors follow.
+
+    Attributes:
+        copies: to shared memory, that are to be made before it is sent.
+    """
 
     body: bytes
     json_bytes: int | None
+    copies: tuple[Copy, ...] = ()
 
 
 def build_infer(
@@ -49,13 +54,13 @@ def build_infer(
                 for o in request.outputs
             ]
             return InferResponse(body=b"".join([known, *tensors]), json_bytes=len(known))
-    entries, parts = [], []
+    entries, parts, copies = [], [], []
     # What a network makes of a client's numbers is the client's: NaN, 0 as a divisor, 1e30.
     status = 422 if request.arrays else 500
     for requested in request.outputs:
         entry, part = _build_output(requested, outputs[requested.name], model, status)
         if (place := requested.place) is not None and part is not None:
-            regions.write(place, part)
+            copies.append(regions.write(place, part))
             entry["parameters"] = {
                 "shared_memory_region": place.region,
                 "shared_memory_offset": place.offset,
@@ -78,6 +83,7 @@ def build_infer(
     return InferResponse(
         body=b"".join([text, *parts]) if parts else text,
         json_bytes=len(text) if any_binary else None,
+        copies=tuple(copies),
     )
 
 

@@ -5,16 +5,21 @@ a tensor lies. The objects are read and written with calls that report what is n
 mapped: a mapping of an object that its owner makes shorter would kill the server (SIGBUS), and a
 copy cannot change while it is checked. Registrations are files in a folder of the server, so that
 all its processes know them.
+
+Everything is checked where requests are parsed, in the event loop; what is large is copied in a
+thread, from a descriptor of its own, so that others do not wait for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import stat
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -27,6 +32,8 @@ from tessella.server.limits import Limits
 OBJECTS = "/dev/shm"  # where Linux shows the objects of POSIX shared memory
 PREFIX = "tessella"  # only objects that are named like this may be registered
 MOST_REGIONS = 256
+# What requests may have copied in the event loop: it takes as long (0.1 ms) as to wake a thread.
+BRIEF_BYTES = 1 << 20
 _KEY = re.compile(rf"/?({PREFIX}[A-Za-z0-9._-]{{0,200}})")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -188,8 +195,8 @@ class Regions:
             )
         return Place(region=region, offset=offset, byte_size=byte_size)
 
-    def read(self, place: Place) -> memoryview:
-        """A copy of the bytes at a place.
+    def read(self, place: Place) -> Copy:
+        """A copy of the bytes at a place that is to be made; its content is that of ``Copy.make``.
 
         Raises:
             InputError: the region has no such bytes. ServeError: 404 no such region, 413 larger
@@ -214,19 +221,13 @@ class Regions:
         content = np.empty(nbytes, np.uint8)
         self._held_bytes += nbytes
         weakref.finalize(content, self._release, nbytes)
-        view, done = content.data, 0
-        while done < nbytes:
-            got = os.preadv(descriptor, [view[done:]], start + done)
-            if not got:
-                raise _shorter(place)
-            done += got
-        return view
+        return Copy(region=place.region, descriptor=descriptor, start=start, content=content.data)
 
-    def write(self, place: Place, content: bytes) -> None:
-        """Put an output where its request wants it.
+    def write(self, place: Place, content: bytes) -> Copy:
+        """A copy of an output to where its request wants it, that is to be made.
 
         Raises:
-            InputError: it does not fit. ServeError: 404 no such region, 507 no memory is left.
+            InputError: it does not fit. ServeError: 404 no such region.
         """
         descriptor, start = self._find(place)
         if len(content) > place.byte_size:
@@ -235,16 +236,10 @@ class Regions:
                 seen=f"{len(content):,} bytes, room for {place.byte_size:,}",
                 fix="name a larger place",
             )
-        if start + len(content) > os.fstat(descriptor).st_size:
-            raise _shorter(place)
-        view, done = memoryview(content), 0
-        try:
-            while done < len(content):
-                done += os.pwritev(descriptor, [view[done:]], start + done)
-        except OSError as error:
-            raise ServeError(
-                "an output cannot be written into shared memory", status=507, seen=error.strerror
-            ) from error
+        return Copy(
+            region=place.region, descriptor=descriptor, start=start, content=memoryview(content),
+            is_output=True,
+        )  # fmt: skip
 
     def _release(self, nbytes: int) -> None:
         self._held_bytes -= nbytes
@@ -321,6 +316,84 @@ class Regions:
         return self._folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Bytes to be copied from shared memory, or for an output to it.
+
+    Attributes:
+        descriptor: of the object; it is open until the event loop has its next turn.
+        start: the first byte in the object.
+        content: what is filled, or written.
+    """
+
+    region: str
+    descriptor: int
+    start: int
+    content: memoryview
+    is_output: bool = False
+
+    def make(self, descriptor: int | None = None) -> memoryview:
+        """Copy now; the content.
+
+        Args:
+            descriptor: another one of the same object.
+
+        Raises:
+            InputError: the object has become shorter. ServeError: 507 no memory is left.
+        """
+        descriptor = self.descriptor if descriptor is None else descriptor
+        content, done = self.content, 0
+        if self.is_output and self.start + len(content) > os.fstat(descriptor).st_size:
+            raise _shorter(self.region)
+        while done < len(content):
+            part = [content[done:]]
+            if self.is_output:
+                done += _written(descriptor, part, self.start + done)
+            elif got := os.preadv(descriptor, part, self.start + done):
+                done += got
+            else:
+                raise _shorter(self.region)
+        return content
+
+
+def is_brief(copies: Sequence[Copy]) -> bool:
+    """Whether to make these copies holds up the event loop for less than to wake a thread."""
+    return sum(len(copy.content) for copy in copies) <= BRIEF_BYTES
+
+
+async def make(copies: Sequence[Copy]) -> None:
+    """Make copies: in the event loop if that is brief, else in a thread.
+
+    Raises:
+        InputError, ServeError: as ``Copy.make``.
+    """
+    if is_brief(copies):
+        for copy in copies:
+            copy.make()
+        return
+    # A region may be unregistered meanwhile, and its descriptor be another file's.
+    kept = [os.dup(copy.descriptor) for copy in copies]
+
+    def aside() -> None:
+        try:
+            for copy, descriptor in zip(copies, kept, strict=True):
+                copy.make(descriptor)
+        finally:
+            for descriptor in kept:
+                os.close(descriptor)
+
+    await asyncio.shield(asyncio.to_thread(aside))  # it runs, and closes, also if nobody waits
+
+
+def _written(descriptor: int, part: list[memoryview], start: int) -> int:
+    try:
+        return os.pwritev(descriptor, part, start)
+    except OSError as error:
+        raise ServeError(
+            "an output cannot be written into shared memory", status=507, seen=error.strerror
+        ) from error
+
+
 _Opened = tuple[tuple[int, int], Region, int]  # its registration's file, the object's descriptor
 
 
@@ -352,8 +425,8 @@ def _foreign(name: str) -> ServeError:
     )
 
 
-def _shorter(place: Place) -> InputError:
+def _shorter(region: str) -> InputError:
     return InputError(
-        f"the shared memory of region {place.region!r} has become shorter",
+        f"the shared memory of region {region!r} has become shorter",
         fix="register it again, as it is now",
     )

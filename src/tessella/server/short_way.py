@@ -18,7 +18,8 @@ from tessella.server.answers import Answer, error_answer
 from tessella.server.body import Headers, accepted
 from tessella.server.guard import Guard, require_once
 from tessella.server.inference import Inference, ServedModel, Watch, chosen
-from tessella.server.protocol import InferRequest
+from tessella.server.protocol import InferRequest, Unread
+from tessella.server.shared_memory import BRIEF_BYTES
 from tessella.server.traffic import Route
 from tessella.server.waiting import Arrays
 
@@ -198,7 +199,11 @@ class ShortRequest:
         watch.lap("receive")
         self._model = model.__enter__()
         try:
-            self._request = request = inference.parse(self.content, known.json_length, model)
+            request = inference.parse(self.content, known.json_length, model)
+            if isinstance(request, Unread) or request.place_bytes > BRIEF_BYTES:
+                model.__exit__()
+                return False
+            self._request = request
             self._route = None if known.version else model.route
             if (other := chosen(model, known.version, request.id)) is not model:
                 model.__exit__()
