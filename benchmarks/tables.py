@@ -90,7 +90,7 @@ def page() -> str:
     for name, machine, about in PLANS:
         parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
-    parts += [*_training(), *_detection(), *_serving(), *_coverage(), *_catalog()]
+    parts += [*_training(), *_detection(), *_serving(), *_gpu_serving(), *_coverage(), *_catalog()]
     return "\n".join(parts)
 
 
@@ -325,6 +325,31 @@ def _serving_line(row: Row) -> tuple[object, ...]:
     rate = f"{row['requests_per_s']:,} ({min(rates):,.0f} to {max(rates):,.0f})"
     latencies = (f"{row[name]:#.3g} ms".replace(". ", " ") for name in ("p50_ms", "p99_ms"))
     return row["clients"], row["server"], rate, *latencies, f"{row['ratio']:.2f}"
+
+
+def _gpu_serving() -> Iterator[str]:
+    """What is left of a GPU's engine behind servers, by what clients send."""
+    yield "## Serving from a GPU: `serve-sm_90.json`\n"
+    yield (
+        "ResNet-50 in FP16, images as bytes, on the cores that the clients take, too. *raw*: 32"
+        " images a request, 8 connections; the others one image a request, 256 connections: tensors"
+        " over HTTP (*one*) and gRPC, JPEG files of 500×375 that the GPU decodes, and tensors in"
+        " shared memory. The share is of the engine with NumPy arrays.\n"
+    )
+    (run,) = _runs("serve-sm_90.json")
+    lines = [
+        (
+            row["server"],
+            row["work"],
+            f"{row['images_per_s']:,}",
+            f"{row['of_engine']:.2f}" if "of_engine" in row else "",
+            f"{row['p50_ms']:.3g} ms",
+            f"{row['p99_ms']:.3g} ms",
+        )
+        for row in run["rows"]
+    ]
+    yield markdown(("server", "work", "images/s", "share", "p50", "p99"), lines) + "\n"
+    yield f"1. {_origin(run)}\n"
 
 
 # --- what compiles, and what the catalog keeps ----------------------------------------------------

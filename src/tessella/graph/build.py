@@ -33,8 +33,10 @@ _INSTEAD = {
     "aten::nonzero": _NO_SHAPE,
     "aten::masked_select": _NO_SHAPE,
     "aten::_unique2": _NO_SHAPE,
-    "torchvision::nms": "compile the network up to its boxes and scores, and run "
-    "torchvision.ops.nms on what the plan answers",
+    "torchvision::nms": "use torch.ops.tessella.nms(boxes[None], scores[None, None], "
+    "iou_threshold=0.5, score_threshold=None, most=100)[0, 0], which tells 100 places, −1 behind "
+    "the last; or compile the network up to its boxes and scores, and run torchvision.ops.nms on "
+    "what the plan answers",
 }
 
 

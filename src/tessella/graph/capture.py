@@ -68,6 +68,15 @@ def capture(
                 seen=spec,
                 fix="fix the other sizes",
             )
+    if type(module).__module__.startswith("torchvision.models.detection."):
+        raise CompileError(
+            "torchvision's detection networks take a list of pictures, and answer with as many "
+            "boxes as each has",
+            seen=type(module).__name__,
+            fix="RetinaNet answers with a fixed number of boxes as tessella.nn.zoo has it "
+            "(retinanet_r50, also with torchvision's weights); of others compile backbone and "
+            "head as a module of your own",
+        )
     dynamic = [s.batch.min != s.batch.max for s in inputs]
     exported = _export(module, inputs, dynamic)
     graph = _Reader(exported, inputs, dynamic, name or type(module).__name__).read(outputs)
@@ -157,9 +166,11 @@ _TRY = (
     "one batch size"
 )
 _BY_DATA = (
-    "a plan's shapes are fixed: let no size and no branch depend on values. Of a detection network "
-    "compile what comes before its boxes are sorted out (backbone and heads, as a module of your "
-    "own), and run torchvision.ops.nms on what the plan answers"
+    "a plan's shapes are fixed: let no size and no branch depend on values. A detection network "
+    "may suppress boxes by torch.ops.tessella.nms(boxes[None], scores[None, None], "
+    "iou_threshold=0.5, score_threshold=None, most=100)[0, 0], which tells 100 places, −1 behind "
+    "the last; or compile what comes before (backbone and heads), and run torchvision.ops.nms on "
+    "what the plan answers"
 )
 # what torch's messages hold, and what to do then
 _FIXES = {

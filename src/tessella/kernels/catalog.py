@@ -362,7 +362,9 @@ KERNELS: tuple[Kernel, ...] = (
     # boxes of a map
     *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
     *_cpu("deformable_attention", "bags", "detect.summed_bags"),
-    *_gpu("deformable_attention", "sampled", "detect.sampled", unproven=True),
+    *_gpu("deformable_attention", "sampled", "detect.sampled"),
+    *_cpu("nms", "numpy", "detect.numpy_nms"),
+    *_gpu("nms", "rounds", "detect.nms_rounds", unproven=True),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",

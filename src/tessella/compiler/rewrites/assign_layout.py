@@ -31,7 +31,7 @@ DENSE = frozenset((
     "clone", "pad", "local_response_norm", "group_norm", "rms_norm", "conv1d",
     "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
     "image_to_tensor", "lstm", "gru", "rnn", "peak_boxes",
-    "deformable_attention",
+    "deformable_attention", "nms",
 ))
 # fmt: on
 

@@ -100,7 +100,53 @@ def _deformable_attention(w: Writer, node: Node) -> None:
     w.add("Cast", [told], out=node.output.name, to=NUMBERS[node.output.dtype])
 
 
+def _nms(w: Writer, node: Node) -> None:
+    """ONNX tells of all boxes that stay, one behind another: each goes to its place in the table.
+
+    ONNX knows no groups: boxes of another group are moved apart.
+    """
+    boxes, scores, groups = (node.get(name) for name in ("boxes", "scores", "groups"))
+    assert boxes is not None
+    assert scores is not None
+    (classes, _), most = static(node, scores.shape[1:]), node.attrs["most"]
+    places = cast(w, boxes, "float32")
+    if groups is not None:
+        farthest = reduced(w, "ReduceMax", w.add("Abs", [places]), [1, 2], keep=True)
+        # twice the farthest side, and a little more: what lies apart has no common area
+        apart = w.add("Mul", [farthest, w.constant(torch.tensor(2.5))])
+        steps = w.add("Unsqueeze", [w.add("Cast", [groups.name], to=NUMBERS["float32"]), w.ints(2)])
+        places = w.add("Add", [places, w.add("Mul", [apart, steps])])
+    limits = [w.constant(torch.tensor([node.attrs["iou_threshold"]], dtype=torch.float32))]
+    if node.attrs["score_threshold"] is not None:
+        limits += [w.constant(torch.tensor([node.attrs["score_threshold"]], dtype=torch.float32))]
+    told = cast(w, scores, "float32")
+    found = w.add("NonMaxSuppression", [places, told, w.ints(most), *limits])  # [M, 3]
+
+    def column(number: int) -> str:
+        return w.add("Gather", [found, w.constant(torch.tensor(number))], axis=1)
+
+    # the table's row of each, and how many of its row come before: it counts through the rows
+    rows = w.add("Add", [w.add("Mul", [column(0), w.ints(classes)]), column(1)])
+    images = w.add("Shape", [scores.name], start=0, end=1)
+    lines = w.add("Mul", [images, w.ints(classes)])
+    number = w.add("Range", [w.constant(torch.tensor(0)), w.add("Squeeze", [lines]),
+                             w.constant(torch.tensor(1))])  # fmt: skip
+    before = w.add("Less", [w.add("Unsqueeze", [rows, w.ints(0)]),
+                            w.add("Unsqueeze", [number, w.ints(1)])])  # fmt: skip
+    counts = w.add("Cast", [before], to=NUMBERS["int64"])
+    begins = reduced(w, "ReduceSum", counts, [1], keep=False)
+    every = w.add("Squeeze", [w.add("Shape", [rows])])
+    order = w.add("Range", [w.constant(torch.tensor(0)), every, w.constant(torch.tensor(1))])
+    within = w.add("Sub", [order, w.add("Gather", [begins, rows], axis=0)])
+    at = w.add("Add", [w.add("Mul", [rows, w.ints(most)]), within])
+    size = w.add("Mul", [lines, w.ints(most)])
+    empty = w.add("Expand", [w.ints(-1), size])
+    table = w.add("ScatterElements", [empty, at, column(2)], axis=0)
+    w.add("Reshape", [table, w.ints(-1, classes, most)], out=node.output.name)
+
+
 DETECT: dict[str, Export] = {
     "peak_boxes": _peak_boxes,
     "deformable_attention": _deformable_attention,
+    "nms": _nms,
 }

@@ -8,8 +8,20 @@ from typing import Any
 import torch
 
 from tessella.graph.graph import Node, Value
-from tessella.graph.onnx.export import Export, cast, first, names, padded, refused, static
+from tessella.graph.onnx.export import (
+    Export,
+    cast,
+    first,
+    names,
+    padded,
+    reduced,
+    refused,
+    static,
+)
+from tessella.graph.onnx.types import NUMBERS
 from tessella.graph.onnx.writer import Writer
+
+_WHOLE = ("int32", "int64")
 
 
 def _arguments(node: Node) -> list[Any]:
@@ -52,10 +64,41 @@ def _compared(op: str) -> Export:
     return export
 
 
+def _remainder(w: Writer, node: Node) -> None:
+    """Of whole numbers: what is left has the divisor's sign, as in Python."""
+    x, divisor = _arguments(node)
+    if x.dtype not in _WHOLE or not isinstance(divisor, int):
+        raise refused(node, "a remainder of other numbers than whole ones")
+    w.add("Mod", [x.name, w.number(divisor, x)], out=node.output.name)
+
+
+def _floor_division(w: Writer, node: Node) -> None:
+    """Of whole numbers, by a number: ONNX's division rounds towards zero, so first what is left."""
+    x, divisor = _arguments(node)
+    known = node.attrs["kwargs"].get("rounding_mode") == "floor"
+    if x.dtype not in _WHOLE or not isinstance(divisor, int) or not known:
+        raise refused(node, "a division of other numbers than whole ones, or one not rounded down")
+    by = w.number(divisor, x)
+    w.add("Div", [w.add("Sub", [x.name, w.add("Mod", [x.name, by])]), by], out=node.output.name)
+
+
 def _where(w: Writer, node: Node) -> None:
     condition, left, right = _arguments(node)
     inputs = [cast(w, v, node.output.dtype) for v in (left, right)]
     w.add("Where", [condition.name, *inputs], out=node.output.name)
+
+
+def _masked_fill(w: Writer, node: Node) -> None:
+    x, mask, number = _arguments(node)
+    w.add("Where", [mask.name, w.number(number, x), x.name], out=node.output.name)
+
+
+def _all(w: Writer, node: Node) -> None:
+    """Whether all along an axis are true: the least of them is 1."""
+    x, axis, *keep = _arguments(node)
+    ones = cast(w, x, "int32")
+    least = reduced(w, "ReduceMin", ones, [axis % len(x.shape)], keep=bool(keep and keep[0]))
+    w.add("Cast", [least], out=node.output.name, to=NUMBERS["bool"])
 
 
 def _roll(w: Writer, node: Node) -> None:
@@ -238,6 +281,11 @@ FALLBACKS: dict[str, Export] = {
         for kind in ("Tensor", "Scalar")
     },
     "aten::where.self": _where,
+    "aten::masked_fill.Scalar": _masked_fill,
+    "aten::all.dim": _all,
+    "aten::remainder.Scalar": _remainder,
+    "aten::div.Tensor_mode": _floor_division,
+    "aten::div.Scalar_mode": _floor_division,
     "aten::roll": _roll,
     "aten::flip": _flip,
     "aten::index_select": _index_select,

@@ -12,7 +12,15 @@ from torch import nn
 from tessella.artifacts.checkpoint import Answering, Network
 from tessella.core.errors import UsageError
 from tessella.nn import prototxt
-from tessella.nn.zoo import centernet, d_fine, standard, timm_network, user_module
+from tessella.nn.zoo import (
+    centernet,
+    d_fine,
+    retinanet,
+    rf_detr,
+    standard,
+    timm_network,
+    user_module,
+)
 from tessella.nn.zoo import dense as pixelwise
 from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, STANDARD, describe
 from tessella.nn.zoo.lenet import LeNet
@@ -96,6 +104,13 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
         return pixelwise.build(network.name, **sizes, options=options, pretrained=pretrained)
     if network.name in d_fine.DETECTORS:
         return d_fine.build(network.name, **sizes, **area, pretrained=pretrained)
+    if network.name in rf_detr.DETECTORS:
+        return rf_detr.build(network.name, **sizes, **area, pretrained=pretrained)
+    if network.name in retinanet.BACKBONES:
+        options = network.options
+        return retinanet.build(
+            network.name, **sizes, **area, options=options, pretrained=pretrained
+        )
     if kind == "boxes":
         return centernet.build(**sizes, options=network.options, pretrained=pretrained)
     if kind == "standard":

@@ -139,6 +139,30 @@ def _d_fine(size: str) -> Description:
     )
 
 
+def _rf_detr(size: str, side: int) -> Description:
+    return Description(
+        title=f"RF-DETR-{size}",
+        year=2025,
+        paper="Robinson et al., RF-DETR: neural architecture search for real-time detection "
+        "transformers, arXiv:2511.09554",
+        size=side,
+        channels=3,
+        smallest_size=32,
+    )
+
+
+def _retinanet(layers: int) -> Description:
+    return Description(
+        title=f"RetinaNet with ResNet-{layers}",
+        year=2017,
+        paper="Lin et al., Focal loss for dense object detection, arXiv:1708.02002",
+        size=640,
+        channels=3,
+        smallest_size=1,
+        options=("anchor",),
+    )
+
+
 # Networks that answer with boxes.
 BOXES: dict[str, Description] = {
     "centernet": Description(
@@ -151,6 +175,11 @@ BOXES: dict[str, Description] = {
         options=("backbone", "width"),
     ),
     **{f"d_fine_{size.lower()}": _d_fine(size) for size in "NSM"},
+    **{
+        f"rf_detr_{size.lower()}": _rf_detr(size, side)
+        for size, side in (("N", 384), ("S", 512), ("M", 576))
+    },
+    **{f"retinanet_r{layers}": _retinanet(layers) for layers in (18, 50)},
 }
 
 # The networks by what their outputs are for.

@@ -106,12 +106,8 @@ class DFine(nn.Module):
         """
         if targets is None:
             made = self.network(images)
-            middle, half = made.pred_boxes.float().split(2, 2)
-            half = half / 2
-            boxes = torch.cat([middle - half, middle + half], 2).clamp(0, 1)
-            scores = made.logits.float().sigmoid()
-            return torch.cat([boxes, scores], 2).to(made.logits.dtype)
-        things = [_things(of) for of in targets]
+            return boxes_and_scores(made.pred_boxes, made.logits)
+        things = [things_of(of) for of in targets]
         made = self.network(images, labels=things)
         apart = made.loss_dict["loss_giou"].detach() / self.network.config.weight_loss_giou
         # data-parallel training wants all parameters, and without things nothing is denoised
@@ -119,7 +115,15 @@ class DFine(nn.Module):
         return torch.stack([made.loss.float() + unused, (1 - apart).clamp(min=0).float()])
 
 
-def _things(targets_M6: Tensor) -> dict[str, Tensor]:
+def boxes_and_scores(boxes_NQ4: Tensor, logits_NQK: Tensor) -> Tensor:
+    """Boxes of middle and sides, and logits, as our detectors answer."""
+    boxes = boxes_NQ4.float()
+    middle, half = boxes[..., :2], boxes[..., 2:] / 2
+    boxes = torch.cat([middle - half, middle + half], 2).clamp(0, 1)
+    return torch.cat([boxes, logits_NQK.float().sigmoid()], 2).to(logits_NQK.dtype)
+
+
+def things_of(targets_M6: Tensor) -> dict[str, Tensor]:
     """What of a picture's targets is learned, as Hugging Face's loss wants it: no crowds."""
     kept = targets_M6[(targets_M6[:, 4] >= 0) & (targets_M6[:, 5] == 0)]
     low, high = kept[:, :2], kept[:, 2:4]
@@ -207,7 +211,7 @@ def _multiple(side: int) -> int:
     return max(STEP, round(side / STEP) * STEP)
 
 
-def require_transformers() -> Any:
+def require_transformers(network: str = "D-FINE") -> Any:
     """Hugging Face's transformers, whose import takes seconds.
 
     Raises:
@@ -217,7 +221,7 @@ def require_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "D-FINE needs transformers, which is not installed",
+            f"{network} needs transformers, which is not installed",
             seen=str(error),
             fix="pip install 'tessella[detectors]', or: pip install transformers",
         ) from error

@@ -100,13 +100,14 @@ def build(
     architecture = ARCHITECTURES[name]
     module: nn.Module = models.get_model(name, num_classes=classes, **architecture.fixed, **options)
     if channels != 3:
-        _replace_first(module, architecture, channels)
+        replace_first(module, architecture, channels)
     if pretrained:
         _load_published(module, architecture, name)
     return module
 
 
-def _replace_first(module: nn.Module, architecture: Architecture, channels: int) -> None:
+def replace_first(module: nn.Module, architecture: Architecture, channels: int) -> None:
+    """A new first convolution, for pictures of so many channels."""
     old = module.get_submodule(architecture.first)
     assert isinstance(old, nn.Conv2d)
     assert isinstance(old.padding, tuple)

@@ -1,4 +1,6 @@
-"""What detectors do that no other network does: looking where a box lies, and boxes of a map."""
+"""What detectors do that no other network does: looking where a box lies, boxes of a map, and
+leaving out boxes that say the same.
+"""
 
 from __future__ import annotations
 
@@ -113,6 +115,69 @@ def deformable_attention(
     return told.flatten(2).to(value.dtype)
 
 
+def nms(
+    boxes: Tensor,
+    scores: Tensor,
+    groups: Tensor | None = None,
+    *,
+    iou_threshold: float,
+    score_threshold: float | None,
+    most: int,
+) -> Tensor:
+    """The boxes that no surer one suppresses: their places, int64 [N, K, most], the surest first.
+
+    The surest box is taken, and all whose intersection over union with it is above the threshold
+    are suppressed; and so on with those that are left. Of equal scores the first is taken. Behind
+    the last one taken places are −1. A box without an area suppresses none. A score that is no
+    number counts as the highest, so that it does not pass unseen; one of −inf is no box.
+
+    Args:
+        boxes: [N, P, 4]: x0 y0 x1 y1.
+        scores: [N, K, P]: each of K classes is done by itself.
+        groups: [N, P], integers: a box suppresses those of its own group alone.
+        score_threshold: scores of so much and less are no boxes.
+    """
+    if scores.is_meta:  # a hundred rounds of it take seconds
+        return scores.new_empty(*scores.shape[:2], most, dtype=torch.int64)
+    wide = torch.promote_types(boxes.dtype, torch.float32)
+    boxes, left = boxes.to(wide), scores.to(wide)
+    if score_threshold is not None:
+        left = left.masked_fill(left <= score_threshold, -torch.inf)
+    x0, y0, x1, y1 = boxes[:, None].unbind(3)  # [N, 1, P] each
+    area = (x1 - x0) * (y1 - y0)
+    number = torch.arange(boxes.shape[1], device=boxes.device)
+    told = []
+
+    def of(place_NK1: Tensor, values_N1P: Tensor) -> Tensor:
+        return values_N1P.expand_as(left).gather(2, place_NK1)
+
+    for _ in range(min(most, boxes.shape[1])):
+        place = left.argmax(2, keepdim=True)  # the first of equal ones
+        told.append(torch.where(left.gather(2, place) == -torch.inf, -1, place))
+        across = torch.minimum(of(place, x1), x1) - torch.maximum(of(place, x0), x0)
+        along = torch.minimum(of(place, y1), y1) - torch.maximum(of(place, y0), y0)
+        common = across.clamp(min=0) * along.clamp(min=0)
+        gone = common / (of(place, area) + area - common) > iou_threshold
+        if groups is not None:
+            gone = gone & (of(place, groups[:, None]) == groups[:, None])
+        left = left.masked_fill(gone | (number == place), -torch.inf)
+    if not told:
+        return scores.new_full((*scores.shape[:2], most), -1, dtype=torch.int64)
+    return F.pad(torch.cat(told, 2), (0, most - len(told)), value=-1)
+
+
+def _suppressed(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    boxes, scores = shapes["boxes"], shapes["scores"]
+    if len(boxes) != 3 or len(scores) != 3 or attrs["most"] < 1:
+        return f"takes boxes N×P×4, scores N×K×P and tells 1 at least, not {boxes}, {scores}"
+    n, places = boxes[:2]
+    return first_of(
+        differs(shapes, "boxes", (n, places, 4)),
+        differs(shapes, "scores", (n, scores[1], places)),
+        differs(shapes, "groups", (n, places)),
+    )
+
+
 def _looks(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     value, boxes = shapes["value"], shapes["boxes"]
     heads, sizes, points = attrs["heads"], tuple(attrs["sizes"]), tuple(attrs["points"])
@@ -149,6 +214,13 @@ ROWS = (
         aten="deformable_attention.default",
         rule=_looks,
     ),
+    row(
+        nms,
+        "boxes scores groups?",
+        "iou_threshold score_threshold most",
+        aten="nms.default",
+        rule=_suppressed,
+    ),
 )
 
 _LIBRARY = torch.library.Library("tessella", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -158,6 +230,11 @@ for _schema, _meaning in (
         "deformable_attention(Tensor value, Tensor boxes, Tensor offsets, Tensor scores, *,"
         " int heads, int[] sizes, int[] points, float spread) -> Tensor",
         deformable_attention,
+    ),
+    (
+        "nms(Tensor boxes, Tensor scores, Tensor? groups=None, *, float iou_threshold,"
+        " float? score_threshold, int most) -> Tensor",
+        nms,
     ),
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
@@ -173,5 +250,10 @@ def _seen_shape(value: Tensor, boxes: Tensor, *_: Tensor, **attributes: object) 
     return value.new_empty(*boxes.shape[:2], value.shape[2])
 
 
+def _kept_shape(boxes: Tensor, scores: Tensor, *_: object, most: int, **__: object) -> Tensor:
+    return scores.new_empty(*scores.shape[:2], most, dtype=torch.int64)
+
+
+torch.library.register_fake("tessella::nms", _kept_shape, lib=_LIBRARY)
 torch.library.register_fake("tessella::peak_boxes", _shape, lib=_LIBRARY)
 torch.library.register_fake("tessella::deformable_attention", _seen_shape, lib=_LIBRARY)

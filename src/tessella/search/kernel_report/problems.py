@@ -305,6 +305,8 @@ def _pooling(gpu: bool) -> Named:
     values = _meta(1, 2000, 128, dtype=x.dtype)
     looks: dict[str, Any] = {"heads": 8, "sizes": (40, 40, 20, 20), "points": (6, 6), "spread": 0.5}
     yield x.dtype, _problem("deformable_attention", values, *queries[1:], **looks)
+    limits: dict[str, Any] = {"iou_threshold": 0.5, "score_threshold": None, "most": 100}
+    yield "float32", _problem("nms", _meta(1, 1000, 4), _meta(1, 1, 1000), **limits)
 
 
 def _norms(gpu: bool) -> Named:

@@ -1,0 +1,202 @@
+"""RF-DETR N, S and M: Hugging Face's networks, which answer as our other detectors do.
+
+Robinson et al., RF-DETR: neural architecture search for real-time detection transformers,
+arXiv:2511.09554. A vision transformer with windows, and queries that look at a few points of one
+map. In training thirteen groups of queries learn the same picture, of which one is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tessella.core.errors import UsageError
+from tessella.nn.zoo.d_fine import boxes_and_scores, require_transformers, things_of
+from tessella.operations.reference.detect import deformable_attention
+
+QUERIES = 300
+PATCH, WINDOWS = 16, 2
+STEP = PATCH * WINDOWS  # height and width are multiples of it, and the same
+SPREAD = 0.5  # of a box: where a point of offset 1 lies
+
+# By name: the side of the pictures that the published weights learned, and layers of the decoder.
+SIDES = {"rf_detr_n": 384, "rf_detr_s": 512, "rf_detr_m": 576}
+DETECTORS: dict[str, dict[str, Any]] = {
+    "rf_detr_n": {"decoder_layers": 2},
+    "rf_detr_s": {"decoder_layers": 3},
+    "rf_detr_m": {"decoder_layers": 4},
+}
+BACKBONE: dict[str, Any] = {
+    "hidden_size": 384,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "out_indices": [3, 6, 9, 12],
+}
+PUBLISHED = {
+    "rf_detr_n": "Roboflow/rf-detr-nano",
+    "rf_detr_s": "Roboflow/rf-detr-small",
+    "rf_detr_m": "Roboflow/rf-detr-medium",
+}
+
+
+class RfDetr(nn.Module):
+    """The network: ``[N, channels, H, W]`` to boxes ``[N, Q, 4 + classes]``, or to its loss.
+
+    Args:
+        network: an ``RfDetrForObjectDetection``, which becomes part of this.
+        size: height and width of its inputs.
+    """
+
+    def __init__(self, network: Any, size: tuple[int, int]) -> None:
+        super().__init__()
+        for layer in network.model.decoder.layers:
+            layer.cross_attn = Attention(layer.cross_attn)
+        place_once(network.model.backbone.backbone.embeddings, size)
+        self.network = network
+
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Boxes; in training [loss, mean overlap] of targets [N, M, 6] (``tasks.detection``).
+
+        The overlap is the generalized one of boxes that learn a thing, of the last layer.
+        """
+        if targets is None:
+            made = self.network(images)
+            return boxes_and_scores(made.pred_boxes, made.logits)
+        things = [things_of(of) for of in targets]
+        made = self.network(images, labels=things)
+        known = float(any(len(of["class_labels"]) for of in things))
+        overlap = (1 - made.loss_dict["loss_giou"].detach()).clamp(min=0) * known
+        return torch.stack([made.loss.float(), overlap.float()])
+
+
+class Attention(nn.Module):
+    """Deformable attention as one operation; its weights are called as Hugging Face's.
+
+    No picture is padded, so that no pixel has to be left out.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.sampling_offsets = theirs.sampling_offsets
+        self.attention_weights = theirs.attention_weights
+        self.value_proj, self.output_proj = theirs.value_proj, theirs.output_proj
+        self.heads, self.points = int(theirs.n_heads), int(theirs.n_points)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        encoder_hidden_states: Tensor,
+        position_embeddings: Tensor,
+        reference_points: Tensor,
+        spatial_shapes_list: list[tuple[int, int]],
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        asked = hidden_states + position_embeddings
+        sizes = tuple(side for size in spatial_shapes_list for side in size)
+        exporting = torch.compiler.is_exporting()
+        look = torch.ops.tessella.deformable_attention if exporting else deformable_attention
+        seen = look(
+            self.value_proj(encoder_hidden_states),
+            reference_points[:, :, 0],
+            self.sampling_offsets(asked),
+            self.attention_weights(asked),
+            heads=self.heads,
+            sizes=sizes,
+            points=(self.points,) * len(spatial_shapes_list),
+            spread=SPREAD,
+        )
+        return self.output_proj(seen), None
+
+
+def place_once(embeddings: Any, size: tuple[int, int]) -> None:
+    """Bring the places of patches, a square of any size, to those of pictures of ``size``.
+
+    Hugging Face's does so in each run.
+    """
+    known = embeddings.position_embeddings.detach()
+    first, patches = known[:, :1], known[:, 1:]
+    side, depth = round(patches.shape[1] ** 0.5), known.shape[2]
+    rows, columns = (length // PATCH for length in size)
+    if (rows, columns) != (side, side):
+        patches = patches.reshape(1, side, side, depth).permute(0, 3, 1, 2)
+        patches = F.interpolate(
+            patches, (rows, columns), mode="bicubic", align_corners=False, antialias=True
+        )
+        patches = patches.permute(0, 2, 3, 1).reshape(1, -1, depth)
+        embeddings.position_embeddings = nn.Parameter(torch.cat([first, patches], 1))
+    embeddings.interpolate_pos_encoding = _Placed(embeddings)
+
+
+class _Placed:
+    """The places of patches as they are; it can be copied with its network."""
+
+    def __init__(self, embeddings: Any) -> None:
+        self._embeddings = embeddings
+
+    def __call__(self, patches: Tensor, height: int, width: int) -> Tensor:
+        places: Tensor = self._embeddings.position_embeddings
+        return places
+
+
+def build(
+    name: str, *, classes: int, channels: int, height: int, width: int, pretrained: bool
+) -> nn.Module:
+    """The network with fresh weights, or with those learned from COCO, the classes' aside.
+
+    Raises:
+        UsageError: transformers is not installed or has no RF-DETR, sides that are not the same or
+            no multiples of ``STEP``, or pretrained weights that cannot be had.
+    """
+    if height != width or height % STEP:
+        side = max(STEP, round(max(height, width) / STEP) * STEP)
+        raise UsageError(
+            f"height and width of {name} are the same, and multiples of {STEP}",
+            seen=f"{height}×{width}",
+            fix=f"import the pictures at {side}×{side}",
+        )
+    hub = require_transformers("RF-DETR")
+    if not hasattr(hub, "RfDetrForObjectDetection"):
+        raise UsageError(
+            "this version of transformers has no RF-DETR",
+            seen=hub.__version__,
+            fix="pip install --upgrade transformers",
+        )
+    backbone = hub.RfDetrDinov2Config(
+        **BACKBONE, num_channels=channels, image_size=SIDES[name] if pretrained else height,
+        patch_size=PATCH, num_windows=WINDOWS, use_mask_token=False,
+    )  # fmt: skip
+    config = hub.RfDetrConfig(
+        backbone_config=backbone,
+        num_labels=classes,
+        num_queries=min(QUERIES, (height // PATCH) * (width // PATCH)),
+        decoder_n_points=2,
+        attn_implementation="sdpa",
+        **DETECTORS[name],
+    )
+    made = _published(hub, name, config, channels) if pretrained else None
+    return RfDetr(made or hub.RfDetrForObjectDetection(config), (height, width))
+
+
+def _published(hub: Any, name: str, config: Any, channels: int) -> Any:
+    """The weights that its authors learned from COCO, for pictures normalized as ImageNet's."""
+    if channels != 3:
+        raise UsageError(
+            f"the published weights of {name} are for pictures of three channels",
+            seen=f"{channels} channels",
+            fix="import the pictures in color, or start from random weights",
+        )
+    try:
+        return hub.RfDetrForObjectDetection.from_pretrained(
+            PUBLISHED[name], config=config, ignore_mismatched_sizes=True
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise UsageError(
+            f"the pretrained weights of {name} could not be fetched",
+            seen=str(error).splitlines()[0][:200],
+            fix="go online once (the file is cached), or start from random weights or a checkpoint",
+        ) from error

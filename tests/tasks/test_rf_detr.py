@@ -1,0 +1,165 @@
+"""RF-DETR the whole way: trained with its own loss, a plan with an open batch, ONNX, a server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import onnxruntime as ort
+import pytest
+import torch
+from transformers.models.rf_detr import modeling_rf_detr as theirs
+
+from tessella import api, graph
+from tessella.core.errors import UsageError
+from tessella.data import ImportSettings, import_images
+from tessella.nn import zoo
+from tessella.nn.zoo import rf_detr
+from tessella.quickstart.scattered import write_scattered
+from tessella.server import Server
+from tessella.tasks import Query, named
+
+HEAD = named("detection").head
+SIZE = 64
+
+
+@pytest.fixture
+def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RF-DETR-N with few layers, narrow ones: torch.export takes seconds for all of them."""
+    smaller = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+    monkeypatch.setattr(rf_detr, "BACKBONE", {**smaller, "out_indices": [1, 2]})
+    fewer = {"decoder_layers": 1, "group_detr": 2, "d_model": 64, "c2f_num_blocks": 1}
+    monkeypatch.setitem(rf_detr.DETECTORS, "rf_detr_n", fewer)
+
+
+@pytest.fixture
+def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for the ONNX file and the plan, of which each would take torch.export seconds."""
+    known: list[graph.Graph] = []
+
+    def once(*args: Any, capture: Any = graph.capture, **settings: Any) -> graph.Graph:
+        known[:] = known or [capture(*args, **settings)]
+        return known[0]
+
+    monkeypatch.setattr(graph, "capture", once)
+
+
+def built(classes: int = 3) -> rf_detr.RfDetr:
+    torch.manual_seed(0)
+    module = zoo.build(zoo.network("rf_detr_n", classes=classes, size=SIZE, answers="boxes"))
+    assert isinstance(module, rf_detr.RfDetr)
+    return module
+
+
+def test_the_whole_way(few_layers: None, captured_once: None, tmp_path: Path) -> None:
+    """A toy, which learns next to nothing: what counts is that plan and checkpoint say the same."""
+    train, val = write_scattered(
+        tmp_path / "pictures", count=4, val=3, size=SIZE, most=2, sides=(24, 32), digits=(0, 1)
+    )
+    settings = ImportSettings(task="detection", size=SIZE, val_folder=val)
+    dataset = import_images(train, tmp_path / "data", settings)
+    run = api.train(
+        "rf_detr_n", dataset, out=tmp_path / "run", epochs=1, batch_size=2, val_interval=1,
+        solver={"name": "adamw", "lr": 1e-4},
+    )  # fmt: skip
+    checkpoint = api.open_checkpoint(run)
+    assert "val/map" in checkpoint.info.metrics
+    files = sorted((tmp_path / "pictures" / "images").iterdir())
+    pixels = torch.stack([
+        torch.from_numpy(checkpoint.info.preprocess(file.read_bytes())) for file in files[:2]
+    ])  # fmt: skip
+    right = api.eager_predictor(checkpoint)(pixels)
+    api.export(run, tmp_path / "net.onnx")
+    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    (other,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
+    assert (HEAD.aligned(torch.from_numpy(other), right) - right).abs().max() < 1e-4
+    plan = tmp_path / "net.plan"
+    made = api.compile(run, batch=(1, 1, 2), untuned=True)
+    made.save(plan)
+    kernels = [step.kernel for step in made.program.buckets[0].steps]
+    assert kernels.count("deformable_attention.bags") == 1
+    loaded = api.load(plan)
+    for count in (1, 2):  # an open batch
+        told = loaded(pixels[:count])[HEAD.OUTPUT]
+        assert (HEAD.aligned(told, right[:count]) - right[:count]).abs().max() < 1e-4
+    told = api.answer(loaded, files[:1], query=Query(threshold=0.0))
+    assert told[0]
+    with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
+        reply = client.post("/v2/models/net/detect?threshold=0", content=files[0].read_bytes())
+        assert reply.json()["predictions"] == told
+
+
+def test_it_answers_and_learns_as_hugging_face_s_does(few_layers: None) -> None:
+    """Boxes, scores, loss and gradients beside their own attention."""
+    module = built()
+    images, targets = torch.randn(2, 3, SIZE, SIZE), torch.full((2, 3, 6), -1.0)
+    targets[0, 0] = torch.tensor([0.1, 0.2, 0.5, 0.6, 2, 0])
+    targets[1, :2] = torch.tensor([[0.5, 0.5, 0.9, 0.8, 0, 0], [0, 0, 1, 1, 1, 1]])  # and a crowd
+    layer = module.network.model.decoder.layers[0]
+    torch.nn.init.normal_(layer.cross_attn.attention_weights.weight, std=0.3)
+    made = []
+    for own in (True, False):
+        if not own:
+            layer.cross_attn = _their_attention(layer.cross_attn, module.network.config)
+        with torch.no_grad():
+            answer = module.eval()(images)
+        torch.manual_seed(1)  # of what is dropped
+        loss = module.train()(images, targets)[0]
+        (grad,) = torch.autograd.grad(loss, layer.cross_attn.sampling_offsets.weight)
+        made.append((answer, loss.detach(), grad))
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _their_attention(own: rf_detr.Attention, config: Any) -> torch.nn.Module:
+    made = theirs.RfDetrMultiscaleDeformableAttention(config, own.heads, own.points)
+    for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj"):
+        setattr(made, name, getattr(own, name))
+    return made
+
+
+def test_places_of_patches_are_brought_to_the_size_as_hugging_face_s_does(
+    few_layers: None,
+) -> None:
+    module = built()
+    embeddings = module.network.model.backbone.backbone.embeddings
+    pictures = torch.randn(1, 3, 2 * SIZE, 2 * SIZE)
+    patches = torch.zeros(1, 1 + (2 * SIZE // rf_detr.PATCH) ** 2, 48)
+    right = type(embeddings).interpolate_pos_encoding(embeddings, patches, *pictures.shape[2:])
+    rf_detr.place_once(embeddings, (2 * SIZE, 2 * SIZE))
+    torch.testing.assert_close(embeddings.position_embeddings, right)
+    assert embeddings.interpolate_pos_encoding(patches, 2 * SIZE, 2 * SIZE) is (
+        embeddings.position_embeddings
+    )
+
+
+def test_pictures_without_things_are_learned_from(few_layers: None) -> None:
+    module = built(classes=2).train()
+    loss, overlap = module(torch.randn(2, 3, SIZE, SIZE), torch.full((2, 1, 6), -1.0))
+    loss.backward()
+    assert loss.isfinite()
+    assert overlap == 0
+    assert not [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_what_cannot_be_built_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, fit in ((96, 128), "128×128"), ((100, 100), "96×96"):
+        record = zoo.network("rf_detr_s", classes=2, size=size, answers="boxes")
+        with pytest.raises(UsageError, match=rf"multiples of 32.*{fit}"):
+            zoo.build(record)
+    grey = zoo.network("rf_detr_n", classes=2, size=SIZE, channels=1, answers="boxes")
+    with pytest.raises(UsageError, match="three channels"):
+        zoo.build(grey, pretrained=True)
+    usual = zoo.network("rf_detr_m", classes=2, answers="boxes")
+    assert (usual.height, usual.width) == (576, 576)
+    with monkeypatch.context() as patch:
+        old = SimpleNamespace(__version__="5.0")
+        patch.setattr(rf_detr, "require_transformers", lambda _: old)
+        with pytest.raises(UsageError, match="has no RF-DETR"):
+            zoo.build(usual)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"RF-DETR needs transformers.*tessella\[detectors\]"):
+        zoo.build(usual)
