@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
-import onnxruntime as ort
 import pytest
 import torch
 from torchvision.models import detection as theirs
@@ -16,27 +14,11 @@ from torchvision.ops import nms
 from tessella import api, graph
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import TensorSpec
-from tessella.data import ImportSettings, import_images
 from tessella.nn import zoo
 from tessella.nn.zoo import retinanet
-from tessella.quickstart.scattered import write_scattered
-from tessella.server import Server
-from tessella.tasks import Query, named
+from tests.support.detectors import HEAD, goes_the_whole_way, kernels_of, trained
 
-HEAD = named("detection").head
 SIZE, ANCHOR = 64, 12
-
-
-@pytest.fixture
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for the ONNX file and the plan, of which each would take torch.export seconds."""
-    known: list[graph.Graph] = []
-
-    def once(*args: Any, capture: Any = graph.capture, **settings: Any) -> graph.Graph:
-        known[:] = known or [capture(*args, **settings)]
-        return known[0]
-
-    monkeypatch.setattr(graph, "capture", once)
 
 
 @pytest.fixture
@@ -72,40 +54,13 @@ def test_the_whole_way(
 ) -> None:
     """A step or two, after which it is no good, but sure: plan and checkpoint say the same."""
     monkeypatch.setattr(retinanet, "LEAST", 0.008)
-    train, val = write_scattered(
-        tmp_path / "pictures", count=4, val=2, size=SIZE, most=2, sides=(24, 32), digits=(0, 1)
-    )
-    settings = ImportSettings(task="detection", size=SIZE, val_folder=val)
-    dataset = import_images(train, tmp_path / "data", settings)
-    run = api.train(
-        "retinanet_r18", dataset, out=tmp_path / "run", epochs=1, batch_size=4, val_interval=1,
+    run, _ = trained(
+        tmp_path, "retinanet_r18", size=SIZE, val=2, epochs=1, batch_size=4, val_interval=1,
         network_options={"anchor": ANCHOR}, solver={"name": "adamw", "lr": 1e-4},
     )  # fmt: skip
-    checkpoint = api.open_checkpoint(run)
-    assert "val/map" in checkpoint.info.metrics
-    files = sorted((tmp_path / "pictures" / "images").iterdir())
-    pixels = torch.stack([
-        torch.from_numpy(checkpoint.info.preprocess(file.read_bytes())) for file in files[:2]
-    ])  # fmt: skip
-    right = api.eager_predictor(checkpoint)(pixels)
-    assert (right[..., 4:].amax(2) > 0).sum() > 20
-    api.export(run, tmp_path / "net.onnx")
-    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    (other,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
-    assert (HEAD.aligned(torch.from_numpy(other), right) - right).abs().max() < 1e-4
-    plan = tmp_path / "net.plan"
-    made = api.compile(run, batch=(1, 1, 2), untuned=True)
-    made.save(plan)
-    assert [s.kernel for s in made.program.buckets[0].steps if s.op == "nms"] == ["nms.numpy"]
-    loaded = api.load(plan)
-    for count in (1, 2):  # an open batch
-        told = loaded(pixels[:count])[HEAD.OUTPUT]
-        assert (HEAD.aligned(told, right[:count]) - right[:count]).abs().max() < 1e-4
-    told = api.answer(loaded, files[:1], query=Query(threshold=0.0))
-    assert told[0]
-    with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
-        reply = client.post("/v2/models/net/detect?threshold=0", content=files[0].read_bytes())
-        assert reply.json()["predictions"] == told
+    assert "val/map" in api.open_checkpoint(run).info.metrics
+    made = goes_the_whole_way(tmp_path, run, least_boxes=20)
+    assert [kernel for kernel in kernels_of(made) if kernel.startswith("nms.")] == ["nms.numpy"]
 
 
 def test_its_boxes_are_torchvision_s() -> None:

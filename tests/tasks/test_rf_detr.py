@@ -7,22 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
-import onnxruntime as ort
 import pytest
 import torch
 from transformers.models.rf_detr import modeling_rf_detr as theirs
 
-from tessella import api, graph
+from tessella import api
 from tessella.core.errors import UsageError
-from tessella.data import ImportSettings, import_images
 from tessella.nn import zoo
 from tessella.nn.zoo import rf_detr
-from tessella.quickstart.scattered import write_scattered
-from tessella.server import Server
-from tessella.tasks import Query, named
+from tests.support.detectors import goes_the_whole_way, kernels_of, trained
 
-HEAD = named("detection").head
 SIZE = 64
 
 
@@ -35,18 +29,6 @@ def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rf_detr.DETECTORS, "rf_detr_n", fewer)
 
 
-@pytest.fixture
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for the ONNX file and the plan, of which each would take torch.export seconds."""
-    known: list[graph.Graph] = []
-
-    def once(*args: Any, capture: Any = graph.capture, **settings: Any) -> graph.Graph:
-        known[:] = known or [capture(*args, **settings)]
-        return known[0]
-
-    monkeypatch.setattr(graph, "capture", once)
-
-
 def built(classes: int = 3) -> rf_detr.RfDetr:
     torch.manual_seed(0)
     module = zoo.build(zoo.network("rf_detr_n", classes=classes, size=SIZE, answers="boxes"))
@@ -56,40 +38,13 @@ def built(classes: int = 3) -> rf_detr.RfDetr:
 
 def test_the_whole_way(few_layers: None, captured_once: None, tmp_path: Path) -> None:
     """A toy, which learns next to nothing: what counts is that plan and checkpoint say the same."""
-    train, val = write_scattered(
-        tmp_path / "pictures", count=4, val=3, size=SIZE, most=2, sides=(24, 32), digits=(0, 1)
-    )
-    settings = ImportSettings(task="detection", size=SIZE, val_folder=val)
-    dataset = import_images(train, tmp_path / "data", settings)
-    run = api.train(
-        "rf_detr_n", dataset, out=tmp_path / "run", epochs=1, batch_size=2, val_interval=1,
+    run, _ = trained(
+        tmp_path, "rf_detr_n", size=SIZE, val=3, epochs=1, batch_size=2, val_interval=1,
         solver={"name": "adamw", "lr": 1e-4},
     )  # fmt: skip
-    checkpoint = api.open_checkpoint(run)
-    assert "val/map" in checkpoint.info.metrics
-    files = sorted((tmp_path / "pictures" / "images").iterdir())
-    pixels = torch.stack([
-        torch.from_numpy(checkpoint.info.preprocess(file.read_bytes())) for file in files[:2]
-    ])  # fmt: skip
-    right = api.eager_predictor(checkpoint)(pixels)
-    api.export(run, tmp_path / "net.onnx")
-    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    (other,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
-    assert (HEAD.aligned(torch.from_numpy(other), right) - right).abs().max() < 1e-4
-    plan = tmp_path / "net.plan"
-    made = api.compile(run, batch=(1, 1, 2), untuned=True)
-    made.save(plan)
-    kernels = [step.kernel for step in made.program.buckets[0].steps]
-    assert kernels.count("deformable_attention.bags") == 1
-    loaded = api.load(plan)
-    for count in (1, 2):  # an open batch
-        told = loaded(pixels[:count])[HEAD.OUTPUT]
-        assert (HEAD.aligned(told, right[:count]) - right[:count]).abs().max() < 1e-4
-    told = api.answer(loaded, files[:1], query=Query(threshold=0.0))
-    assert told[0]
-    with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
-        reply = client.post("/v2/models/net/detect?threshold=0", content=files[0].read_bytes())
-        assert reply.json()["predictions"] == told
+    assert "val/map" in api.open_checkpoint(run).info.metrics
+    made = goes_the_whole_way(tmp_path, run)
+    assert kernels_of(made).count("deformable_attention.bags") == 1
 
 
 def test_it_answers_and_learns_as_hugging_face_s_does(few_layers: None) -> None:

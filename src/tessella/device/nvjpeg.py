@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tessella.core.errors import KernelError, UsageError
 from tessella.core.jpeg import Frame
+from tessella.core.preprocess import Preprocess
 
 # numbers of nvjpeg.h
 _DEFAULT, _HYBRID_GPU = 0, 2
@@ -147,6 +148,27 @@ def has_nvjpeg() -> bool:
     except UsageError:
         return False
     return True
+
+
+def why_not(record: Preprocess, device: torch.device) -> str | None:
+    """Why a device does not decode JPEG files for a record; None if it does."""
+    if record.depth != 8 or record.channels not in (1, 3):
+        return "a GPU decodes pictures of 8 bits, grey or RGB"
+    # a torch without CUDA comes without Triton, which the kernels' modules import
+    has_triton = importlib.util.find_spec("triton") is not None
+    if device.type != "cuda" or not has_triton or not has_nvjpeg():
+        return "decode='gpu' needs an NVIDIA GPU, Triton and nvJPEG"
+    return None
+
+
+def require_decoding(record: Preprocess, device: torch.device, *, fix: str) -> None:
+    """Raise ``UsageError`` unless a device decodes JPEG files for a record."""
+    if (wrong := why_not(record, device)) is not None:
+        raise UsageError(
+            wrong,
+            seen=f"{record.channels} channels of {record.depth} bits on {device}",
+            fix=f"{fix}; or pip install nvidia-nvjpeg, where only that is missing",
+        )
 
 
 @functools.cache

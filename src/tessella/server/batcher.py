@@ -456,8 +456,8 @@ def _settle(requests: list[Request]) -> None:
 class PageLocked:
     """Joins samples in memory from which a GPU copies by itself, the same for every execution.
 
-    32 images of 150 kB: 0.4 ms from ordinary memory, whose pages are new each time, and 0.1 ms from
-    this.
+    An engine with 32 images of 150 kB in ordinary memory takes 0.4 ms more than with images that
+    are on the GPU (H200).
 
     Args:
         samples: the most that are joined.

@@ -336,24 +336,34 @@ class _Acceptor:
             self.send(tickets.pack_error(ticket.number, error))
 
     def _submit(self, ticket: Ticket) -> None:
+        if ticket.letter == b"p":
+            self._with_model(ticket, lambda model: self._decode(ticket, model))
+            return
+        inputs = self._room.model(ticket.model).signature.inputs.values()
+        places, end = places_of(inputs, ticket.sizes, ticket.start)
+        arrays = {}
+        for spec, start, shape in places:
+            arrays[spec.name] = self._lane.array(start, shape, numpy_type(spec))
+            spec.check(shape=shape, dtype=spec.dtype)
+        self._wait(ticket, arrays, end)
+
+    def _with_model(self, ticket: Ticket, use: Callable[[Model], None]) -> None:
+        """Give the model of a ticket something to do; the next one of the same tensors, if it is
+        replaced meanwhile.
+        """
         while True:
             model = self._room.model(ticket.model)
-            inputs = model.signature.inputs.values()
-            if ticket.letter == b"p":
-                return self._decode(ticket, model)
-            places, end = places_of(inputs, ticket.sizes, ticket.start)
-            arrays = {}
-            for spec, start, shape in places:
-                arrays[spec.name] = self._lane.array(start, shape, numpy_type(spec))
-                spec.check(shape=shape, dtype=spec.dtype)
             try:
-                return self._wait(ticket, model, arrays, end)
+                return use(model)
             except ServeError:
                 if self._room.model(ticket.model) is model:
-                    raise  # else it was replaced between the two lines
+                    raise
 
-    def _wait(self, ticket: Ticket, model: Model, arrays: Arrays, end: int, ns: int = 0) -> None:
+    def _wait(self, ticket: Ticket, arrays: Arrays, end: int, ns: int = 0) -> None:
         """Let a ticket's inputs wait for the engine, after so long a decoding."""
+        self._with_model(ticket, lambda model: self._wait_for(model, ticket, arrays, end, ns))
+
+    def _wait_for(self, model: Model, ticket: Ticket, arrays: Arrays, end: int, ns: int) -> None:
         request = Request(
             arrays=arrays,
             deliver=self._deliver,
@@ -381,7 +391,7 @@ class _Acceptor:
             try:
                 if error is not None or made is None:
                     raise error or ServeError("a picture was not decoded", status=500)
-                self._wait(ticket, model, {name: made}, end, ns)
+                self._wait(ticket, {name: made}, end, ns)
             except Exception as error:
                 self.send(tickets.pack_error(ticket.number, error))
 

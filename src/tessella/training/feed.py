@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import threading
 import time
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tessella.artifacts.run import Recipe
-from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
-from tessella.device.nvjpeg import has_nvjpeg, has_own_decoders
+from tessella.device.nvjpeg import has_own_decoders, require_decoding, why_not
 from tessella.device.scaling import Scaling
 from tessella.training.parallel import World
 
@@ -45,7 +43,7 @@ def decodes_on_gpu(recipe: Recipe, record: Preprocess, device: torch.device) -> 
     """Whether the device decodes JPEG files: as the recipe says, by default to the host's bits."""
     if recipe.decode is not None:
         return recipe.decode == "gpu"
-    return _may_decode(record, device) and has_own_decoders(device)
+    return why_not(record, device) is None and has_own_decoders(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,27 +170,7 @@ def _timed() -> torch.cuda.Event:
 
 def _decoder(record: Preprocess, device: torch.device) -> Any:
     """What decodes JPEG files on the device."""
-    fix = "leave decode out: the host decodes"
-    if not _has_bytes(record):
-        seen = f"{record.channels} channels of {record.depth} bits"
-        raise UsageError("a GPU decodes pictures of 8 bits, grey or RGB", seen=seen, fix=fix)
-    if not _may_decode(record, device):
-        raise UsageError(
-            "decode='gpu' needs an NVIDIA GPU, Triton and nvJPEG",
-            seen=str(device),
-            fix=f"{fix}; or pip install nvidia-nvjpeg",
-        )
+    require_decoding(record, device, fix="leave decode out: the host decodes")
     return importlib.import_module("tessella.kernels.pictures.decode").PictureDecoder(
         record, device
     )
-
-
-def _may_decode(record: Preprocess, device: torch.device) -> bool:
-    """Whether all is there to decode for this record on this device."""
-    # a torch without CUDA comes without Triton, which the kernels' modules import
-    has_triton = importlib.util.find_spec("triton") is not None
-    return _has_bytes(record) and device.type == "cuda" and has_triton and has_nvjpeg()
-
-
-def _has_bytes(record: Preprocess) -> bool:
-    return record.depth == 8 and record.channels in (1, 3)

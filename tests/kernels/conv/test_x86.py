@@ -14,6 +14,7 @@ from tessella.device.x86.assembler import InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.conv import x86_depthwise, x86_sum
 from tessella.kernels.shared import x86_convolution as x86
+from tessella.kernels.shared import x86_tiles
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -273,7 +274,7 @@ def test_torchs_threads_share_the_work(
 
 @pytest.mark.parametrize("vectors", [1, 2, 3, 4])
 def test_each_width_of_a_tile(vectors: int, dtype: str, isa: InstructionSet) -> None:
-    if vectors not in x86.PIXELS[isa]:
+    if vectors not in x86_tiles.PIXELS[isa]:
         pytest.skip(f"{isa.name} has too few registers")
     p = problem((2, 32, 9, 11), 192, dtype, bias=False, residual=True)
     given, constants = drawn(p)

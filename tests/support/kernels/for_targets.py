@@ -107,6 +107,11 @@ def problems() -> dict[str, Problem]:
         "windows": windows(8, 56, 7, 96, 3, dtype="float16"),
         "planes": turned(8, 768, 14, dtype="float16"),
         "looks": looked,
+        "boxes": Problem(
+            op="nms", inputs=(meta(8, 1000, 4), meta(8, 1, 1000)),
+            outputs=(meta(8, 1, 100, dtype="int64"),),
+            attrs={"iou_threshold": 0.5, "score_threshold": None, "most": 100},
+        ),
         "image": Problem(
             op="image_to_tensor", inputs=(pixels,), attrs=scaling,
             outputs=(meta(8, 3, 224, 224, dtype="float16", format=LAST),),

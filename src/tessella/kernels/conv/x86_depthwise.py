@@ -5,7 +5,7 @@ A thread takes some pixels of an image. For a tile of them it looks the places u
 the filter reads, once for all channels; then, panel by panel of channels, the sums of the tile wait
 in registers while tap after tap is multiplied in, straight from memory. Sums are float32.
 
-Source: the table of places is that of ``shared.x86_convolution``.
+Source: the table of places is that of ``shared.x86_tiles``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
+from tessella.kernels.shared import x86_tiles
 from tessella.operations.problem import Problem
 
 MAX_TAPS = 225  # each has an address for each pixel of a tile on the stack
@@ -57,7 +58,7 @@ def bind(
     return tiles.bound(problem, constants, _weight(constants[1], tiles.panels))
 
 
-def _weight(weight: torch.Tensor, panels: x86.Panels) -> torch.Tensor:
+def _weight(weight: torch.Tensor, panels: x86_tiles.Panels) -> torch.Tensor:
     """[C, 1, R, S] → float32 [panels, R·S, width]: as a tile reads it."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:
@@ -68,11 +69,11 @@ def _weight(weight: torch.Tensor, panels: x86.Panels) -> torch.Tensor:
     return packed(weight, ("conv2d.x86_depthwise", panels), pack)
 
 
-ADDRESSES = x86.LEFT + code.NUMBER  # on the stack from here on: those of a tile
+ADDRESSES = x86_tiles.LEFT + code.NUMBER  # on the stack from here on: those of a tile
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tiles(x86.Tiles):
+class _Tiles(x86_tiles.Tiles):
     """Tiles whose channels read one channel each. Behind the sums are the vectors of the weight,
     and one of the image.
     """
@@ -89,21 +90,21 @@ class _Tiles(x86.Tiles):
         a = Assembler(self.isa)
         kept_bytes = ADDRESSES + self.taps * self.pixels * code.NUMBER
         self._begin_item(a, kept_bytes)
-        a.load("r13", x86.CALL_RESULT)
-        a.add_stored("r13", At(base="rbx", distance=x86.RESULT))
-        a.load("rbp", At(base="rbx", distance=x86.PLACES))
-        a.load("rax", At(base="rbx", distance=x86.COUNT))
-        a.store(x86.kept(x86.LEFT), "rax")
+        a.load("r13", x86_tiles.CALL_RESULT)
+        a.add_stored("r13", At(base="rbx", distance=x86_tiles.RESULT))
+        a.load("rbp", At(base="rbx", distance=x86_tiles.PLACES))
+        a.load("rax", At(base="rbx", distance=x86_tiles.COUNT))
+        a.store(x86_tiles.kept(x86_tiles.LEFT), "rax")
         a.compare("rax", 0)
         a.jump_if("je", "rest")
         a.label("tile")
         self._tile(a, "tile", self.pixels, constants)
         a.add("r13", self.pixels * self.pitches[0])
-        a.add_to_stored(x86.kept(x86.LEFT), -1)
+        a.add_to_stored(x86_tiles.kept(x86_tiles.LEFT), -1)
         a.jump_if("jne", "tile")
         a.label("rest")
         if self.rest:
-            a.load("rax", At(base="rbx", distance=x86.HAS_REST))
+            a.load("rax", At(base="rbx", distance=x86_tiles.HAS_REST))
             a.compare("rax", 0)
             a.jump_if("je", "next")
             self._tile(a, "rest", self.rest, constants)
@@ -112,7 +113,11 @@ class _Tiles(x86.Tiles):
 
     def _tile(self, a: Assembler, name: str, pixels: int, constants: Constants) -> None:
         self._addresses(a, name, pixels)
-        for register, place in (("rcx", x86.WEIGHT), ("r9", x86.BIAS), ("r11", x86.PANELS)):
+        for register, place in (
+            ("rcx", x86_tiles.WEIGHT),
+            ("r9", x86_tiles.BIAS),
+            ("r11", x86_tiles.PANELS),
+        ):
             a.load(register, At(base="rbx", distance=place))
         a.move("r14", "r13")
         a.set("rdx", 0)
@@ -130,7 +135,7 @@ class _Tiles(x86.Tiles):
             if v == 0:
                 a.load("r8", At(base="rsi", distance=p * code.NUMBER))
             read = At(base="r8", index="rdx", distance=columns[v])
-            if self.size == x86.WORD:
+            if self.size == x86_tiles.WORD:
                 a.vector("vfmadd231ps", i, taken + v, read)
             else:
                 a.load_bfloat16(taken + self.vectors, read)
@@ -140,7 +145,7 @@ class _Tiles(x86.Tiles):
         for i, (p, v) in enumerate(places):
             activate(a, self.activation, constants, i, taken)
             self._store(a, At(base="r14", distance=p * self.pitches[0] + columns[v]), i)
-        a.add("r9", self.width * x86.WORD)
+        a.add("r9", self.width * x86_tiles.WORD)
         for register in ("rdx", "r14"):
             a.add(register, self.width * self.size)
         a.subtract("r11", 1)

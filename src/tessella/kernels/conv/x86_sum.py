@@ -15,6 +15,7 @@ from tessella.device.x86 import code
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.libraries import onednn_sum
 from tessella.kernels.shared import x86_convolution as x86
+from tessella.kernels.shared import x86_tiles
 from tessella.operations.problem import Problem
 
 
@@ -22,7 +23,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles whose panels do not overlap, since nothing may be added twice; and no passes, since
     sums cannot wait where the residual lies."""
     isa, channels = code.require_instructions(), problem["weight"].shape[0]
-    wide = [vectors for vectors in x86.PIXELS[isa] if channels % (vectors * isa.lanes) == 0]
+    wide = [vectors for vectors in x86_tiles.PIXELS[isa] if channels % (vectors * isa.lanes) == 0]
     return tuple({"vectors": vectors} for vectors in wide[:2])
 
 
