@@ -12,7 +12,6 @@ import pytest
 
 from tessella.cluster.front import ATTEMPTS, REPLICA, AskingAgain, died
 from tessella.cluster.replica import named, refusing
-from tessella.core.errors import UsageError
 from tessella.server.guard import Guard
 from tessella.server.limits import Limits
 
