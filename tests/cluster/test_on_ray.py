@@ -183,13 +183,3 @@ def test_replicas_and_machines_die_and_plans_change_while_clients_ask(running: R
     refused = httpx.post(f"{running.url}/v2/repository/models/flowers/load", timeout=60)
     assert refused.status_code == 501
     assert httpx.get(f"{running.url}/v2/health/ready", timeout=60).status_code == 200
-
-
-def test_what_is_for_one_machine_is_refused(running: Running) -> None:
-    plan = linear_plan().save(running.folder / "third.plan")
-    refused = running.deploy(plan, "--acceptors", "2")
-    assert refused.returncode == 2
-    assert "balancer" in refused.stderr
-    refused = running.deploy(plan, "--host", "0.0.0.0")
-    assert refused.returncode == 2
-    assert "token" in refused.stderr

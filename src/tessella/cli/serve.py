@@ -98,8 +98,8 @@ def serve(
         plans = parse_models(models)
         if on == "ray":
             _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory)
-            scale = {"replicas": replicas, "cpus": cpus, "gpus": gpus}
-            url = api.deploy(plans, token_file=token_file, **scale, **shared)
+            shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
+            url = api.deploy(plans, token_file=token_file, **shared)
             out.emit(phase("deployed", url))
             return
         if (tls_cert is None) != (tls_key is None):

@@ -22,12 +22,6 @@ from tessella.server.limits import DEFAULT_LIMITS
 from tessella.server.listening import GRACE_S
 from tessella.server.traffic import Traffic
 
-try:
-    import ray
-    from ray import serve
-except ImportError:
-    ray = None
-
 APPLICATION = "tessella"
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 SURGE_PERCENT = 25  # of the replicas, at least one: so many new ones start before old ones end
@@ -98,9 +92,12 @@ def deploy(
         ArtifactError: a file that is no plan.
         ServeError: the replicas do not start.
     """
-    if ray is None:
-        raise UsageError("this needs Ray", fix="pip install 'tessella[ray]'")
     door.guard()
+    try:
+        import ray  # takes 4 s
+        from ray import serve
+    except ImportError as error:
+        raise UsageError("this needs Ray", fix="pip install 'tessella[ray]'") from error
     wanted = described(
         dict(models),
         door,
@@ -144,6 +141,8 @@ def deploy(
 
 
 def _application(deployment: Deployment, scale: Scale) -> Any:
+    from ray import serve
+
     plans = [load_outline(file) for file in deployment.hashes]
     batch = max(min(spec.batch.max for spec in plan.manifest.inputs) for plan in plans)
     gpus = scale.gpus

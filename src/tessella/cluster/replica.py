@@ -24,11 +24,6 @@ from tessella.server.repository import Repository
 from tessella.server.traffic import Traffic
 from tessella.server.versions import plans_of, split_key
 
-try:
-    from ray import serve
-except ImportError:
-    serve = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
@@ -76,6 +71,8 @@ class Replica:
         self._deployment = deployment
 
     def __serve_build_asgi_app__(self) -> Application:
+        from ray import serve  # takes 4 s
+
         asked = self._deployment
         repository = Repository(
             {key: Path(file) for key, file in asked.models.items()},
