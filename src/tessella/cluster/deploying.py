@@ -24,6 +24,7 @@ from tessella.server.traffic import Traffic
 
 APPLICATION = "tessella"
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+LOCAL_FIRST = "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"
 SURGE_PERCENT = 25  # of the replicas, at least one: so many new ones start before old ones end
 MOST_REPLICAS = 4096
 
@@ -106,9 +107,11 @@ def deploy(
         compiled=compiled,
         decode=decode,
     )
-    # Proxies inherit the environment of whoever starts Serve.
-    environment = {CALLBACK: "tessella.cluster.front.middlewares"}
-    environment[SETTINGS] = json.dumps(to_plain(door))
+    environment = {  # that proxies inherit from whoever starts Serve
+        CALLBACK: "tessella.cluster.front.middlewares",
+        SETTINGS: json.dumps(to_plain(door)),
+        LOCAL_FIRST: "0",  # else other machines' replicas idle until the proxy's own are full
+    }
     try:
         ray.init(
             address="auto",
