@@ -164,9 +164,11 @@ def test_replicas_and_machines_die_and_plans_change_while_clients_ask(running: R
         # the plan is replaced
         deployed = running.deploy(second, "--replicas", "2")
         assert deployed.returncode == 0, deployed.stderr
-        before = clients.seen[1.0]
-        clients.until(lambda: clients.seen[2.0] > 200)
-        assert clients.seen[1.0] == before  # when it is said to be deployed, it is
+        count = clients.seen[2.0]
+        clients.until(lambda: clients.seen[2.0] > count + 50)  # what was under way has come
+        before, count = clients.seen[1.0], clients.seen[2.0]
+        clients.until(lambda: clients.seen[2.0] > count + 200)
+        assert clients.seen[1.0] == before
         assert clients.wrong == []
 
         # a machine is killed, with all that runs on it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 LOCAL_FIRST = "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"
 SURGE_PERCENT = 25  # of the replicas, at least one: so many new ones start before old ones end
 MOST_REPLICAS = 4096
+READY_S = 600.0
+WAITING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # a replica that ends makes it unhealthy awhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +81,16 @@ def deploy(
     max_delay_us: int = 0,
     compiled: bool = True,
     decode: Literal["host", "gpu"] = "host",
+    within_s: float = READY_S,
 ) -> str:
     """Let a Ray cluster serve these plans, in place of those that it serves, without a pause.
 
     The cluster runs already (``RAY_ADDRESS``, or on this machine); it serves on when this process
     has ended. The first time says where the proxies listen and who may come in; to change that,
     end it with ``serve shutdown``.
+
+    Args:
+        within_s: how long to wait for the replicas.
 
     Returns:
         The URL of the proxy on the cluster's head.
@@ -130,20 +137,41 @@ def deploy(
             http_options={"host": door.host, "port": door.port},
             logging_config={"enable_access_log": False},
         )
-        serve.run(_application(wanted, scale), name=APPLICATION, route_prefix="/")
+        target = serve.RunTarget(_application(wanted, scale), name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait(within_s)
         return _url(door)
-    except RuntimeError as error:
-        raise ServeError(
-            "the replicas do not start",
-            status=503,
-            seen=str(error)[-400:],
-            fix="look into their logs with serve status; what was served before serves on",
-        ) from error
     finally:
         ray.shutdown()
 
 
+def _wait(within_s: float) -> None:
+    """Wait until all replicas are those that were asked for.
+
+    Raises:
+        ServeError: they do not start, or not in this time.
+    """
+    from ray import serve
+
+    until_s = time.monotonic() + within_s
+    while True:
+        application = serve.status().applications[APPLICATION]
+        if application.status == "RUNNING":
+            return
+        if application.status not in WAITING or time.monotonic() > until_s:
+            told = [application.message, *(d.message for d in application.deployments.values())]
+            raise ServeError(
+                "the replicas do not start",
+                status=503,
+                seen=f"{application.status.lower()}: {' '.join(filter(None, told))[-600:]}",
+                fix="see serve status, and Ray's logs on their machines; or give the cluster more"
+                " cores or GPUs",
+            )
+        time.sleep(0.5)
+
+
 def _application(deployment: Deployment, scale: Scale) -> Any:
+    import ray
     from ray import serve
 
     plans = [load_outline(file) for file in deployment.hashes]
@@ -160,6 +188,9 @@ def _application(deployment: Deployment, scale: Scale) -> Any:
                 "target_ongoing_requests": 2 * batch,  # one batch runs, one gathers
             }
         }
+    # Without room for one more the update would wait for ever; then an old one ends first.
+    free = ray.available_resources()
+    room = free.get("CPU", 0) >= scale.cpus and free.get("GPU", 0) >= gpus
     return (
         serve.deployment(serve.ingress()(Replica))
         .options(
@@ -168,7 +199,7 @@ def _application(deployment: Deployment, scale: Scale) -> Any:
             # Ray's default of 5 would leave no batch to gather; the batcher refuses what is more.
             max_ongoing_requests=DEFAULT_LIMITS.waiting,
             max_queued_requests=DEFAULT_LIMITS.waiting,
-            max_surge_percent=SURGE_PERCENT,
+            max_surge_percent=SURGE_PERCENT if room else 0,
             graceful_shutdown_timeout_s=GRACE_S,
             health_check_period_s=2.0,
             **replicas,
