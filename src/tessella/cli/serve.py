@@ -29,6 +29,7 @@ TrafficRules = Annotated[
 GrpcPort = Annotated[
     int | None, Option(help="Port for gRPC (pip install 'tessella[grpc]'); none without.")
 ]
+Decode = Annotated[Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")]
 On = Annotated[
     Literal["here", "ray"],
     Option(help="This machine, or a Ray cluster that runs (pip install 'tessella[ray]')."),
@@ -73,9 +74,7 @@ def serve(
     shared_memory: Annotated[
         bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
     ] = False,
-    decode: Annotated[
-        Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")
-    ] = "host",
+    decode: Decode = "host",
     on: On = "here",
     replicas: Replicas = "1",
     cpus: Annotated[int, Option(help="Cores of each replica, with --on ray.")] = 1,
