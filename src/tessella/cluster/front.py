@@ -13,7 +13,7 @@ from typing import Any
 from starlette.middleware import Middleware
 
 from tessella.core.access_token import read_token
-from tessella.core.errors import ServeError
+from tessella.core.errors import ServeError, UsageError
 from tessella.core.record import from_plain
 from tessella.server.answers import Send, error_answer, log, reply
 from tessella.server.body import BodyReader, Disconnected, Headers, Receive, Scope
@@ -39,12 +39,21 @@ class Door:
     Attributes:
         token_file: on every machine, a file with the token that clients must send.
         names: host names under which clients reach the proxies.
+
+    Raises:
+        UsageError: no port that all machines could have.
     """
 
     host: str
     port: int
     token_file: str | None = None
     names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 1 << 16:
+            raise UsageError(
+                "all proxies listen at one port", seen=self.port, fix="use one from 1 to 65535"
+            )
 
     def guard(self) -> Guard:
         """What checks requests.
