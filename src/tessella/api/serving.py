@@ -96,7 +96,8 @@ def deploy(
 
     Args:
         models: as for ``serve``; each file lies at the same path on every machine.
-        host, port, token_file: of the proxies, on every machine; a token is needed unless ``host`` is each machine's own.
+        host, port, token_file: of the proxies, on every machine; a token is needed unless ``host``
+            is each machine's own.
         host_names, max_delay_us, traffic, compiled, decode: as for ``serve``.
         replicas: how many, ``4``, or ``2:8``: as many as the requests at hand need.
         cpus, gpus: of each replica; None is one GPU if a plan has programs for GPUs alone.
