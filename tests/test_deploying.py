@@ -171,6 +171,12 @@ def test_the_autoscaler_s_metric_is_one_of_ours(kinds: dict[str, Any], http: htt
     (metric,) = (entry["pods"]["metric"]["name"] for entry in spec["metrics"])
     text = http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text
     assert f"# TYPE {metric} gauge" in text
+    pods = documents("prometheus.yml")[0]["scrape_configs"][1]["relabel_configs"]
+    named = {rule["target_label"] for rule in pods if "target_label" in rule}
+    assert named == {"namespace", "pod"}  # by which prometheus-adapter finds a pod's metric
+    (kept,) = (rule["regex"] for rule in pods if rule.get("action") == "keep")
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert kept == f"{labels['app']};http"
 
 
 def test_whoever_stops_a_server_waits_for_its_last_answer(
