@@ -142,40 +142,33 @@ class Clients:
             time.sleep(0.1)
 
 
-def kill(*processes: psutil.Process) -> None:
-    """Kill them while requests are in them: they stand still before, until some have come."""
-    for process in processes:
-        process.suspend()
-    time.sleep(0.5)
-    for process in processes:
-        process.kill()
-
-
 def test_replicas_and_machines_die_and_plans_change_while_clients_ask(running: Running) -> None:
     first = linear_plan().save(running.folder / "first.plan")
     second = linear_plan(scale=2.0).save(running.folder / "second.plan")
-    deployed = running.deploy(first, "--replicas", "2")
+    # Ray itself asks elsewhere for what a replica had not accepted. A batch gathers for 0.1 s here, so
+    # that accepted requests are in a replica at any time.
+    asked = ("--replicas", "2", "--max-delay-us", "100000")
+    deployed = running.deploy(first, *asked)
     assert deployed.returncode == 0, deployed.stderr
     assert running.url in deployed.stdout + deployed.stderr
 
     with Clients(running.url, scales=(1.0, 2.0)) as clients:
         # a replica is killed
-        clients.until(lambda: len(clients.replicas) == 2 and min(clients.replicas.values()) > 50)
+        clients.until(lambda: len(clients.replicas) == 2 and min(clients.replicas.values()) > 20)
         where = running.processes()
         assert [len(where["head"]), len(where["other"])] == [1, 1]
-        kill(*where["head"])
+        where["head"][0].kill()
         clients.until(lambda: len(clients.replicas) == 3, within_s=90)
-        again = clients.seen["asked again"]
-        assert again >= 1
         assert clients.wrong == []
+        assert clients.seen["asked again"] >= 1
 
         # the plan is replaced
-        deployed = running.deploy(second, "--replicas", "2")
+        deployed = running.deploy(second, *asked)
         assert deployed.returncode == 0, deployed.stderr
         count = clients.seen[2.0]
         clients.until(lambda: clients.seen[2.0] > count + 50)  # what was under way has come
         before, count = clients.seen[1.0], clients.seen[2.0]
-        clients.until(lambda: clients.seen[2.0] > count + 200)
+        clients.until(lambda: clients.seen[2.0] > count + 100)
         assert clients.seen[1.0] == before
         assert clients.wrong == []
 
@@ -183,9 +176,10 @@ def test_replicas_and_machines_die_and_plans_change_while_clients_ask(running: R
         doomed = [psutil.Process(pid) for pid in running.pids]
         doomed += [c for p in doomed for c in p.children(recursive=True)]
         again = clients.seen["asked again"]
-        kill(*doomed)
+        for process in doomed:
+            process.kill()
         count = clients.seen[2.0]
-        clients.until(lambda: clients.seen[2.0] > count + 500)
+        clients.until(lambda: clients.seen[2.0] > count + 150)
     print(clients.seen, clients.replicas)
     assert clients.wrong == []
     assert clients.seen["asked again"] > again
