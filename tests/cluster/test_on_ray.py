@@ -145,8 +145,8 @@ class Clients:
 def test_replicas_and_machines_die_and_plans_change_while_clients_ask(running: Running) -> None:
     first = linear_plan().save(running.folder / "first.plan")
     second = linear_plan(scale=2.0).save(running.folder / "second.plan")
-    # Ray itself asks elsewhere for what a replica had not accepted. A batch gathers for 0.1 s here, so
-    # that accepted requests are in a replica at any time.
+    # Ray itself asks elsewhere for what a replica had not accepted. Here a batch gathers for 0.1 s,
+    # so that accepted requests are in a replica at any time.
     asked = ("--replicas", "2", "--max-delay-us", "100000")
     deployed = running.deploy(first, *asked)
     assert deployed.returncode == 0, deployed.stderr
