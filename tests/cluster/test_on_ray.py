@@ -1,5 +1,6 @@
 """A Ray cluster of two machines, as processes of this one: replicas and machines that are killed,
-and plans that are replaced, while clients ask. ``make ray`` installs Ray and runs it (a minute or two).
+and plans that are replaced, while clients ask. ``make ray`` installs Ray and runs it (a minute or
+two).
 """
 
 from __future__ import annotations
