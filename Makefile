@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src tests || true
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check docs wheel format gpu bench clean
+.PHONY: help quickstart test check docs wheel format gpu ray bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,6 +38,10 @@ format: $(VENV)/installed-dev  ## let ruff format and fix
 
 gpu:  ## the tests of tests/gpu, with the machine's own python3 (an H100 or H200)
 	PYTHONPATH=src $(PYTHON) -m pytest -o addopts= tests/gpu -ra
+
+ray: $(VENV)/installed-dev  ## install Ray (80 MB), then serve on a cluster of two nodes while parts of it die
+	$(PIP) -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -n 0
 
 bench: $(VENV)/installed-dev  ## the benchmarks behind the README's numbers that run without a GPU
 	$(BIN)/python -m benchmarks.engine --target cpu

@@ -5,6 +5,10 @@ of one process, servers of several, and a bare ASGI application in uvicorn that 
 and answers the same bytes without a network. All of them wait while one is asked, in rounds; wrk
 runs on the same cores. The table has medians over the rounds.
 
+With ``--peers-venv``, a virtual environment with litserve and mlserver, they serve the same network
+beside ours, asked in JSON as their documents show (``serving_peers``); ours is then asked in JSON,
+too, and the ratios to each peer are medians over the rounds.
+
 In each round the engine is timed, too, with a batch of as many images as there are clients: so the
 table says what a request costs beside its share of the engine.
 """
@@ -12,16 +16,20 @@ table says what a request costs beside its share of the engine.
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +52,10 @@ BARE = "bare uvicorn"
 PATH = f"/v2/models/{NETWORK}/infer"
 HEADERS = {"Inference-Header-Content-Length": "0", "Content-Type": "application/octet-stream"}
 NUMBER = r"([\d.]+)(us|ms|s|m)"
+PEERS = {"litserve": "/predict", "mlserver": PATH}
+PEER_SCRIPT = Path(__file__).with_name("serving_peers.py")
+PEER_START_S = 120  # torch compiles
+JSON_HEADERS = {"Content-Type": "application/json"}
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
 
 
@@ -53,13 +65,16 @@ def main() -> None:
     parser.add_argument("--clients", default="1,32,128")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=2, help="of each server in a round")
+    parser.add_argument("--peers-venv", type=Path, help="with litserve and mlserver installed")
     parser.add_argument("--about", help="what a reader has to know of the machine")
     parser.add_argument("--out", type=Path, default=RESULTS / "serving-cpu.json")
     args = parser.parse_args()
     acceptors, clients = (
         [int(n) for n in text.split(",")] for text in (args.acceptors, args.clients)
     )
-    rows = measure(acceptors, clients, rounds=args.rounds, seconds=args.seconds)
+    rows = measure(
+        acceptors, clients, rounds=args.rounds, seconds=args.seconds, peers=args.peers_venv
+    )
     made = document("cpu", rows) | {
         "about": args.about,
         "cores": len(os.sched_getaffinity(0)),
@@ -68,36 +83,72 @@ def main() -> None:
     write(args.out, made)
     columns = [name for name in rows[0] if name != "rounds"]
     print(markdown(columns, [[row[name] for name in columns] for row in rows]))
+    for name, ratios in beside_peers(rows).items():
+        print(f"{name}: {ratios}")
     print(f"wrote {args.out}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What wrk sends, and where."""
+
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+
+    def answer(self) -> bytes:
+        """The answer to one such request."""
+        request = urllib.request.Request(self.url, data=self.body, headers=dict(self.headers))
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bytes(answer.read())
+
+    def script(self, folder: Path, name: str) -> Path:
+        """The request as a script of wrk's."""
+        body, script = folder / f"{name}.body", folder / f"{name}.lua"
+        body.write_bytes(self.body)
+        lines = [f'wrk.headers["{key}"] = "{value}"' for key, value in self.headers.items()]
+        lines += ['wrk.method = "POST"', f'wrk.body = io.open("{body}", "rb"):read("*a")']
+        script.write_text("\n".join(lines) + "\n")
+        return script
+
+
 def measure(
-    acceptors: Sequence[int], clients: Sequence[int], *, rounds: int, seconds: int
+    acceptors: Sequence[int],
+    clients: Sequence[int],
+    *,
+    rounds: int,
+    seconds: int,
+    peers: Path | None = None,
 ) -> list[dict[str, Any]]:
     """By server and number of clients: requests a second and latencies, one of each a round."""
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         body = save_plan(folder / "network.plan")
-        servers = {}
+        servers: dict[str, Asked] = {}
         for count in acceptors:
             name = f"{count} acceptors" if count else "one process"
-            servers[name] = stack.enter_context(_serving(str(count), folder / "network.plan"))
-        answers = [_answer(url, body) for url in servers.values()]
+            url = stack.enter_context(_serving(str(count), folder / "network.plan")) + PATH
+            servers[name] = Asked(url=url, body=body, headers=HEADERS)
+        answers = [server.answer() for server in servers.values()]
         scores = [np.frombuffer(answer[-40:], np.float32) for answer in answers]
         for other in scores[1:]:
             np.testing.assert_allclose(other, scores[0], rtol=1e-3, atol=1e-4)
         (folder / "answer").write_bytes(answers[0])
-        servers[BARE] = stack.enter_context(_serving("bare", folder / "answer"))
-        assert _answer(servers[BARE], body) == answers[0]
-        script = _script(folder, body)
+        url = stack.enter_context(_serving("bare", folder / "answer")) + PATH
+        servers[BARE] = Asked(url=url, body=body, headers=HEADERS)
+        assert servers[BARE].answer() == answers[0]
+        if peers is not None:
+            first = next(iter(servers.values())).url
+            servers |= stack.enter_context(_peers(peers, folder, first, body, scores[0]))
+        scripts = {name: server.script(folder, name) for name, server in servers.items()}
         torch.set_num_threads(1)  # as the servers have
         engine = stack.enter_context(load(folder / "network.plan"))
         for _ in range(rounds):
             for count in clients:
                 own_us = engine_us(engine, min(count, BATCH.max))
-                for name, url in servers.items():
-                    one = _wrk(url, script, clients=count, seconds=seconds)
+                for name, server in servers.items():
+                    one = _wrk(server.url, scripts[name], clients=count, seconds=seconds)
                     one["engine_us"] = 0.0 if name == BARE else own_us
                     found.setdefault((name, count), []).append(one)
     return [_row(name, count, found) for name, count in found]
@@ -119,6 +170,28 @@ def _row(name: str, clients: int, found: dict[tuple[str, int], list[dict[str, fl
         ),
         "rounds": mine,
     }
+
+
+def beside_peers(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """How many times the requests of each peer ours answer, by number of clients."""
+    rates = {
+        (row["server"], row["clients"]): [one["requests_per_s"] for one in row["rounds"]]
+        for row in rows
+    }
+    told = {}
+    for ours in sorted({name for name, _ in rates} - {BARE, *PEERS}):
+        for peer in sorted({name for name, _ in rates} & {*PEERS}):
+            ratios = {
+                count: statistics.median(
+                    a / b for a, b in zip(rates[ours, count], rates[peer, count], strict=True)
+                )
+                for name, count in rates
+                if name == peer
+            }
+            told[f"{ours} over {peer}"] = ", ".join(
+                f"{ratio:.1f} with {count} clients" for count, ratio in ratios.items()
+            )
+    return told
 
 
 def engine_us(engine: Engine, batch: int, *, seconds: float = 0.2) -> float:
@@ -147,6 +220,16 @@ def save_plan(path: Path) -> bytes:
     plan.save(path)
     image = work.sample(torch.device("cpu"))[0][:1].numpy()
     return bytes(image.tobytes())
+
+
+def save_module(path: Path) -> None:
+    """The network for others, with batches of any size, as torch.export saves it."""
+    work = workload(NETWORK, BATCH.opt)
+    images = work.sample(torch.device("cpu"))[0]
+    batch = torch.export.Dim("batch", min=1, max=BATCH.max)
+    with torch.no_grad():
+        exported = torch.export.export(work.module.eval(), (images,), dynamic_shapes=({0: batch},))
+    torch.export.save(exported, path)
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -200,29 +283,74 @@ def be_server() -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
+@contextmanager
+def _peers(
+    environment: Path, folder: Path, ours: str, body: bytes, scores: np.ndarray
+) -> Iterator[dict[str, Asked]]:
+    """The peers that serve the network, and ours with the same JSON, once they agree with it."""
+    image = np.frombuffer(body, np.float32).reshape(1, 1, 28, 28)
+    tensor = {"name": "x", "datatype": "FP32", "shape": list(image.shape)}
+    tensor["data"] = image.ravel().tolist()
+    bodies = {
+        "litserve": {"image": base64.b64encode(body).decode()},
+        "mlserver": {"inputs": [tensor]},
+    }
+    asked = {
+        "one process, JSON": Asked(
+            url=ours, body=json.dumps(bodies["mlserver"]).encode(), headers=JSON_HEADERS
+        )
+    }
+    save_module(folder / "network.pt2")
+    with ExitStack() as stack:
+        for name, path in PEERS.items():
+            url = stack.enter_context(_peer(environment, name, folder / "network.pt2"))
+            asked[name] = Asked(
+                url=url + path, body=json.dumps(bodies[name]).encode(), headers=JSON_HEADERS
+            )
+        for name, server in asked.items():
+            answer = json.loads(server.answer())
+            found = answer["scores"] if name == "litserve" else answer["outputs"][0]["data"]
+            np.testing.assert_allclose(found, scores, rtol=1e-3, atol=1e-4, err_msg=name)
+        yield asked
+
+
+@contextmanager
+def _peer(environment: Path, name: str, network: Path) -> Iterator[str]:
+    """A peer in processes of its own; its URL."""
+    with bind("127.0.0.1", 0) as probe:
+        port = int(probe.getsockname()[1])
+    peer = subprocess.Popen(
+        [environment / "bin" / "python", "-P", PEER_SCRIPT, name, network, str(port)],
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        until_s = time.monotonic() + PEER_START_S
+        health = "/health" if name == "litserve" else f"/v2/models/{NETWORK}/ready"
+        while True:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{health}", timeout=5).close()
+                break
+            if peer.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError(f"{name} does not start")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(peer.pid, signal.SIGTERM)
+        try:
+            peer.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(peer.pid, signal.SIGKILL)
+            peer.wait()
+
+
 # --- clients --------------------------------------------------------------------------------------
-
-
-def _answer(url: str, body: bytes) -> bytes:
-    with urllib.request.urlopen(
-        urllib.request.Request(url + PATH, data=body, headers=HEADERS), timeout=60
-    ) as answer:
-        return bytes(answer.read())
-
-
-def _script(folder: Path, body: bytes) -> Path:
-    """What wrk sends."""
-    (folder / "body").write_bytes(body)
-    lines = [f'wrk.headers["{name}"] = "{value}"' for name, value in HEADERS.items()]
-    lines += ['wrk.method = "POST"', f'wrk.body = io.open("{folder}/body", "rb"):read("*a")']
-    script = folder / "request.lua"
-    script.write_text("\n".join(lines) + "\n")
-    return script
 
 
 def _wrk(url: str, script: Path, *, clients: int, seconds: int) -> dict[str, float]:
     text = subprocess.run(
-        ["wrk", "-t1", f"-c{clients}", f"-d{seconds}s", "--latency", "-s", script, url + PATH],
+        ["wrk", "-t1", f"-c{clients}", f"-d{seconds}s", "--latency", "-s", script, url],
         capture_output=True,
         text=True,
         check=True,

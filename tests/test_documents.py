@@ -18,11 +18,11 @@ SOURCE = ROOT / "src" / "tessella"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GUIDES = sorted((ROOT / "docs").glob("add-*.md"))
 TOP = tuple(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING"))
-OTHERS = ("budget", "features", "index", "onnx", "plans", "precision", "tasks", "tour")
+OTHERS = ("budget", "deploying", "features", "index", "onnx", "plans", "precision", "tasks", "tour")
 PRESENT = (*TOP, *GUIDES, *(ROOT / "docs" / f"{name}.md" for name in OTHERS))  # not the log
 ROOMS = (
-    "annotations api artifacts benchmarks cli compiler core data docs examples graph jobs kernels"
-    " nn operations runtime server src studio tasks telemetry tests training"
+    "annotations api artifacts benchmarks cli cluster compiler core data docs examples graph jobs"
+    " kernels nn operations runtime server src studio tasks telemetry tests training"
 )
 OURS = f"(?:{ROOMS.replace(' ', '|')})"
 RENAMED = ("auction", "bid", "bids", "workshop", "carried", "halves", "codes")

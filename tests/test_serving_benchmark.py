@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.serving import engine_us, parse
+from benchmarks.serving import BARE, JSON_HEADERS, Asked, beside_peers, engine_us, parse
 from tests.support.engines import Scores
 
 # As wrk 4.1.0 printed it.
@@ -42,3 +44,30 @@ def test_the_engines_time_is_that_of_one_image() -> None:
     assert engine_us(engine, 1, seconds=0) >= 4000  # type: ignore[arg-type]
     assert engine_us(engine, 8, seconds=0.01) >= 500  # type: ignore[arg-type]
     assert engine.batches[:2] == [1, 8]
+
+
+def test_ratios_to_peers_are_medians_over_the_rounds() -> None:
+    def row(server: str, clients: int, *rates: float) -> dict[str, object]:
+        return {
+            "server": server,
+            "clients": clients,
+            "rounds": [{"requests_per_s": rate} for rate in rates],
+        }
+
+    rows = [
+        row("one process", 1, 100, 300, 1000),
+        row("one process", 32, 50, 50, 50),
+        row(BARE, 1, 1, 1, 1),
+        row("litserve", 1, 50, 100, 100),
+        row("litserve", 32, 100, 100, 100),
+    ]
+    told = {"one process over litserve": "3.0 with 1 clients, 0.5 with 32 clients"}
+    assert beside_peers(rows) == told
+
+
+def test_what_wrk_sends_lies_in_a_file(tmp_path: Path) -> None:
+    asked = Asked(url="http://127.0.0.1/x", body=b'{"a": 1}', headers=JSON_HEADERS)
+    text = asked.script(tmp_path, "litserve").read_text()
+    assert 'wrk.headers["Content-Type"] = "application/json"' in text
+    assert (tmp_path / "litserve.body").read_bytes() == b'{"a": 1}'
+    assert f'io.open("{tmp_path}/litserve.body", "rb")' in text

@@ -226,6 +226,10 @@ def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):
         (("train", "lenet", "nowhere", "--out", "x", "--epoch", "3"), 2, "--epochs"),
         (("serve", "a=x.plan", "a=y.plan"), 2, "the same name"),
         (("serve", "--tls-cert", "a.pem", "x.plan"), 2, "--tls-key"),
+        (("serve", "--on", "ray", "--acceptors", "2", "x.plan"), 2, "for one machine"),
+        (("serve", "--on", "ray", "--replicas", "8:2", "x.plan"), 2, "so many replicas"),
+        (("serve", "--on", "ray", "--replicas", "-1", "x.plan"), 2, "no number of replicas"),
+        (("serve", "--on", "ray", "--host", "0.0.0.0", "x.plan"), 2, "no token"),
         (("run", "m"), 2, "one of the two"),
     ],
 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from tessella.api.quantizing import quantization_aware
     from tessella.api.samples import CalibrationData, JudgingData
-    from tessella.api.serving import serve
+    from tessella.api.serving import deploy, serve
     from tessella.api.sizing import Sizing, size
     from tessella.api.sources import Batch, batch_range, open_checkpoint
     from tessella.api.sweeping import sweep
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model", "Sizing",
     "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
-    "compile", "drawn", "eager_predictor", "engine_predictor", "evaluate", "evaluate_split",
-    "explain", "export", "forecast", "load", "load_plan", "name_of", "open_checkpoint",
-    "open_model", "pareto", "pictures", "plain_answer", "predictor", "quantization_aware",
-    "recipe_from", "serve", "size", "sweep", "task_of", "train", "tune", "verify",
+    "compile", "deploy", "drawn", "eager_predictor", "engine_predictor", "evaluate",
+    "evaluate_split", "explain", "export", "forecast", "load", "load_plan", "name_of",
+    "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer", "predictor",
+    "quantization_aware", "recipe_from", "serve", "size", "sweep", "task_of", "train", "tune",
+    "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -62,7 +63,7 @@ _PLACES = {
     ),
     "api.quantizing": ("quantization_aware",),
     "api.samples": ("CalibrationData", "JudgingData"),
-    "api.serving": ("serve",),
+    "api.serving": ("deploy", "serve"),
     "api.sizing": ("Sizing", "size"),
     "api.sources": ("Batch", "batch_range", "open_checkpoint"),
     "api.sweeping": ("sweep",),

@@ -1,4 +1,4 @@
-"""serve: plans over HTTP."""
+"""serve and deploy: plans over HTTP, from this process or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tessella import server
+from tessella import cluster, server
+from tessella.cluster.front import Door
 
 
 def serve(
@@ -15,6 +16,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
+    host_names: Sequence[str] = (),
     max_delay_us: int = 0,
     folder: str | Path | None = None,
     traffic: Sequence[str] = (),
@@ -35,6 +37,7 @@ def serve(
     Args:
         models: plans by NAME (its version 1) or NAME@VERSION, or folders of VERSION/model.plan.
         token: what clients must send; needed unless ``host`` is this machine's own.
+        host_names: further names under which clients reach this server; addresses need none.
         max_delay_us: how long a request may wait for others to share its batch.
         folder: NAME.plan files, and NAME/VERSION/model.plan, that clients may load too.
         traffic: rules ``NAME=1:90,2:10,shadow:3``: which share of the requests without a version
@@ -54,6 +57,7 @@ def serve(
         host=host,
         port=port,
         token=token,
+        host_names=tuple(host_names),
         max_delay_us=max_delay_us,
         folder=None if folder is None else Path(folder),
         traffic=dict(map(server.parse_rule, traffic)),
@@ -68,4 +72,50 @@ def serve(
         ),
         decode=decode,
         ready=ready,
+    )
+
+
+def deploy(
+    models: Mapping[str, str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: str | Path | None = None,
+    host_names: Sequence[str] = (),
+    max_delay_us: int = 0,
+    traffic: Sequence[str] = (),
+    compiled: bool = True,
+    decode: Literal["host", "gpu"] = "host",
+    replicas: str = "1",
+    cpus: int = 1,
+    gpus: int | None = None,
+) -> str:
+    """Let a Ray cluster that runs serve plans, in place of those that it serves, without a pause.
+
+    >>> deploy({"flowers": "flowers.plan"}, replicas="2:8", host="0.0.0.0", token_file="token")
+
+    Args:
+        models: as for ``serve``; each file lies at the same path on every machine.
+        host, port, token_file: of the proxies, on every machine; a token is needed unless ``host``
+            is each machine's own.
+        host_names, max_delay_us, traffic, compiled, decode: as for ``serve``.
+        replicas: how many, ``4``, or ``2:8``: as many as the requests at hand need.
+        cpus, gpus: of each replica; None is one GPU if a plan has programs for GPUs alone.
+
+    Returns:
+        The URL of the proxy on this machine; each machine with a replica has one at this port.
+    """
+    return cluster.deploy(
+        {name: Path(path) for name, path in models.items()},
+        door=Door(
+            host=host,
+            port=port,
+            token_file=None if token_file is None else str(Path(token_file).absolute()),
+            names=tuple(host_names),
+        ),
+        scale=cluster.Scale.parsed(replicas, cpus=cpus, gpus=gpus),
+        traffic=dict(map(server.parse_rule, traffic)),
+        max_delay_us=max_delay_us,
+        compiled=compiled,
+        decode=decode,
     )

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from tessella import loadtest
 from tessella.cli.output import Events, output
-from tessella.cli.serve import read_token
+from tessella.core.access_token import read_token
 from tessella.core.errors import UsageError
 from tessella.core.events import phase
 

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from tessella import api
 from tessella.cli.output import Events, output
+from tessella.core.access_token import read_token
 from tessella.core.errors import UsageError
 from tessella.core.events import phase
+
+HostName = Annotated[
+    list[str] | None,
+    Option(help="Name under which clients reach this server, if they use no address; repeat."),
+]
+Folder = Annotated[
+    Path | None,
+    Option(help="Folder of NAME.plan and NAME/VERSION/model.plan that clients may load too."),
+]
+TrafficRules = Annotated[
+    list[str] | None,
+    Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
+]
+GrpcPort = Annotated[
+    int | None, Option(help="Port for gRPC (pip install 'tessella[grpc]'); none without.")
+]
+Decode = Annotated[Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")]
+On = Annotated[
+    Literal["here", "ray"],
+    Option(help="This machine, or a Ray cluster that runs (pip install 'tessella[ray]')."),
+]
+Replicas = Annotated[
+    str, Option(help="With --on ray: how many, 4, or as many as requests need, 2:8.")
+]
+Gpus = Annotated[
+    int | None,
+    Option(help="GPUs of each replica, with --on ray; one if a plan runs on GPUs alone."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -24,38 +53,32 @@ def serve(
     ],
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port; 0 takes a free one.")] = 8000,
+    host_name: HostName = None,
     token_file: Annotated[
         Path | None, Option(help="File with a token that clients must send (Bearer).")
     ] = None,
     max_delay_us: Annotated[
         int, Option(help="How long a request may wait for others to share its batch.")
     ] = 0,
-    folder: Annotated[
-        Path | None,
-        Option(help="Folder of NAME.plan and NAME/VERSION/model.plan that clients may load too."),
-    ] = None,
-    traffic: Annotated[
-        list[str] | None,
-        Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
-    ] = None,
+    folder: Folder = None,
+    traffic: TrafficRules = None,
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
     ] = False,
     acceptors: Annotated[
         int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
     ] = 0,
-    grpc_port: Annotated[
-        int | None, Option(help="Port for gRPC (pip install 'tessella[grpc]'); none without.")
-    ] = None,
+    grpc_port: GrpcPort = None,
     tls_cert: Annotated[Path | None, Option(help="Certificate (PEM), with --tls-key.")] = None,
     tls_key: Annotated[Path | None, Option(help="Key of the certificate (PEM).")] = None,
     shared_memory: Annotated[
         bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
     ] = False,
-    decode: Annotated[
-        Literal["host", "gpu"],
-        Option(help="Where JPEG files are decoded."),
-    ] = "host",
+    decode: Decode = "host",
+    on: On = "here",
+    replicas: Replicas = "1",
+    cpus: Annotated[int, Option(help="Cores of each replica, with --on ray.")] = 1,
+    gpus: Gpus = None,
     events: Events = None,
 ) -> None:
     """Serve plans (Open Inference Protocol: /v2/models/NAME/infer), with /metrics.
@@ -63,26 +86,42 @@ def serve(
     Example: tessella serve flowers=flowers.plan --port 8000
 
     Two versions: tessella serve flowers=a.plan flowers@2=b.plan --traffic flowers=1:90,2:10
+
+    On several machines: tessella serve --on ray flowers=flowers.plan --replicas 2:8
     """
     with output(events=events) as out:
+        shared: dict[str, Any] = {
+            "host": host, "port": port, "host_names": host_name or (), "traffic": traffic or (),
+            "max_delay_us": max_delay_us, "compiled": not recompile, "decode": decode,
+        }  # fmt: skip
+        plans = parse_models(models)
+        if on == "ray":
+            _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory)
+            shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
+            url = api.deploy(plans, token_file=token_file, **shared)
+            out.emit(phase("deployed", url))
+            return
         if (tls_cert is None) != (tls_key is None):
             fix = "give --tls-cert and --tls-key"
             raise UsageError("TLS needs a certificate and its key", fix=fix)
         api.serve(
-            parse_models(models),
-            host=host,
-            port=port,
+            plans,
             token=None if token_file is None else read_token(token_file),
-            max_delay_us=max_delay_us,
             folder=folder,
-            traffic=traffic or (),
-            compiled=not recompile,
             acceptors=acceptors,
             grpc_port=grpc_port,
             tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
             shared_memory=shared_memory,
-            decode=decode,
             ready=lambda url: out.emit(phase("serving", url)),
+            **shared,
+        )
+
+
+def _refuse_on_ray(*here_only: object) -> None:
+    if any(value not in (None, False, 0) for value in here_only):
+        raise UsageError(
+            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory",
+            fix="leave their options out with --on ray, and let a balancer in front end TLS",
         )
 
 
@@ -96,10 +135,3 @@ def parse_models(models: list[str]) -> dict[str, Path]:
             raise UsageError("two models have the same name", seen=name, fix="write NAME=FILE")
         paths[name] = Path(path)
     return paths
-
-
-def read_token(path: Path) -> str:
-    """The token in a file, which only its owner may read."""
-    if not path.is_file() or not (token := path.read_text().strip()):
-        raise UsageError("there is no token here", seen=path, fix="write one line into the file")
-    return token

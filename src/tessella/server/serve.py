@@ -43,6 +43,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
+    host_names: tuple[str, ...] = (),
     max_delay_us: int = 0,
     folder: Path | None = None,
     traffic: Mapping[str, Traffic] | None = None,
@@ -59,6 +60,7 @@ def serve(
         models: plans by name, or ``NAME@VERSION``; or folders of ``VERSION/model.plan`` by name.
         host, port: where to listen; port 0 takes a free one.
         token: what clients must send; needed unless ``host`` is this machine's own.
+        host_names: further names under which clients reach this server; addresses need none.
         max_delay_us: how long a request may wait for others to share its batch.
         folder: a folder of models that may be loaded over HTTP too: ``NAME.plan`` files, and
             ``NAME/VERSION/model.plan``.
@@ -91,6 +93,7 @@ def serve(
             host=host,
             port=port,
             token=token,
+            host_names=host_names,
             max_delay_us=max_delay_us,
             folder=None if folder is None else str(folder.absolute()),
             traffic=dict(traffic or {}),
@@ -110,9 +113,8 @@ def serve(
         open_engine=functools.partial(load_tried, compiled=compiled, device=device),
         decoder_for=find_decoder,
     )
-    settled = _prepared(
-        repository, host=host, port=port, token=token, limits=DEFAULT_LIMITS, doors=doors
-    )
+    guard = Guard(host=host, token=token, names=host_names)
+    settled = _prepared(repository, guard, host=host, port=port, limits=DEFAULT_LIMITS, doors=doors)
     with settled as server:
         keep_what_is_loaded()
         if ready is not None:
@@ -160,8 +162,9 @@ class Server:
             models = Repository(models, max_delay_us=max_delay_us, limits=limits)
         doors.check()
         self._settled = ExitStack()
+        guard = Guard(host=host, token=token)
         self._server = self._settled.enter_context(
-            _prepared(models, host=host, port=port, token=token, limits=limits, doors=doors)
+            _prepared(models, guard, host=host, port=port, limits=limits, doors=doors)
         )
         self._server.on_ready = lambda url: self._started.set()
         self._started = threading.Event()
@@ -211,17 +214,16 @@ class Server:
 @contextmanager
 def _prepared(
     repository: Repository,
+    guard: Guard,
     *,
     host: str,
     port: int,
-    token: str | None,
     limits: Limits,
     doors: Doors,
 ) -> Iterator[HttpServer]:
     """Check the settings, take the ports and load the models: all that can fail before the start.
     What a server needs to the end is given back after the block.
     """
-    guard = Guard(host=host, token=token)
     with ExitStack() as kept:
         folder = None
         if doors.shared_memory:

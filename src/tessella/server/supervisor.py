@@ -74,6 +74,7 @@ class Settings:
     host: str
     port: int
     token: str | None
+    host_names: tuple[str, ...]
     max_delay_us: int
     folder: str | None
     traffic: dict[str, Traffic]
@@ -183,7 +184,7 @@ class _Watching:
     def start(self) -> None:
         """Raise ``TessellaError`` for all that can be wrong with the settings."""
         settings = self._settings
-        self._guard = Guard(host=settings.host, token=settings.token)
+        self._guard = Guard(host=settings.host, token=settings.token, names=settings.host_names)
         self._reserved = reserve(settings.host, settings.port)
         self._port: int = self._reserved.getsockname()[1]
         self.url = url_of(self._reserved, tls=settings.doors.tls_cert is not None)
