@@ -190,6 +190,18 @@ def test_a_file_that_would_take_much_memory_is_not_parsed(tmp_path, monkeypatch,
         read(tmp_path, document(annotations=[thing()]))
 
 
+@pytest.mark.timeout(20)  # 0.3 s; names that were compared one by one took 60
+def test_many_categories_take_no_time_and_too_many_are_told(tmp_path):
+    many = [{"id": k, "name": f"c{k}"} for k in range(70_000)] + [{"id": 1, "name": "x"}]
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps({"images": [], "categories": many, "annotations": []}))
+    read = coco.read(path)
+    assert read.classes == tuple(f"c{k}" for k in range(1 << 16))
+    assert [p.what for p in read.problems] == [
+        "70,001 categories, of which the first 65,536 are read"
+    ]
+
+
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 400])
 def test_a_number_that_is_infinite_costs_its_thing_alone(tmp_path, number):
     annotations = [thing(), thing(bbox=[3, 3, 5, 5], segmentation=[[1.5, 2, 7, 3, 4, 9]])]

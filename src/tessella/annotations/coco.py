@@ -72,14 +72,19 @@ def _classes(
 ) -> tuple[dict[int, int], tuple[str, ...]]:
     """The label of each category's id, and the names; in the order of the ids."""
     known: dict[int, str] = {}
+    names: set[str] = set()
     for entry in entries[:MAX_CLASSES]:
         number, name = (entry.get("id"), entry.get("name")) if isinstance(entry, dict) else (0, 0)
         if type(number) is not int or not isinstance(name, str):
             problems.append(Problem(path=path.name, what=f"no category: {str(entry)[:80]}"))
-        elif number in known or name in known.values():
+        elif number in known or name in names:
             problems.append(Problem(path=path.name, what=f"category {number} is there twice"))
         else:
             known[number] = name
+            names.add(name)
+    if len(entries) > MAX_CLASSES:
+        what = f"{len(entries):,} categories, of which the first {MAX_CLASSES:,} are read"
+        problems.append(Problem(path=path.name, what=what))
     ids = sorted(known)
     return {number: label for label, number in enumerate(ids)}, tuple(known[i] for i in ids)
 

@@ -26,6 +26,8 @@ from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.unfinished import discard, left_of
 
+MOST_LINES = 1000  # of a list in the terminal: a table of 4,000 rows takes seconds to lay out
+
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
@@ -183,11 +185,13 @@ def check_annotations(
             "problems": to_plain(read.problems),
             "notes": list(read.notes),
         }
-        rows = [(name, counts[k]) for k, name in enumerate(read.classes)]
+        rows = [(name, counts[k]) for k, name in enumerate(read.classes[:MOST_LINES])]
         title = f"{len(things):,} things in {len(read.pictures):,} pictures"
-        shown = [Text(note) for note in read.notes]
-        shown += [Text(f"{p.path}: {p.what}") for p in read.problems]
-        out_.result(plain, Group(grid(("class", "things"), rows, title=title), *shown))
+        told = [*read.notes, *(f"{p.path}: {p.what}" for p in read.problems[:MOST_LINES])]
+        for what, count in (("classes", len(read.classes)), ("problems", len(read.problems))):
+            if count > MOST_LINES:
+                told.append(f"and {count - MOST_LINES:,} more {what}: --json has all")
+        out_.result(plain, Group(grid(("class", "things"), rows, title=title), *map(Text, told)))
 
 
 def _kinds(fix: list[str], out: Path | None) -> list[Kind]:
