@@ -33,9 +33,12 @@ def test_the_way_of_the_steps_stays_while_stages_change(tmp_path, log):
     log(phase("way", "steps: torch.compile (1 ms a step)"))
     feed.read()
     assert (feed.phase, feed.done, feed.total) == ("training", 3, 9)
-    log(phase("validate"))
+    log(phase("race", "the ways of a step are tried"))
     feed.read()
-    assert (feed.phase, feed.way) == ("validate", "steps: torch.compile (1 ms a step)")
+    assert (feed.phase, feed.way) == (
+        "the ways of a step are tried",
+        "steps: torch.compile (1 ms a step)",
+    )
 
 
 def test_a_line_that_is_being_written_waits(tmp_path):
