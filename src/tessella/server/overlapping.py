@@ -119,7 +119,8 @@ class OverlappingBatcher(Batcher):
         try:
             call = self._overlapped.begin(parts)
         except Exception as error:
-            self._give_up(pieces, error)
+            self._answer_all()  # pieces of a request go in order
+            self._failed(pieces, error)
             return
         self._executions.append(_Execution(pieces, call, begun_ns, perf_counter_ns()))
         self._watched.put(call)
@@ -156,10 +157,13 @@ class OverlappingBatcher(Batcher):
             request.error = error
             with self._lock:
                 self._drop(request)
-        while self._executions:  # they may read memory of these requests, or have pieces of them
-            self._answer(self._executions.popleft())
+        self._answer_all()  # they may read memory of these requests, or have pieces of them
         deliver(cut)
         self._failed(pieces, error)
+
+    def _answer_all(self) -> None:
+        while self._executions:
+            self._answer(self._executions.popleft())
 
     def _watch(self) -> None:
         """Be the thread that waits for the GPU, without Python's lock."""
