@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,9 +18,9 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError
 from tessella.core.events import read_events, silent
-from tessella.core.record import to_plain
+from tessella.core.record import from_plain, to_plain
+from tessella.training import parallel, ways, worker
 from tessella.training import race as racing
-from tessella.training import ways, worker
 from tessella.training.loop import train
 from tessella.training.parallel import alone
 from tessella.training.prepare import describe_run
@@ -41,7 +43,7 @@ def tiny(tmp_path, monkeypatch):
     """A network of two layers in a file, of which Dynamo makes graphs that torch runs: code of a
     C++ compiler takes 12 to 40 s, and gives the same losses (within 1e-4, tried by hand).
     """
-    monkeypatch.setattr(ways, "COMPILER", "aot_eager")
+    monkeypatch.setattr(ways, "COMPILER", "eager")
     file = tmp_path / "tiny.py"
     file.write_text(NETWORK)
     return f"{file}:Tiny"
@@ -87,27 +89,36 @@ def raced_here(settings, **options) -> tuple[Raced, ...]:
     return race(made.info, made.trained, CPU, **options)
 
 
-def test_a_way_is_timed_in_a_process_without_the_dataset(tmp_path, tiny):
+def test_the_program_times_a_way_without_the_dataset(tmp_path, tiny, monkeypatch, capsys):
+    """It runs in this process: another one imports torch and Dynamo for 7 s, alone on a core."""
     copied = write_dataset(tmp_path / "data", train=40, val=18)
     made = order(recipe(copied, network=tiny))
     shutil.rmtree(copied)
-    known = [Raced(way="compile", step_s=0.5, setup_s=20.0)]
-    eager, fused, compiled = race(made.info, made.trained, CPU, budget_s=120.0, known=known)
-    assert [eager.way, fused.way] == ["eager", "fused"]
-    assert fused.problem == "our kernels for it run on a GPU"
-    assert not fused.failed
-    assert eager.problem is None
+    with (tmp_path / "order").open("w+b") as file:
+        file.write(json.dumps(to_plain(made)).encode())
+        file.seek(0)
+        python, _, _, module, *arguments = racing.command_of(os.dup(file.fileno()), "eager")
+        assert python == sys.executable
+        with monkeypatch.context() as patch:
+            patch.setattr(parallel, "end_with_parent", lambda: None)
+            patch.setattr(sys, "argv", [module, *arguments])
+            patch.delitem(sys.modules, module)
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0
+    eager = from_plain(Raced, json.loads(capsys.readouterr().out.splitlines()[-1]), where="it")
+    assert (eager.way, eager.problem, eager.failed) == ("eager", None, False)
     assert 0 < eager.step_s < eager.setup_s
-    assert described(compiled) == "500 ms a step, the first after 20 s"
+    assert "ms a step, the first after" in described(eager)
 
 
 def pretended(monkeypatch, **programs: str) -> list[str]:
-    """Ways are these programs; their names, as they are started."""
+    """Ways are these programs, each with an order's file; their names, as they are started."""
     started = []
 
-    def command(_: int, way: str) -> list[str]:
+    def command(file: int, way: str) -> list[str]:
         started.append(way)
-        return [sys.executable, "-I", "-S", "-c", programs[way]]
+        return [sys.executable, "-S", "-c", programs[way], str(file), way]
 
     monkeypatch.setattr(racing, "command_of", command)
     monkeypatch.setattr(racing, "refusal", lambda way, *_: None if way in programs else "no")
@@ -132,13 +143,23 @@ def test_a_way_that_fails_or_takes_too_long_is_told(dataset, monkeypatch):
     assert described(compiled) == "no time was left for it"
 
 
-def test_the_usual_way_runs_first_and_has_all_the_time(dataset, monkeypatch):
-    answer = 'print(\'{"way": "%s", "step_s": 0.5}\')'
-    started = pretended(monkeypatch, **{way: answer % way for way in ways.WAYS})
+ANSWER = """
+import json, sys
+from known_here import IMAGES
+asked = json.load(open(int(sys.argv[1])))
+each_s = asked["info"]["recipe"]["batch_size"] / IMAGES / asked["trained"]["count"]
+print(json.dumps({"way": sys.argv[2], "step_s": each_s}))
+"""
+
+
+def test_the_usual_way_runs_first_and_each_knows_the_order(dataset, tmp_path, monkeypatch):
+    (tmp_path / "known_here.py").write_text("IMAGES = 2")
+    monkeypatch.syspath_prepend(tmp_path)
+    started = pretended(monkeypatch, **dict.fromkeys(ways.WAYS, ANSWER))
     monkeypatch.setattr(racing, "usual_way", lambda *_: Choice(way="fused", why="a GPU"))
     raced = raced_here(recipe(dataset), budget_s=60.0)
     assert started == ["fused", "eager", "compile"]
-    assert [(r.way, r.step_s) for r in raced] == [(way, 0.5) for way in ways.WAYS]
+    assert [(r.way, r.step_s) for r in raced] == [(way, 0.125) for way in ways.WAYS]
 
 
 def test_whatever_a_process_prints_is_no_error_here(dataset, monkeypatch):
