@@ -143,7 +143,7 @@ def endless(
     dataset: Dataset, batch: int, workers: int, *, for_gpu: bool, decodes: bool = False
 ) -> Generator[Batch, None, None]:
     """Training batches, epoch after epoch."""
-    with closing(Fillers()) as fillers:
+    with closing(Fillers(workers)) as fillers:
         for epoch in range(1 << 20):
             yield from batches(
                 dataset.train,

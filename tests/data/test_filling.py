@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -61,7 +63,7 @@ def image_by_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def fillers():
-    with closing(Fillers()) as made:
+    with closing(Fillers(4)) as made:
         yield made
         assert len(made) > 0  # they were asked
         assert processes()
@@ -168,7 +170,7 @@ def test_where_nothing_is_decoded_no_process_starts(
 ) -> None:
     settings = ImportSettings(size=24, crop=20, holdout=0.0, store="pixels", workers=1)
     raw = import_images(dataset.info.source, tmp_path / "raw", settings)
-    with closing(Fillers()) as mine:
+    with closing(Fillers(4)) as mine:
         all_of(raw, augment=None, training=False, workers=2, fillers=mine)
         all_of(raw, for_gpu=True, workers=2, fillers=mine)
         monkeypatch.setattr(loading, "DECODE_ONCE_BYTES", 1 << 20)
@@ -185,7 +187,7 @@ def damaged(dataset: Dataset, to: Path, *places: int) -> Dataset:
     for file in dataset.path.iterdir():
         content = bytearray(file.read_bytes())
         for place in places:
-            path, begin, nbytes = dataset.train.where(place)
+            path, *_, begin, nbytes = dataset.train.where(place)
             if Path(path).name == file.name:
                 content[begin : begin + nbytes] = bytes(nbytes // 8).rjust(nbytes, b"\xff")
         (to / file.name).write_bytes(content)
@@ -215,13 +217,54 @@ def test_a_killed_process_ends_the_run_with_words(
     )
     next(stream)
     assert memories() > shared
-    for one in processes(before):
-        one.send_signal(signal.SIGKILL)
+    stopped = processes(before)
+    for one in stopped:
+        one.suspend()
+
+    def kill() -> None:
+        time.sleep(1.0)  # by now threads wait for them
+        for one in stopped:
+            one.send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     with pytest.raises(TrainError, match=r"process that decodes images has ended.*SIGKILL"):
         list(stream)
+    killer.join()
     assert not processes(before)
     gc.collect()
     assert memories() == shared
+
+
+def test_a_process_that_is_killed_while_it_is_idle_is_replaced(
+    dataset: Dataset, before: list[psutil.Process]
+) -> None:
+    alone = all_of(dataset)
+    with closing(Fillers(2)) as mine:
+        for _ in range(2):
+            assert_same(alone, all_of(dataset, workers=2, fillers=mine))
+            for one in processes(before):
+                one.send_signal(signal.SIGKILL)
+            while any(f.is_alive for f in mine._idle):
+                time.sleep(0.01)
+    assert not processes(before)
+
+
+def test_a_dataset_that_another_one_replaced_is_read_as_it_was_opened(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    settings = ImportSettings(size=24, crop=20, holdout=0.0, store="pixels", workers=1)
+    opened = import_images(dataset.info.source, tmp_path / "a", settings)
+    alone = all_of(opened, augment=STRONG)
+    (tmp_path / "a").rename(tmp_path / "b")
+    shutil.copytree(tmp_path / "b", tmp_path / "a")
+    for place in range(len(opened.train)):  # other pixels at the same places
+        path, *_, begin, nbytes = opened.train.where(place)
+        half = begin + nbytes // 2
+        with open(path, "r+b") as file:
+            file.seek(half)
+            file.write(bytes(255 - b for b in os.pread(file.fileno(), begin + nbytes - half, half)))
+    assert_same(alone, all_of(opened, augment=STRONG, workers=2))
 
 
 def test_a_reader_that_stops_leaves_no_process(
@@ -245,7 +288,7 @@ from tessella.data.filling import Fillers, Wanted
 data = Dataset(sys.argv[1])
 record = data.preprocess
 out = np.empty((4, record.height, record.width, record.channels), np.uint8)
-fillers = Fillers()
+fillers = Fillers(4)
 fillers.fill(data.train, range(4), Wanted(record, True, None, (0, 0)), out)
 print(fillers._idle[0]._process._popen.pid, flush=True)
 time.sleep(60)

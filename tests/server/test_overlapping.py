@@ -26,12 +26,14 @@ class Call:
     def __init__(self, gpu: GPU, parts: Parts) -> None:
         self._gpu, self._parts = gpu, parts
         self.ended = threading.Event()
+        self.ended_ns: int | None = None
 
     def is_done(self) -> bool:
         return self.ended.is_set()
 
     def wait(self) -> None:
         assert self.ended.wait(30)
+        self.ended_ns = time.perf_counter_ns()
 
     def outputs(self) -> dict[str, np.ndarray]:
         self.wait()
@@ -235,3 +237,82 @@ def test_no_answer_is_lost_under_load(server: Server) -> None:
         assert server.answers[first] == [[2 * n] for n in range(first, first + size)]
         first += size
     assert max(gpu.sizes) == 4
+
+
+def test_a_cut_request_whose_last_piece_cannot_begin_is_answered_whole(server: Server) -> None:
+    """Its first piece is still computed when the second one fails to begin."""
+    server.ask(101, 102, 103, 104, 105)
+    server.batcher.step()
+    server.ask(*range(201, 204))
+    begin, calls = server.gpu.begin, []
+
+    def fails_once(parts: Parts) -> Call:
+        calls.append(len(parts))
+        if len(calls) == 1:
+            raise RuntimeError("out of memory")
+        return begin(parts)
+
+    server.gpu.begin = fails_once  # type: ignore[method-assign]
+    for call in server.gpu.running:
+        call.ended.set()
+    server.batcher._executions[0].call.is_done = lambda: False  # type: ignore[method-assign]
+    server.batcher.step()
+    while server.gpu.running:
+        server.end()
+    assert server.answers == {
+        101: [[2 * n] for n in range(101, 106)],
+        201: [[2 * n] for n in range(201, 204)],
+    }
+
+
+def test_a_cut_request_fails_once_and_when_nothing_reads_it_any_more(server: Server) -> None:
+    told: list[int] = []
+    tell = server._tell
+
+    def watched(requests: list[Request]) -> None:
+        told.append(len(server.gpu.running))
+        tell(requests)
+
+    server._tell = watched  # type: ignore[method-assign]
+    server.ask(13, 2, 3, 4, 5, 6, 7, 8)  # its first piece fails on the GPU
+    server.batcher.step()
+    server.batcher.step()
+    assert server.gpu.sizes == [4, 4]
+    for call in server.gpu.running:
+        call.ended.set()
+    while server.gpu.running:
+        server.batcher.step()
+    assert server.answers == {13: "the GPU stumbled"}
+    assert told == [0]
+    server.ask(1)
+    server.batcher.step()
+    server.end()
+    assert server.answers[1] == [[2]]
+
+
+def test_a_slow_execution_refuses_nobody_for_long(server: Server) -> None:
+    """What is still to come is expected anew with each answer."""
+
+    def flood() -> None:
+        for _ in range(8):
+            server.ask(*[next(numbers) for _ in range(4)])
+        server.batcher.step()
+
+    numbers = iter(range(100, 10**6))
+    flood()
+    time.sleep(0.4)
+    server.end()
+    for _ in range(60):  # quick ones, always two in flight
+        if server.batcher._samples < 16:
+            flood()
+        server.end()
+    urgent = Request(
+        arrays={"x": np.array([[1.0]], np.float32)},
+        deliver=server._tell,
+        priority=1,
+        deadline_ns=time.perf_counter_ns() + 300 * 10**6,
+    )
+    server.batcher.submit(urgent)  # raises, if the slow one is still counted
+    while server.gpu.running:
+        server.end()
+    assert server.answers[1] == [[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -62,13 +63,21 @@ def test_the_numbers_are_those_of_the_scores(client, judged):
 def test_a_damaged_report_is_told(studio, client, judged):
     (file, *_) = sorted((studio.root / ".studio" / "judgements").iterdir())
     kept = {f: f.read_bytes() for f in file.parent.iterdir()}
-    for content in (b"{}", b"[1]", b'{"level": 0.95', b'{"level": 0.95, "measures": 3}'):
+    whole = json.loads(kept[file])
+    changed = [
+        whole | {"curves": whole["curves"][:2]}, whole | {"curves": [1] * 4},
+        whole | {"measures": [1]}, whole | {"measures": {**whole["measures"], "loss": []}},
+        whole | {"mistakes": [[]]}, whole | {"level": 10**400}, whole | {"report": [1]},
+    ]  # fmt: skip
+    bad = (b"{}", b"[1]", b"null", b'{"level": 0.95', b'{"level": 0.95, "measures": 3}')
+    for content in (*bad, *(json.dumps(plain).encode() for plain in changed)):
         for path in kept:
             path.write_bytes(content)
         page = client.get("/evaluate?run=runs/first&split=val")
         assert page.status_code == 200
         assert "The report cannot be read" in page.text
         assert "Measure again" in page.text
+        assert "Largest losses" not in page.text
     for path, content in kept.items():
         path.write_bytes(content)
 
@@ -110,7 +119,10 @@ def test_an_evaluation_is_looked_at_compared_and_started(studio, chromium, judge
     store = Store(studio.root / "jobs.db")
     (job,) = (j for j in store.jobs() if "evaluate" in j.argv)
     assert job.argv[2:6] == ("--data", "datasets/digits", "--split", "val")
-    store.abort(job.id)
+    store.claim(job.id)
+    store.settle(job.id, "failed", exit_code=1, error="the images have gone")
+    see(chromium, "Not measured yet")
+    see(chromium, "the images have gone")
     store.delete(job.id)
     store.close()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
-from tessella.artifacts.sweep import note_trial, open_sweep, read_trials
+from tessella.artifacts.files import to_document
+from tessella.artifacts.sweep import Axis, note_all, note_trial, open_sweep, read_trials
 from tessella.core.errors import ArtifactError
 from tessella.jobs import commands
 from tessella.jobs.store import Store
+from tessella.studio import workspace
 from tests.support.cli import context
 from tests.support.studio.browsing import enter, fill, fit, press, resize, see, until
 from tests.support.studio.workspaces import HOSTILE, make_sweep
@@ -38,6 +42,54 @@ def test_the_list_of_trials_survives_a_kill_and_refuses_damage(tmp_path):
         file.write_bytes(line)
         with pytest.raises(ArtifactError):
             read_trials(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("number", 10**300), ("number", -1), ("seconds", 1e308), ("seconds", -0.5),
+     ("seconds", 10**4000), ("validations", -1)],
+    ids=lambda v: str(v)[:12],
+)  # fmt: skip
+def test_numbers_that_no_trial_has_are_told_as_damage(studio, client, name, value):
+    folder = studio.root / "sweeps" / "strange"
+    made = make_sweep(folder, 3)
+    lines = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    changed = [{**line, name: value} for line in lines]
+    (folder / "trials.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+    try:
+        with pytest.raises(ArtifactError):
+            read_trials(folder)
+        page = client.get("/search?sweep=sweeps/strange")
+        assert page.status_code == 404
+        assert "What went wrong" in page.text
+        assert client.get("/api/sweep", params={"ref": "sweeps/strange"}).status_code == 400
+        note_all(folder, made.trials)
+        assert client.get("/search?sweep=sweeps/strange").status_code == 200
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_sweep_that_many_ask_for_at_once_is_read_once(tmp_path, monkeypatch):
+    make_sweep(tmp_path / "s", 3)
+    read = []
+
+    def slowly(path):
+        read.append(path)
+        time.sleep(0.1)
+        return open_sweep(path)
+
+    monkeypatch.setattr(workspace, "open_sweep", slowly)
+    found = []
+    askers = [
+        threading.Thread(target=lambda: found.append(workspace.read_sweep(tmp_path / "s")))
+        for _ in range(4)
+    ]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert read == [tmp_path / "s"]
+    assert len({id(sweep) for sweep in found}) == 1
 
 
 def test_the_trials_as_json_and_what_has_not_changed(studio, client):
@@ -146,6 +198,32 @@ def test_a_form_like_a_sweep_has_its_settings(client):
     page = client.get("/search?like=sweeps/rates").text
     assert "--vary 'solver.lr=0.0001..0.1 log'" in json.loads(f'"{_escaped(page)}"')
     assert HOSTILE not in page
+
+
+def test_a_form_like_a_sweep_names_its_own_settings_and_exact_values(studio, client):
+    folder = studio.root / "sweeps" / "deep"
+    make_sweep(folder, 2)
+    info = open_sweep(folder)[0]
+    axes = (
+        Axis(path="network_options.depth", choices=(2, None, True, 0.1)),
+        Axis(path="seed", low=1234567, high=2345678),
+        Axis(path="label_smoothing", low=0.12345678, high=0.3),
+        Axis(path="nothing.such", low=1, high=2),
+        Axis(path="network_options.a=b", low=1, high=2),
+    )
+    content = to_document("sweep", 1, replace(info, axes=axes))
+    (folder / "sweep.json").write_bytes(content)
+    try:
+        page = client.get("/search?like=sweeps/deep")
+    finally:
+        shutil.rmtree(folder)
+    assert page.status_code == 200
+    command = json.loads(f'"{_escaped(page.text)}"')
+    for wanted in ("'network_options.depth=2, null, true, 0.1'", "seed=1234567..2345678",
+                   "label_smoothing=0.12345678..0.3"):  # fmt: skip
+        assert f"--vary {wanted}" in command
+    assert command.count("--vary") == 3
+    assert "no such setting: nothing.such, network_options.a=b." in page.text
 
 
 def _escaped(page: str) -> str:

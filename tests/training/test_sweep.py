@@ -98,6 +98,18 @@ def test_finds_the_best_and_ends_those_that_fall_behind(dataset, tmp_path, prete
     assert told[-1].values == {"done": 5, "total": 5}
 
 
+def test_the_list_of_trials_is_written_anew_before_it_grows_long(
+    dataset, tmp_path, pretended, monkeypatch
+):
+    monkeypatch.setattr(sweeping, "_FEW", 1)
+    monkeypatch.setattr(sweeping, "_LINES", 2)
+    found = sweep("lenet", dataset, vary={"lr": [0.5, 0.6, 0.7]}, out=tmp_path / "s",
+                  sampler="grid", pruner="none")  # fmt: skip
+    lines = (tmp_path / "s" / "trials.jsonl").read_bytes().splitlines()
+    assert len(lines) <= 3 * 3  # of 18: each trial is noted at its begin, end and validations
+    assert open_sweep(tmp_path / "s")[1] == found
+
+
 def test_a_trial_that_fails_is_told_and_the_search_goes_on(dataset, tmp_path, pretended):
     told = []
     found = sweep(

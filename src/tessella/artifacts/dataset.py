@@ -129,14 +129,16 @@ class Split:
         self._paths = [chunk.field("path") for chunk in image.chunks]
         self._starts = np.cumsum([0, *(len(c) for c in self._content)]).tolist()
         self._files: list[ShardFile] = []
-        self._shards: list[str] = []  # of each chunk
+        self._shards: list[tuple[str, int, int]] = []  # of each chunk: path, device and inode
         places: list[npt.NDArray[np.int64]] = []  # of each chunk, see _where
         for shard, (chunks, mapped) in zip(info.shards, shards, strict=True):
             descriptor = -1
             if len(shards) <= MOST_FILES:
                 self._files.append(ShardFile(folder / shard))
                 descriptor = self._files[-1].descriptor
-            self._shards += [str((folder / shard).resolve())] * chunks.column("image").num_chunks
+            found = (folder / shard).stat()
+            known = str((folder / shard).resolve()), found.st_dev, found.st_ino
+            self._shards += [known] * chunks.column("image").num_chunks
             places += [_where(chunk, mapped, descriptor) for chunk in chunks.column("image").chunks]
         # of each image: the file's descriptor or -1, where its bytes begin there, and how many
         self._where_3N = np.concatenate([np.zeros((3, 0), np.int64), *places], axis=1)
@@ -183,11 +185,13 @@ class Split:
             return False
         return bool(os.preadv(descriptor, parts, begin) == nbytes)
 
-    def where(self, index: int) -> tuple[str, int, int]:
-        """The shard of an image, where its stored bytes begin there, and how many they are: 0 where
-        they do not lie at one place."""
+    def where(self, index: int) -> tuple[str, int, int, int, int]:
+        """The shard of an image, as path, device and inode, since another dataset may lie there by
+        now; where its stored bytes begin, and how many they are: 0 where they do not lie at one
+        place.
+        """
         _, begin, nbytes = self._where_3N[:, index].tolist()
-        return self._shards[self._place(index)[0]], begin, nbytes
+        return *self._shards[self._place(index)[0]], begin, nbytes
 
     def read_each(
         self, indices: npt.NDArray[np.int64], head: bytes, rests: Sequence[memoryview]

@@ -24,6 +24,8 @@ from tessella.core.record import from_plain, parse_json, to_plain
 VERSION = 1
 INFO, TRIALS, IMPORTANCE = "sweep.json", "trials.jsonl", "importance.json"
 MOST_TRIALS = 10_000
+MOST_NUMBERS = 10**9  # of trials: a folder is named by one
+MOST_SECONDS = 1e10  # of a trial: three centuries
 NEVER_VARIED = ("dataset", "gpus", "workers", "init")  # accuracies could not be compared
 
 Sampler = Literal["tpe", "random", "grid"]
@@ -194,6 +196,18 @@ class Trial:
     seconds: float
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < MOST_NUMBERS:
+            raise UsageError(
+                f"a trial's number is from 0 to below {MOST_NUMBERS:,}", seen=_short(self.number)
+            )
+        if not 0 <= self.seconds < MOST_SECONDS:  # NaN is not, either
+            raise UsageError(
+                f"a trial takes from 0 to below {MOST_SECONDS:g} s", seen=_short(self.seconds)
+            )
+        if self.validations < 0:
+            raise UsageError("a trial has no or more validations", seen=_short(self.validations))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -284,6 +298,10 @@ def note_trial(path: Path, trial: Trial) -> None:
 def note_all(path: Path, trials: Iterable[Trial]) -> None:
     """Write a sweep's list anew."""
     write_atomic(path / TRIALS, b"".join(map(_line, trials)))
+
+
+def _short(number: float) -> str:
+    return str(number)[:40]
 
 
 def _line(trial: Trial) -> bytes:

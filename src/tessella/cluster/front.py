@@ -120,7 +120,10 @@ class AskingAgain:
             async def collect(message: Message, answer: list[Message] = answer) -> None:
                 answer.append(message)
 
-            await self._app(dict(scope), _replayed(body, receive), collect)
+            client = _Client(body, receive)
+            await self._app(dict(scope), client.receive, collect)
+            if client.has_left:  # then Ray answers nothing, whatever its replica did
+                raise Disconnected
             if not died(answer):
                 answer[0]["headers"] = [*answer[0]["headers"], (ATTEMPTS, b"%d" % attempt)]
                 return answer
@@ -154,15 +157,22 @@ def _with_length(scope: Scope, headers: Headers, body: bytes | bytearray) -> Sco
     return {**scope, "headers": [*kept, (b"content-length", b"%d" % len(body))]}
 
 
-def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:
-    """The body in one message, then what comes of the client: that it went away."""
-    waiting = True
+class _Client:
+    """What comes of a client: the body that was read, in one message, then that it went away.
 
-    async def again() -> Message:
-        nonlocal waiting
-        if waiting:
-            waiting = False
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-        return await receive()
+    Attributes:
+        has_left: it went away, and somebody was told so.
+    """
 
-    return again
+    def __init__(self, body: bytes | bytearray, receive: Receive) -> None:
+        self._body: bytes | bytearray | None = body
+        self._receive = receive
+        self.has_left = False
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = bytes(self._body), None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await self._receive()
+        self.has_left |= message["type"] == "http.disconnect"
+        return message

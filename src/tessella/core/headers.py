@@ -102,7 +102,7 @@ def jpeg_frame(content: bytes) -> JpegFrame | None:
         return None
 
 
-def jpeg_segments(content: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
+def jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
     """The marker, place and bytes of each segment of a JPEG's head, the first scan's last.
 
     Raises:

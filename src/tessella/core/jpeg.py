@@ -35,16 +35,15 @@ class Frame(NamedTuple):
         return -(-self.height // self.down), -(-self.width // self.across)
 
 
-def frame_of(content: bytes | memoryview) -> Frame | None:
+def frame_of(content: bytes) -> Frame | None:
     """The frame of a JPEG that a GPU may decode; None of all else, which the host decodes.
 
     That is: one scan of 8 bits by Huffman's code; grey, 4:4:4, 4:2:2 or 4:2:0, in YCbCr as libjpeg
     reads the markers; no EXIF block, which may turn the picture; at most ``PLAIN_PIXELS``.
     """
-    if content[:2] != b"\xff\xd8":
+    if not content.startswith(b"\xff\xd8"):
         return None
-    frame: Frame | None = None
-    ids: bytes | memoryview = b""
+    frame, ids = None, b""
     try:
         for marker, place, nbytes in jpeg_segments(content):
             if marker == SCAN:
@@ -63,7 +62,7 @@ def frame_of(content: bytes | memoryview) -> Frame | None:
     return None
 
 
-def _frame(content: bytes | memoryview, place: int) -> tuple[Frame | None, bytes | memoryview]:
+def _frame(content: bytes, place: int) -> tuple[Frame | None, bytes]:
     nbytes, bits, height, width, components = struct.unpack_from(">HBHHB", content, place + 2)
     ids = content[place + 10 : place + 10 + 3 * components : 3]
     factors = [divmod(f, 16) for f in content[place + 11 : place + 10 + 3 * components : 3]]
@@ -78,7 +77,7 @@ def _frame(content: bytes | memoryview, place: int) -> tuple[Frame | None, bytes
     return Frame(height, width, *factors[0]), ids
 
 
-def _is_ycbcr(content: bytes | memoryview, place: int, nbytes: int) -> bool:
+def _is_ycbcr(content: bytes, place: int, nbytes: int) -> bool:
     """Whether an APP14 segment is not Adobe's, or says YCbCr."""
     adobe = content[place + 4 : place + 9] == b"Adobe" and nbytes >= 14
     return not adobe or content[place + 15] == 1

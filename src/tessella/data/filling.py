@@ -14,7 +14,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -49,9 +49,15 @@ class Wanted(NamedTuple):
 
 
 class Fillers:
-    """Processes that fill batches, one for each thread that asks; to be closed."""
+    """Processes that fill batches, one for each thread that asks; to be closed.
 
-    def __init__(self) -> None:
+    Args:
+        most: processes at a time; whoever asks then waits: a validation begins while the training's
+            next batches are filled.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._free = BoundedSemaphore(most)
         self._idle: list[_Filler] = []  # the last one used is the first one used again
         self._lock = Lock()
         self._is_closed = False
@@ -70,8 +76,14 @@ class Fillers:
             itself, and sees what is wrong.
 
         Raises:
-            TrainError: a process has ended.
+            TrainError: a process has ended, or does not start.
         """
+        with self._free:
+            return self._fill(split, indices, wanted, out)
+
+    def _fill(
+        self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
+    ) -> dict[int, Moves]:
         filler, made = self._take(), dict[int, Moves]()
         most = max(1, SHARED_BYTES // out[0].nbytes)
         try:
@@ -94,10 +106,22 @@ class Fillers:
             filler.end()
 
     def _take(self) -> _Filler:
+        while (filler := self._pop()) is not None:
+            if filler.is_alive:
+                return filler
+            filler.end()  # somebody ended it while it was idle: nothing is lost
+        try:
+            return _Filler()
+        except (RuntimeError, OSError) as error:
+            raise TrainError(
+                "a process that decodes images does not start",
+                seen=error,
+                fix="give the training fewer workers, or workers=0",
+            ) from error
+
+    def _pop(self) -> _Filler | None:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return _Filler()
+            return self._idle.pop() if self._idle else None
 
     def _give_back(self, filler: _Filler) -> None:
         with self._lock:
@@ -167,6 +191,10 @@ class _Filler:
             os.ftruncate(self._descriptor, like.nbytes)
             self._memory = mmap.mmap(self._descriptor, like.nbytes)
         return np.ndarray(like.shape, like.dtype, self._memory)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive
 
     def end(self) -> None:
         self._process.end()

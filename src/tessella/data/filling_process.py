@@ -35,10 +35,10 @@ def _answer(order: Order, _: bytes, __: Budget) -> tuple[Order, None]:
     change = _change(order, record)
     left: list[int] = []
     moves: list[Moved] = []
-    for place, (index, path, begin, nbytes) in enumerate(order["images"]):
+    for place, (index, path, device, inode, begin, nbytes) in enumerate(order["images"]):
         moved: Moved = None
         try:
-            content = os.pread(_file(path), nbytes, begin)
+            content = os.pread(_file(path, device, inode), nbytes, begin)
             pixels = stored_pixels(content, record)
             out[place], moved = change(fitted(content, record) if pixels is None else pixels, index)
         except Exception:  # the parent tries it itself, and says what is wrong
@@ -84,20 +84,30 @@ def _memory(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 class _File:
-    """A shard open to be read, closed when it is forgotten."""
+    """A shard open to be read, closed when it is forgotten.
 
-    def __init__(self, path: str) -> None:
+    Raises:
+        OSError: the path leads to another file by now.
+    """
+
+    descriptor = -1
+
+    def __init__(self, path: str, device: int, inode: int) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self.descriptor)
+        if (found.st_dev, found.st_ino) != (device, inode):
+            raise OSError("another file")
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 _opened = functools.lru_cache(maxsize=MOST_FILES)(_File)
 
 
-def _file(path: str) -> int:
-    return _opened(path).descriptor
+def _file(path: str, device: int, inode: int) -> int:
+    return _opened(path, device, inode).descriptor
 
 
 if __name__ == "__main__":

@@ -151,7 +151,11 @@ def batches(
         if loader.only_reads(slices[0]):
             workers = min(workers, READERS)
         elif loader.works_much(slices[0]):
-            with closing(Fillers()) if fillers is None else nullcontext(fillers) as loader.fillers:
+            with (
+                closing(Fillers(workers))
+                if fillers is None
+                else nullcontext(fillers) as loader.fillers
+            ):
                 yield from _ahead(loader, slices, workers)
             return
         yield from _ahead(loader, slices, workers)

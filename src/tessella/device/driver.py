@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ _MAX_DYNAMIC_SHARED_BYTES, _PREFER_SHARED = 8, 1
 _COOPERATIVE, _PROGRAMMATIC_SERIALIZATION = 2, 6
 _L2_PROMOTION_128B = 2
 _NON_BLOCKING = 1
-_INVALID_VALUE = 1
+_INVALID_VALUE, _REGISTERED_ALREADY = 1, 712
+_PORTABLE = 1
 
 
 class _Attribute(ctypes.Structure):
@@ -201,6 +203,37 @@ class Driver:
             return False
         self._require_success("cuMemcpyHtoDAsync", code)
         return True
+
+    def lock_pages(self, address: int, nbytes: int) -> bool:
+        """Lock memory of the host, for all GPUs; False where the driver does not.
+
+        Raises:
+            KernelError: it is locked already.
+        """
+        where = ctypes.c_void_p(address)
+        code = self._cuda.cuMemHostRegister_v2(where, ctypes.c_size_t(nbytes), _PORTABLE)
+        if code == _REGISTERED_ALREADY:
+            self._require_success("cuMemHostRegister", code)
+        return bool(code == 0)
+
+    def unlock_pages(self, address: int) -> None:
+        """Undo ``lock_pages`` of this address."""
+        self.call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def context(self) -> int:
+        """The calling thread's context."""
+        found = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(found))
+        return found.value or 0
+
+    @contextmanager
+    def within(self, context: int) -> Iterator[None]:
+        """Have this context in the calling thread for a block."""
+        self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def new_stream(self, device: int) -> int:
         """A stream of a device that does not wait for its default one."""

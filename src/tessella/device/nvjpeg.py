@@ -85,7 +85,7 @@ class JpegDecoder:
         # not when the process ends, with which CUDA does
         weakref.finalize(self, _destroy, self._library, self._handle, self._state).atexit = False
 
-    def __call__(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> Planes:
+    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Planes:
         """The planes of some files, whose frames ``core.jpeg.frame_of`` read.
 
         Raises:

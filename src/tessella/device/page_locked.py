@@ -6,7 +6,9 @@ of the caller, from locked memory 0.16 (H200).
 
 from __future__ import annotations
 
-import ctypes
+from contextlib import suppress
+
+import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.driver import cuda_driver
@@ -26,10 +28,15 @@ class PageLocked:
     def __init__(self, address: int, nbytes: int) -> None:
         self._address, self._nbytes = address, nbytes
         self._locked: dict[int, bool] = {}  # whether the driver did, by the chunk's number
+        self._context: int | None = None
 
     def lock(self, start: int, end: int) -> None:
         """Lock what lies between two offsets. Where the driver refuses, it stays ordinary memory,
         from which copies take longer.
+
+        Raises:
+            KernelError: it is locked already, for memory that lay there before: the GPU would read
+                that.
         """
         for number in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             if number not in self._locked:
@@ -37,18 +44,27 @@ class PageLocked:
 
     def _lock(self, number: int) -> bool:
         first = number * CHUNK_BYTES
-        nbytes = min(CHUNK_BYTES, self._nbytes - first)
-        try:
-            where = ctypes.c_void_p(self._address + first)
-            cuda_driver().call("cuMemHostRegister_v2", where, ctypes.c_size_t(nbytes), 0)
-        except KernelError:
-            return False
-        return True
+        self._context = cuda_driver().context()
+        return cuda_driver().lock_pages(
+            self._address + first, min(CHUNK_BYTES, self._nbytes - first)
+        )
 
     def release(self) -> None:
-        """Unlock all, before the memory goes."""
-        for number, is_locked in self._locked.items():
-            if is_locked:
-                where = ctypes.c_void_p(self._address + number * CHUNK_BYTES)
-                cuda_driver().call("cuMemHostUnregister", where)
+        """Unlock all, before the memory goes; in any thread."""
+        if self._context is None:
+            return
+        driver = cuda_driver()
+        with suppress(KernelError), driver.within(self._context):  # at the end CUDA may be gone
+            for number, is_locked in self._locked.items():
+                if is_locked:
+                    with suppress(KernelError):
+                        driver.unlock_pages(self._address + number * CHUNK_BYTES)
         self._locked.clear()
+
+
+def locked_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in locked memory; in ordinary memory where no more may be locked."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(shape, dtype=dtype)

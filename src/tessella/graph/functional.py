@@ -33,6 +33,8 @@ _LAYERS = _overloads(
 _SHAPERS = _overloads(
     "flatten.using_ints reshape.default unflatten.int contiguous.default dropout.default",
     "dropout_.default to.dtype to.dtype_layout to.device __and__.Tensor chunk.default",
+    # whose schemas do not say so
+    "_unsafe_view.default lift.default pixel_shuffle.default pixel_unshuffle.default",
 )
 _NORM = "batch_norm.default"  # with running statistics alone
 _IN_PLACE = _overloads(

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from time import perf_counter_ns
 
 import numpy as np
 import torch
 
 from tessella.core.dtype import dtype
+from tessella.core.errors import KernelError
 from tessella.device.driver import cuda_driver
+from tessella.device.page_locked import locked_empty
 from tessella.device.streams import OwnStream
 from tessella.runtime.engine import Engine
 
@@ -54,8 +58,9 @@ class Overlapped:
             with torch.cuda.device(self._engine.device):
                 return self._begin(place, parts)
         except BaseException:
-            self._computes.stream.synchronize()
-            self._copies.stream.synchronize()
+            for stream in (self._copies.stream, self._computes.stream):
+                with suppress(RuntimeError):  # where the GPU has failed, this does, too
+                    stream.synchronize()
             self._free.append(place)
             raise
 
@@ -88,7 +93,8 @@ class Overlapped:
         if not self._driver.copy_in(target, source, array.nbytes, stream):
             # it lies in two chunks that were locked one by one, which no copy may cross
             array = array.copy()
-            self._driver.copy_in(target, array.ctypes.data, array.nbytes, stream)
+            if not self._driver.copy_in(target, array.ctypes.data, array.nbytes, stream):
+                raise KernelError("an input cannot be copied to the GPU")
 
 
 def can_overlap(engine: Engine) -> bool:
@@ -114,13 +120,15 @@ class _Place:
         kind = torch.from_numpy(np.empty(0, like.dtype)).dtype
         if held is None or (held.shape, held.dtype) != (shape, kind):
             held = self._inputs[name] = torch.empty(shape, dtype=kind, device=device)
+            # It may be memory that a call still reads, in this stream: copies are made in another.
+            torch.cuda.current_stream(device).synchronize()
         return held
 
     def output(self, name: str, made: torch.Tensor) -> torch.Tensor:
         """The host's copy of an output, which is complete when the stream has come so far."""
         held, shape = self._outputs.get(name), (self._samples, *made.shape[1:])
         if held is None or (held.shape, held.dtype) != (shape, made.dtype):
-            held = self._outputs[name] = torch.empty(shape, dtype=made.dtype, pin_memory=True)
+            held = self._outputs[name] = locked_empty(torch.Size(shape), made.dtype)
         return held[: len(made)].copy_(made, non_blocking=True)
 
 
@@ -137,6 +145,7 @@ class Call:
     ) -> None:
         self._free, self._place, self._done = free, place, done
         self._made, self._outputs = made, outputs  # what is still copied may not be freed
+        self.ended_ns: int | None = None  # when ``wait`` saw its end
 
     def is_done(self) -> bool:
         """Whether ``outputs`` would not wait."""
@@ -147,7 +156,10 @@ class Call:
 
     def wait(self) -> None:
         """Return when it has ended; for any thread."""
-        self._done.synchronize()
+        try:
+            self._done.synchronize()
+        finally:
+            self.ended_ns = perf_counter_ns()
 
     def outputs(self) -> dict[str, np.ndarray]:
         """The outputs, which stay as they are until ``release``.

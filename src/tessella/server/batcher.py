@@ -367,16 +367,17 @@ class Batcher(Infers):
 
     def _failed(self, pieces: list[Piece], error: Exception) -> None:
         """Answer with an execution's error; of several requests, whose it is."""
+        pieces = [piece for piece in pieces if piece[0].error is None]  # else it was told
         if len(pieces) > 1:  # one of them may have caused it: run each alone
             for piece in pieces:
                 if not piece[0].gave_up():
                     self._execute([piece])
             return
-        request = pieces[0][0]
-        request.error = error
-        with self._lock:
-            self._drop(request)
-        deliver([request])
+        for request, _, _ in pieces:
+            request.error = error
+            with self._lock:
+                self._drop(request)
+            deliver([request])
 
     def _finished(
         self, pieces: list[Piece], answers: list[Arrays], started_ns: int, spent: Computation
@@ -389,6 +390,8 @@ class Batcher(Infers):
         )
         finished = []
         for (request, start, end), answer in zip(pieces, answers, strict=True):
+            if request.error is not None:  # another piece of it failed
+                continue
             request.stages.executed(spent)
             if start or end < request.batch:
                 request.parts.append({name: array.copy() for name, array in answer.items()})

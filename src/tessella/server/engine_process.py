@@ -356,6 +356,7 @@ class _Acceptor:
         """No ticket will come any more."""
         for number in list(self._leaving):
             self._let_go(self._leaving.pop(number))
+        del self._deliver  # a cycle, which would keep the lane's locked memory
 
     def _let_go(self, leaving: list[_Leaving]) -> None:
         for one in leaving:
@@ -420,16 +421,17 @@ class _Acceptor:
         )
         if decode_ns:
             request.stages.decoded(decode_ns)
-        if model.overlaps:
+        if model.overlaps and layout.places:  # else it lies elsewhere
             self._lane.page_lock(ticket.start, ticket.end)
+        model.batcher.submit(request)
         if not model.batcher.has_thread:
             self._room.busy[model.batcher] = None
-        model.batcher.submit(request)
 
     def _decode(self, ticket: Ticket, model: Model) -> None:
         """Let a ticket's files be decoded, and then wait for the engine."""
         name, nbytes = model.signature.image_input, sum(ticket.sizes)
-        content = self._lane.array(ticket.start, (nbytes,), np.dtype(np.uint8)).data
+        # A copy: nvJPEG reads what ``frames_of`` saw, whatever an acceptor does meanwhile
+        content = self._lane.array(ticket.start, (nbytes,), np.dtype(np.uint8)).tobytes()
         ends = itertools.accumulate(ticket.sizes)
         files = [content[end - size : end] for size, end in zip(ticket.sizes, ends, strict=True)]
         frames = frames_of(files)

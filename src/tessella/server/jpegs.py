@@ -22,6 +22,7 @@ from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame, frame_of
 from tessella.core.preprocess import Preprocess, centre_crop
 from tessella.device.nvjpeg import require_decoding
+from tessella.device.page_locked import locked_empty
 from tessella.device.scaling import Scaling
 from tessella.runtime import Engine
 
@@ -29,13 +30,12 @@ MOST_TOGETHER = 128  # files; an H100 takes 11 ms for 256 of 500 × 375
 THREADS = 2
 END = b"\xff\xd9"
 
-File = bytes | memoryview
-Decode = Callable[[Sequence[File], Sequence[Frame]], np.ndarray]
+Decode = Callable[[Sequence[bytes], Sequence[Frame]], np.ndarray]
 # Called with a file's or a request's inputs, or why there are none, in the thread that decoded.
 Done = Callable[[np.ndarray | None, Exception | None, int], object]
 
 
-def frames_of(files: Sequence[File]) -> list[Frame] | None:
+def frames_of(files: Sequence[bytes]) -> list[Frame] | None:
     """The frames of files that a GPU may decode; None if any is for the host.
 
     A file that ends early is for the host, which refuses it: nvJPEG makes a picture of it.
@@ -61,22 +61,37 @@ def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Dec
     require_decoding(record, device, fix="serve with decode='host' (--decode host)")
     found = importlib.import_module("tessella.kernels.pictures.decode")
     scaling, mine = Scaling(record, device), threading.local()
+    first = [found.PictureDecoder(record, device, host=False)]  # here it is seen whether it starts
 
-    def decode(files: Sequence[File], frames: Sequence[Frame]) -> np.ndarray:
+    def decode(files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
         if not hasattr(mine, "decoder"):
-            mine.decoder = found.PictureDecoder(record, device, host=False)
+            mine.decoder = _another(first, lambda: found.PictureDecoder(record, device, host=False))
             mine.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         with torch.cuda.device(device), torch.cuda.stream(mine.stream):
             fitted: Any = centre_crop(mine.decoder(files, frames), record)
             made: torch.Tensor = fitted if pixels else scaling(fitted)
             # locked memory, from which the engine copies by itself; into ordinary memory 128
             # pictures took as long as their decoding
-            host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            host = locked_empty(made.shape, made.dtype)
             host.copy_(made, non_blocking=True)
             mine.stream.synchronize()
             return host.numpy()
 
     return decode
+
+
+def _another(first: list[Any], make: Callable[[], Any]) -> Any:
+    """The decoder that was made first, or another one.
+
+    Raises:
+        ServeError: 503, it does not start: that is no fault of a client's.
+    """
+    with suppress(IndexError):
+        return first.pop()
+    try:
+        return make()
+    except KernelError as error:
+        raise ServeError("the GPU's decoder does not start", status=503, seen=str(error)) from error
 
 
 def host_decodes(engine: Engine) -> None:
@@ -111,7 +126,7 @@ def decoder_for(decode: Literal["host", "gpu"]) -> Callable[[Engine], Decode | N
 
 
 class _Waiting(NamedTuple):
-    files: Sequence[File]
+    files: Sequence[bytes]
     frames: Sequence[Frame]
     done: Done
 
@@ -138,7 +153,7 @@ class JpegQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, files: Sequence[File], frames: Sequence[Frame], done: Done) -> None:
+    def submit(self, files: Sequence[bytes], frames: Sequence[Frame], done: Done) -> None:
         """Decode a request's files; ``done`` is called with the nanoseconds that it took.
 
         Raises:
@@ -155,7 +170,7 @@ class JpegQueue:
             self._waiting.append(_Waiting(files, frames, done))
             self._changed.notify()
 
-    async def decoded(self, files: Sequence[File], frames: Sequence[Frame]) -> np.ndarray:
+    async def decoded(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
         """The inputs of a request's files.
 
         Raises:

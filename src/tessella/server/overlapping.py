@@ -119,6 +119,7 @@ class OverlappingBatcher(Batcher):
         try:
             call = self._overlapped.begin(parts)
         except Exception as error:
+            self._answer_all()  # pieces of a request go in order
             self._failed(pieces, error)
             return
         self._executions.append(_Execution(pieces, call, begun_ns, perf_counter_ns()))
@@ -126,22 +127,43 @@ class OverlappingBatcher(Batcher):
 
     def _answer(self, execution: _Execution) -> None:
         pieces, call = execution.pieces, execution.call
-        ended_ns = perf_counter_ns()
-        spent = Computation(
-            input_ns=execution.started_ns - execution.begun_ns,
-            infer_ns=ended_ns - max(execution.started_ns, self._last_ns),
-            output_ns=0,
-        )
-        self._last_ns = ended_ns
         try:
             answers = split(call.outputs(), pieces)
         except Exception as error:
             call.release()
-            self._failed(pieces, error)
+            self._give_up(pieces, error)
             return
-        self._pace.took(samples_of(pieces), spent.infer_ns)
+        ended_ns = call.ended_ns or perf_counter_ns()
+        free_ns = max(execution.begun_ns, self._last_ns)  # the GPU had nothing else from then on
+        started_ns = max(execution.started_ns, free_ns)
+        spent = Computation(
+            input_ns=started_ns - free_ns, infer_ns=max(0, ended_ns - started_ns), output_ns=0
+        )
+        self._last_ns = max(self._last_ns, ended_ns)
+        with self._lock:
+            self._pace.took(samples_of(pieces), spent.infer_ns)
+            expected = [
+                self._pace.expected_ns(samples_of(other.pieces), self._max_batch)
+                for other in self._executions
+            ]
+            self._running_until_ns = ended_ns + sum(expected)
         self._finished(pieces, answers, execution.begun_ns, spent)
         call.release()
+
+    def _give_up(self, pieces: list[Piece], error: Exception) -> None:
+        """As ``_failed``, of an execution that may have others before it or behind it."""
+        cut = [r for r, start, end in pieces if end - start < r.batch and r.error is None]
+        for request in cut:  # no other piece of it may answer it
+            request.error = error
+            with self._lock:
+                self._drop(request)
+        self._answer_all()  # they may read memory of these requests, or have pieces of them
+        deliver(cut)
+        self._failed(pieces, error)
+
+    def _answer_all(self) -> None:
+        while self._executions:
+            self._answer(self._executions.popleft())
 
     def _watch(self) -> None:
         """Be the thread that waits for the GPU, without Python's lock."""
@@ -152,5 +174,6 @@ class OverlappingBatcher(Batcher):
             self.on_done()
 
     def _end(self) -> None:
-        self._watched.put(None)
-        super()._end()
+        if not self._ended.is_set():
+            self._watched.put(None)
+            super()._end()

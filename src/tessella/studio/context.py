@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,17 +32,23 @@ class Context:
             return None
         return self.workspace.root / job.argv[job.argv.index("--out") + 1]
 
-    def follow(self, job: Job, refresh: Callable[[Job], None], *, interval_s: float = 0.7) -> None:
+    def follow(
+        self,
+        job: Job,
+        refresh: Callable[[Job], Awaitable[None] | None],
+        *,
+        interval_s: float = 0.7,
+    ) -> None:
         """Call ``refresh`` with the job's present state at intervals, the last time when it ended.
 
         The calls also end with the element around this one.
         """
 
-        def poll() -> None:
+        def poll() -> Awaitable[None] | None:
             now = self.store.job(job.id)
             if now.ended:
                 timer.cancel()
-            refresh(now)
+            return refresh(now)
 
         timer = ui.timer(interval_s, poll)
 

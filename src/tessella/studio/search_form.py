@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ from nicegui import ui
 from nicegui.elements.mixins.value_element import ValueElement
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.settings import recipe_from
+from tessella.artifacts.settings import path_of, recipe_from
 from tessella.artifacts.sweep import (
     MOST_TRIALS,
     NEVER_VARIED,
@@ -53,6 +54,8 @@ class SearchForm:
         self._context, self._datasets, self._on_start = context, datasets, on_start
         self._names = ["network", *(s.path for s in settings() if s.path not in NEVER_VARIED)]
         self._axes: dict[ui.element, tuple[ui.select, ui.input]] = {}
+        written, left_out = (USUAL, []) if like is None else _written(like)
+        self._names += [path for path in written if path not in self._names]
         given = {} if like is None else _given(like)
         self._rest = {k: v for k, v in given.items() if k not in ("network", "dataset", "epochs")}
         if str(given.get("dataset")) in datasets:
@@ -64,8 +67,10 @@ class SearchForm:
         )
         self._network.props["placeholder"] = "resnet18, timm/NAME or net.py:Net"
         self._rows = parts.box("stack").style("gap:10px")
-        for path, values in (USUAL if like is None else _written(like)).items():
+        for path, values in written.items():
             self._add(path, values)
+        if left_out:
+            parts.note(f"Left out, as a recipe has no such setting: {', '.join(left_out)}.", "warn")
         parts.plain_button("Vary another setting", self._add_unused, "add")
         with parts.box("fields"):
             epochs = given.get("epochs")
@@ -185,13 +190,26 @@ def _given(like: SweepInfo) -> dict[str, Any]:
     return plain if isinstance(plain, dict) else {}
 
 
-def _written(like: SweepInfo) -> dict[str, str]:
-    """The axes of a sweep as people write them."""
-    return {
-        a.path: _listed(a.choices) if a.choices else f"{a.low:g}..{a.high:g}{' log' * a.log}"
-        for a in like.axes
-    }
+def _written(like: SweepInfo) -> tuple[dict[str, str], list[str]]:
+    """The axes of a sweep as people write them, by path; and those that are of no recipe."""
+    written, unknown = {}, []
+    for axis in like.axes:
+        if not _is_setting(axis.path):
+            unknown.append(axis.path[:80])
+        elif axis.choices:
+            written[axis.path] = _listed(axis.choices)
+        else:
+            written[axis.path] = f"{axis.low!r}..{axis.high!r}{' log' * axis.log}"
+    return written, unknown
+
+
+def _is_setting(path: str) -> bool:
+    """Whether a path is one of a recipe, and can stand before the = of an option."""
+    try:
+        return path_of(path) == path and all(map(str.isidentifier, path.split(".")))
+    except UsageError:
+        return False
 
 
 def _listed(choices: Sequence[object]) -> str:
-    return ", ".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices)
+    return ", ".join(c if isinstance(c, str) else json.dumps(c) for c in choices)

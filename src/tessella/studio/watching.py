@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 from nicegui.element import Element
 
@@ -13,26 +14,40 @@ from tessella.studio.feed import Feed
 from tessella.studio.standing import standing
 
 
-def watch(context: Context, job: Job, area: Element, done: Callable[[], None]) -> None:
+async def watch(
+    context: Context,
+    job: Job,
+    area: Element,
+    done: Callable[[], Awaitable[None] | None],
+    *,
+    title: str = "",
+) -> None:
     """Show in ``area``, which is cleared, how far a job is; ``done`` is called when it has ended.
 
-    What went wrong is written into the area behind what ``done`` puts there.
+    What went wrong is written into the area behind what ``done`` puts there: ``done`` may clear
+    the area, but not what it lies in, nor wait for anything afterwards: it is called by a timer
+    that goes with what was in the area.
+
+    Args:
+        title: of a card around the progress; none: no card.
     """
     feed = Feed(job.events_path)
     area.clear()
-    with area:
+    with area, parts.card(title) if title else nullcontext():
         track = parts.Track()
 
-    def refresh(now: Job) -> None:
+    async def refresh(now: Job) -> None:
         feed.read()
         track.show(feed.fraction, standing(context.store, now, feed))
         if now.ended:
-            done()
+            drawn = done()
+            if drawn is not None:
+                await drawn
             if now.status != "done":
                 with area:
                     parts.note(now.error or "It was stopped.", "bad")
 
-    refresh(job)
+    await refresh(job)
     if not job.ended:
         with area:
             context.follow(job, refresh)

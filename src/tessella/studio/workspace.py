@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Generic, Literal, TypeVar
 
 from tessella.artifacts import front
@@ -27,6 +28,7 @@ from tessella.studio.usual_target import usual_target
 
 Kind = Literal["dataset", "run", "sweep", "plan"]
 T = TypeVar("T")
+_SWEEPS = Lock()  # pages that ask for a large sweep at once wait for one of them to read it
 
 # The trials of a sweep are shown with it, not as runs beside others.
 MARKERS: dict[Kind, str] = {"dataset": "dataset.json", "run": "run.json", "sweep": INFO}
@@ -201,7 +203,8 @@ def open_dataset(path: Path) -> Dataset:
 
 def read_sweep(path: Path) -> tuple[SweepInfo, Sweep]:
     """A sweep, kept while its files do not change."""
-    return _sweep_at(path, sweep_stamp(path))
+    with _SWEEPS:
+        return _sweep_at(path, sweep_stamp(path))
 
 
 def sweep_stamp(path: Path) -> tuple[tuple[int, int] | None, ...]:

@@ -163,7 +163,8 @@ class Training:
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
         self._meter = Meter(self._schedule, world, self._state, trainer.feed, journal)
-        self._workers, self._fillers = loading_threads(run.recipe.workers, world), Fillers()
+        self._workers = loading_threads(run.recipe.workers, world)
+        self._fillers = Fillers(max(1, self._workers))
         self._validates = validates(dataset)
         self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
 

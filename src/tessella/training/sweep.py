@@ -27,6 +27,7 @@ from tessella.artifacts.sweep import (
     Scalar,
     Sweep,
     SweepInfo,
+    Trial,
     folder_of,
     note_all,
     note_trial,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     import optuna
 
 _POLL_S = 0.1
+_LINES = 4  # noted for each trial, and at least for _FEW trials, before the list is written anew
+_FEW = 100
 _SAVE_S = 20.0  # for a checkpoint, when the sweep is interrupted
 BEST, RECIPE = "best.json", "recipe.json"
 
@@ -90,6 +93,7 @@ class Search:
         self._slots = slots(recipe_of(first or {}).gpus, parallel)
         self._first = first
         self._running: list[_Running] = []
+        self._listed, self._noted = 0, 0  # trials when the list was written anew; lines since
 
     def go(self) -> Sweep:
         """Try until all trials have ended.
@@ -100,7 +104,7 @@ class Search:
         """
         with _alone(self._out), closing(Study(self._out, self._info, first=self._first)) as study:
             self._emit(phase("sweep", self._described()))
-            note_all(self._out, study.trials())
+            self._list(study)
             begun = iter(study.unfinished())
             try:
                 while self._fill(study, begun) or self._running:
@@ -164,7 +168,7 @@ class Search:
                 began=time.monotonic(),
             )
         )  # fmt: skip
-        note_trial(self._out, study.described(trial))
+        self._note(study, study.described(trial))
 
     def _poll(self, study: Study) -> None:
         for running in tuple(self._running):
@@ -198,7 +202,7 @@ class Search:
                 continue
             running.steps.append(event.step)
             behind = study.report(running.trial, len(running.steps), float(score))
-            note_trial(self._out, study.described(running.trial))
+            self._note(study, study.described(running.trial))
             if behind:
                 return running.process.poll() is None
         return False
@@ -219,9 +223,21 @@ class Search:
 
     # --- what is told
 
+    def _note(self, study: Study, trial: Trial) -> None:
+        """Append a trial to the list, which is written anew before readers tire of old lines."""
+        note_trial(self._out, trial)
+        self._noted += 1
+        if self._noted > _LINES * max(self._listed, _FEW):
+            self._list(study)
+
+    def _list(self, study: Study) -> None:
+        trials = study.trials()
+        note_all(self._out, trials)
+        self._listed, self._noted = len(trials), 0
+
     def _tell(self, study: Study, running: _Running, how: str) -> None:
         trial = study.described(running.trial)
-        note_trial(self._out, trial)
+        self._note(study, trial)
         score = "" if trial.score is None else f"{self._info.score} {trial.score:.4g}"
         self._emit(phase(f"trial {trial.number}", f"{how}{score}, {_said(running.values)}"))
         self._progress(study)
@@ -231,7 +247,7 @@ class Search:
         seconds: float,
     ) -> None:  # fmt: skip
         study.settle(trial, "failed", seconds, error)
-        note_trial(self._out, study.described(trial))
+        self._note(study, study.described(trial))
         self._emit(warning(f"trial {trial.number} failed, {_said(values)}: {error}"))
         self._progress(study)
 

@@ -93,12 +93,14 @@ def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes) -> code.Machine
     program = repr((lowered.ops, lowered.reads, lowered.numbers, lowered.results))
     strides = tuple(s[-2:] for s in axes.strides)
     key = isa, program, walked.inputs, axes.columns, strides
-    if key not in _made:
+    made = _made.get(key)
+    if made is None:
+        written = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
+        made = code.MachineCode(written.written().code(), written.constants)
         if len(_made) >= _MOST_MADE:
             _made.clear()
-        written = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
-        _made[key] = code.MachineCode(written.written().code(), written.constants)
-    return _made[key]
+        _made[key] = made
+    return made
 
 
 def _known(op: str, numbers: tuple[float, float, float]) -> bool:

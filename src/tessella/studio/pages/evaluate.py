@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ CHANCE = 0.05  # a difference with a larger p is told as one that may be chance
 TOLD = {"macro_f1": "mean F1", "macro_precision": "mean precision", "macro_recall": "mean recall"}
 MISSING = "Open another run from Monitor."
 NONE = ""  # of the models to compare with
+# What drawing a report raises where one of its values is missing or is of another kind.
+DAMAGES = (TessellaError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def register(context: Context) -> None:
@@ -45,12 +48,10 @@ def register(context: Context) -> None:
                     parts.button("Train a network", lambda: ui.navigate.to("/train"))
                 return
             try:
-                if run not in runs:  # a trial of a sweep is not among them
-                    runs[run] = space.run(run)
-                points[run] = best_checkpoint(runs[run])
-                chosen = space.checkpoint(checkpoint) if checkpoint else points[run]
-                rival = space.checkpoint(against) if against else None
-                _Page(context, runs, points, run, chosen, split, rival)
+                asked = await asyncio.to_thread(
+                    _asked, context, runs, points, run, checkpoint, split, against
+                )
+                await _Page(context, runs, points, asked).show()
             except TessellaError as error:
                 parts.refused(error, MISSING)
 
@@ -66,6 +67,57 @@ def _points(context: Context, runs: dict[str, Run]) -> dict[str, Checkpoint]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a page is about.
+
+    Attributes:
+        run: its ref.
+        rival: the checkpoint to compare with.
+        data: the folder of the dataset that the network was trained on, where it is here.
+    """
+
+    run: str
+    checkpoint: Checkpoint
+    rival: Checkpoint | None
+    data: Path | None
+    dataset: Dataset | None
+    split: str
+
+
+def _asked(
+    context: Context,
+    runs: dict[str, Run],
+    points: dict[str, Checkpoint],
+    run: str,
+    checkpoint: str,
+    split: str,
+    against: str,
+) -> _Asked:
+    """Open what a page's address names; takes a while, so not for the event loop.
+
+    Adds the run to ``runs`` and ``points``.
+
+    Raises:
+        TessellaError: something of it is missing or cannot be read.
+    """
+    space = context.workspace
+    if run not in runs:  # a trial of a sweep is not among them
+        runs[run] = space.run(run)
+    points[run] = best_checkpoint(runs[run])
+    chosen = space.checkpoint(checkpoint) if checkpoint else points[run]
+    data = space.find_dataset(chosen.info.dataset_hash)
+    dataset = None if data is None else open_dataset(data)
+    splits = () if dataset is None else dataset.info.splits
+    split = split or next((name for name in ("test", "val") if name in splits), "test")
+    if dataset is not None:
+        dataset.split(split)  # a UsageError where there is none
+    rival = space.checkpoint(against) if against else None
+    return _Asked(
+        run=run, checkpoint=chosen, rival=rival, data=data, dataset=dataset, split=split
+    )  # fmt: skip
+
+
 class _Page:
     """The choosers at the left, and what was measured of them."""
 
@@ -74,21 +126,12 @@ class _Page:
         context: Context,
         runs: dict[str, Run],
         points: dict[str, Checkpoint],
-        ref: str,
-        chosen: Checkpoint,
-        split: str,
-        rival: Checkpoint | None,
+        asked: _Asked,
     ) -> None:
-        self._context, self._checkpoint, self._rival = context, chosen, rival
-        space = context.workspace
-        self._run, self._ref = ref, space.ref(chosen.path)
-        self._data = space.find_dataset(chosen.info.dataset_hash)
-        self._dataset = None if self._data is None else open_dataset(self._data)
+        self._context, self._checkpoint, self._rival = context, asked.checkpoint, asked.rival
+        self._run, self._ref = asked.run, context.workspace.ref(asked.checkpoint.path)
+        self._data, self._dataset, self._split = asked.data, asked.dataset, asked.split
         splits = [] if self._dataset is None else sorted(self._dataset.info.splits)
-        usual = next((name for name in ("test", "val") if name in splits), "test")
-        self._split = split or usual
-        if self._dataset is not None:
-            self._dataset.split(self._split)  # a UsageError where there is none
         with parts.box("split"):
             with parts.box("stack"):
                 with parts.card("What is measured"):
@@ -96,7 +139,6 @@ class _Page:
                 with parts.card("How to do the same"):
                     self._command = parts.Command()
             self._box = parts.box("stack")
-        self._show()
 
     # --- what is asked ------------------------------------------------------------------
 
@@ -176,38 +218,51 @@ class _Page:
 
     # --- what is shown ------------------------------------------------------------------
 
-    def _show(self) -> None:
+    async def show(self) -> None:
+        """Draw the report, the progress of the job that makes it, or what begins one."""
         file = self._file()
         self._show_command()
+        plain, problem = await asyncio.to_thread(_read, file)
         self._box.clear()
         with self._box:
             if self._dataset is None:
                 parts.note("The dataset that this network was trained on is not in the workspace.")
                 return
-            if file.exists():
+            if plain is not None:
                 try:
-                    plain = parse_json(file.read_bytes(), where=file.name)
                     _Judgement(self._context, plain, self._dataset, self._data, self._split)
-                except (TessellaError, KeyError, TypeError, ValueError) as error:
-                    parts.note(f"The report cannot be read: {error}", "bad")
-                    parts.plain_button("Measure again", self._measure, "refresh")
+                except DAMAGES as error:
+                    self._box.clear()  # the cards drawn so far
+                    problem = f"{type(error).__name__}: {error}"
+            if problem:
+                parts.note(f"The report cannot be read: {problem}", "bad")
+                parts.plain_button("Measure again", self._measure, "refresh")
+            if plain is not None or problem:
                 return
             job = self._context.job_for(file)
             if job is not None and not job.ended:
-                with parts.card("Measuring"):
-                    watch(self._context, job, parts.box("stack"), self._show)
+                await watch(self._context, job, self._box, self.show, title="Measuring")
                 return
             with parts.empty("Not measured yet", "One pass over the split gives its measures with "
                              "intervals, calibration, curves and the largest losses."):  # fmt: skip
                 parts.button("Measure", self._measure, icon="fact_check")
 
-    def _measure(self) -> None:
+    async def _measure(self) -> None:
         with parts.errors_shown():
             job = self._context.store.submit(self._spec(self._context.workspace.ref(self._file())))
             self._file().unlink(missing_ok=True)
-            self._box.clear()
-            with self._box, parts.card("Measuring"):
-                watch(self._context, job, parts.box("stack"), self._show)
+            await watch(self._context, job, self._box, self.show, title="Measuring")
+
+
+def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
+    """A report and why it cannot be read; neither where there is none."""
+    try:
+        plain = parse_json(file.read_bytes(), where=file.name)
+    except FileNotFoundError:
+        return None, ""
+    except (TessellaError, OSError) as error:
+        return None, str(error)
+    return (plain, "") if isinstance(plain, dict) else (None, "it is no object")
 
 
 def _epoch(point: Checkpoint) -> str:

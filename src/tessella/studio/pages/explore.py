@@ -356,11 +356,11 @@ class _Errors:
         data = self._context.workspace.ref(self._data)
         return commands.evaluate(self._ref, data, out=out, rows=rows if self._places else None)
 
-    def _measure(self) -> None:
+    async def _measure(self) -> None:
         where = (self._context.workspace.ref(path) for path in (self._file, self._rows))
         with parts.errors_shown():
             job = self._context.store.submit(self._spec(*where))
-            watch(self._context, job, self._box, self._show)
+            await watch(self._context, job, self._box, self._show)
 
     def _report(self, report: Report) -> None:
         if self._places and self._data is not None:

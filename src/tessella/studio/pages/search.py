@@ -44,7 +44,7 @@ def register(context: Context) -> None:
             with parts.box("split"):
                 with parts.box("stack"):
                     try:
-                        base = space.sweep(like)[0] if like else None
+                        base = (await asyncio.to_thread(space.sweep, like))[0] if like else None
                         chosen = dataset or next(iter(datasets))
                         space.dataset(chosen)
                         with parts.card("New search"):
@@ -179,7 +179,8 @@ class _Head:
         elif ended >= info.trials:
             status = "done"
         else:
-            status = "running" if self._alive(sweep) else "stopped"
+            alive = await asyncio.to_thread(self._alive, sweep)
+            status = "running" if alive else "stopped"
         parts.show_status(self._badge, status)
         active = job is not None and not job.ended
         self._abort.set_visibility(active)
