@@ -252,7 +252,7 @@ def test_tensorboard_files_hold_the_curve(run):
 
 def test_events_tell_the_story(run):
     events = run.events()
-    assert [e.name for e in events if e.kind == "phase"] == ["train", *["snapshot"] * 4]
+    assert [e.name for e in events if e.kind == "phase"] == ["way", "train", *["snapshot"] * 4]
     assert events[-1].values["best_accuracy"] == run.best().info.metrics["val/accuracy"]
     assert curve(run)[-1][1] == 4.0
 

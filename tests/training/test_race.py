@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import shutil
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from torch import nn
 
+from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError
 from tessella.core.events import read_events, silent
+from tessella.core.record import from_plain, to_plain
+from tessella.training import parallel, ways, worker
 from tessella.training import race as racing
-from tessella.training import ways
 from tessella.training.loop import train
 from tessella.training.parallel import alone
-from tessella.training.race import Raced, described, fastest, race, way_of
-from tessella.training.ways import refusal, usual_way
-from tests.support.training import losses, recipe
+from tessella.training.prepare import describe_run
+from tessella.training.race import Order, Raced, described, fastest, race, way_of
+from tessella.training.ways import Choice, refusal, usual_way
+from tests.support.training import losses, recipe, write_dataset
 
 CPU = torch.device("cpu")
 NETWORK = """
@@ -35,7 +43,7 @@ def tiny(tmp_path, monkeypatch):
     """A network of two layers in a file, of which Dynamo makes graphs that torch runs: code of a
     C++ compiler takes 12 to 40 s, and gives the same losses (within 1e-4, tried by hand).
     """
-    monkeypatch.setattr(ways, "COMPILER", "aot_eager")
+    monkeypatch.setattr(ways, "COMPILER", "eager")
     file = tmp_path / "tiny.py"
     file.write_text(NETWORK)
     return f"{file}:Tiny"
@@ -57,42 +65,138 @@ def test_the_usual_way_of_a_recipe_and_why(dataset, changes, way, why):
     assert why in found.why
 
 
-def test_code_is_made_of_torchs_own_steps_alone(dataset):
+def test_code_is_made_of_torchs_own_steps_alone(dataset, monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable)
     assert refusal("compile", recipe(dataset), CPU) is None
     assert "backend" in str(refusal("compile", recipe(dataset, backend="tessella"), CPU))
     rounded = recipe(dataset, quantize="int8", init="runs/a")
     assert "roundings" in str(refusal("compile", rounded, torch.device("cuda")))
+    assert "grow_from" in str(refusal("compile", recipe(dataset, grow_from=0.5), CPU))
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert "no C++ compiler" in str(refusal("compile", recipe(dataset), CPU))
+    monkeypatch.setattr(ways, "can_fuse", lambda: False)
+    for way in ("fused", "compile"):
+        assert "Triton" in str(refusal(way, recipe(dataset), torch.device("cuda")))
 
 
-def test_ways_are_timed_in_processes_and_what_cannot_run_says_why(dataset, tiny):
-    settings = recipe(dataset, network=tiny)
-    here = racing.measured(settings, "compile")  # a process takes 4 s or more
-    eager, fused, compiled = race(settings, CPU, budget_s=120.0, known=[here])
-    assert [eager.way, fused.way, compiled.way] == ["eager", "fused", "compile"]
-    assert fused.problem == "our kernels for it run on a GPU"
-    assert (eager.problem, compiled.problem) == (None, None)
+def order(settings) -> Order:
+    trained = Dataset(settings.dataset, deep=False).info.splits["train"]
+    return Order(info=describe_run(settings), trained=trained)
+
+
+def raced_here(settings, **options) -> tuple[Raced, ...]:
+    made = order(settings)
+    return race(made.info, made.trained, CPU, **options)
+
+
+def test_the_program_times_a_way_without_the_dataset(tmp_path, tiny, monkeypatch, capsys):
+    """It runs in this process: another one imports torch and Dynamo for 7 s, alone on a core."""
+    copied = write_dataset(tmp_path / "data", train=40, val=18)
+    made = order(recipe(copied, network=tiny))
+    shutil.rmtree(copied)
+    with (tmp_path / "order").open("w+b") as file:
+        file.write(json.dumps(to_plain(made)).encode())
+        file.seek(0)
+        python, _, _, module, *arguments = racing.command_of(os.dup(file.fileno()), "eager")
+        assert python == sys.executable
+        with monkeypatch.context() as patch:
+            patch.setattr(parallel, "end_with_parent", lambda: None)
+            patch.setattr(sys, "argv", [module, *arguments])
+            patch.delitem(sys.modules, module)
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0
+    eager = from_plain(Raced, json.loads(capsys.readouterr().out.splitlines()[-1]), where="it")
+    assert (eager.way, eager.problem, eager.failed) == ("eager", None, False)
     assert 0 < eager.step_s < eager.setup_s
-    assert 0 < compiled.step_s < 0.5 * compiled.setup_s
-    assert "ms a step, the first after" in described(compiled)
+    assert "ms a step, the first after" in described(eager)
+
+
+def pretended(monkeypatch, **programs: str) -> list[str]:
+    """Ways are these programs, each with an order's file; their names, as they are started."""
+    started = []
+
+    def command(file: int, way: str) -> list[str]:
+        started.append(way)
+        return [sys.executable, "-S", "-c", programs[way], str(file), way]
+
+    monkeypatch.setattr(racing, "command_of", command)
+    monkeypatch.setattr(racing, "refusal", lambda way, *_: None if way in programs else "no")
+    return started
 
 
 def test_a_way_that_fails_or_takes_too_long_is_told(dataset, monkeypatch):
-    programs = {
-        "eager": "import sys; print('no'); sys.exit('out of everything')",
-        "compile": "import time; time.sleep(600)",
-    }
-    monkeypatch.setattr(
-        racing, "command_of", lambda recipe, way: [sys.executable, "-c", programs[way]]
+    pretended(
+        monkeypatch,
+        eager="import sys; print('no'); sys.exit('out of everything')",
+        compile="import time; time.sleep(600)",
     )
     began = time.monotonic()
-    eager, _, compiled = race(recipe(dataset), CPU, budget_s=1.0)
+    eager, _, compiled = raced_here(recipe(dataset), budget_s=1.0)
     assert time.monotonic() - began < 5
-    assert eager.problem == "it failed: out of everything"
+    assert (eager.failed, eager.problem) == (True, "it failed: out of everything")
+    assert not compiled.failed
     assert compiled.problem.startswith("not ready after 0.")
     assert fastest((eager, compiled), "eager") == "eager"
     known = Raced(way="eager", step_s=0.01)
-    _, _, compiled = race(recipe(dataset), CPU, budget_s=0.0, known=[known])
+    _, _, compiled = raced_here(recipe(dataset), budget_s=0.0, known=[known])
     assert described(compiled) == "no time was left for it"
+
+
+ANSWER = """
+import json, sys
+from known_here import IMAGES
+asked = json.load(open(int(sys.argv[1])))
+each_s = asked["info"]["recipe"]["batch_size"] / IMAGES / asked["trained"]["count"]
+print(json.dumps({"way": sys.argv[2], "step_s": each_s}))
+"""
+
+
+def test_the_usual_way_runs_first_and_each_knows_the_order(dataset, tmp_path, monkeypatch):
+    (tmp_path / "known_here.py").write_text("IMAGES = 2")
+    monkeypatch.syspath_prepend(tmp_path)
+    started = pretended(monkeypatch, **dict.fromkeys(ways.WAYS, ANSWER))
+    monkeypatch.setattr(racing, "usual_way", lambda *_: Choice(way="fused", why="a GPU"))
+    raced = raced_here(recipe(dataset), budget_s=60.0)
+    assert started == ["fused", "eager", "compile"]
+    assert [(r.way, r.step_s) for r in raced] == [(way, 0.125) for way in ways.WAYS]
+
+
+def test_whatever_a_process_prints_is_no_error_here(dataset, monkeypatch):
+    answer = """
+print("a library says", end="")
+print('\\n{"way": "eager", "step_s": 0.25}')
+print('{"another": "line"}')
+print('{"way": "compile", "step_s": 1.0}')
+print("[" * 9999)
+raise SystemExit(3)
+"""
+    pretended(monkeypatch, eager=answer, compile="pass")
+    eager, _, compiled = raced_here(recipe(dataset), budget_s=60.0)
+    assert eager == Raced(way="eager", step_s=0.25)
+    assert (compiled.failed, compiled.step_s) == (True, None)
+    assert "exit code 0, and it said nothing" in described(compiled)
+
+    def refused(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    eager, _, _ = raced_here(recipe(dataset), budget_s=60.0)
+    assert eager.failed
+    assert "cannot be started: [Errno 12]" in eager.problem
+
+
+def test_a_process_without_memory_says_so_at_once(dataset, monkeypatch):
+    seen = []
+
+    def cramped(self, x):
+        seen.append(len(x))
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(nn.Conv2d, "forward", cramped)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        racing.measured(order(recipe(dataset)), "eager")
+    assert seen == [10]  # no smaller batch
 
 
 def test_only_what_is_clearly_faster_replaces_the_usual_way():
@@ -101,7 +205,10 @@ def test_only_what_is_clearly_faster_replaces_the_usual_way():
 
     assert fastest(raced(1.0, 0.98), "eager") == "eager"
     assert fastest(raced(1.0, 0.9), "eager") == "compile"
-    assert fastest(raced(None, 0.9), "eager") == "compile"
+    assert fastest(raced(None, 0.9), "eager") == "eager"  # it ran out of time
+    failed = Raced(way="eager", problem="it failed: no", failed=True)
+    assert fastest([failed, *raced(None, 0.9)[1:]], "eager") == "compile"
+    assert fastest([failed, *raced(None, None)[1:]], "eager") == "eager"
     assert fastest(raced(None, None), "fused") == "fused"
 
 
@@ -124,12 +231,33 @@ def test_a_run_that_goes_on_takes_the_way_that_it_began_with(dataset, tmp_path, 
     short = train(recipe(dataset, epochs=1.0), tmp_path / "short")  # too short for a race
     assert not (short.path / racing.FILE).exists()
 
-    file = run.path / racing.FILE
-    file.write_text(json.dumps({"way": "compile", "why": "it was faster"}))
-    assert way_of(run, alone(), 12, silent).way == "compile"
-    file.write_text("[1]")
+    def kept(text: str) -> Choice:
+        (run.path / racing.FILE).write_text(text)
+        return way_of(run, Dataset(dataset).train.info, alone(), 12, emit=silent)
+
+    monkeypatch.setenv("CXX", sys.executable)
+    assert kept(json.dumps({"way": "compile", "why": "it was faster"})).way == "compile"
+    elsewhere = kept(json.dumps({"way": "fused", "why": "it was faster on a GPU"}))
+    assert elsewhere.way == "eager"
+    assert elsewhere.why == (
+        "way.json says fused, which cannot run here: our kernels for it run on a GPU"
+    )
     with pytest.raises(ArtifactError, match="no way of a step"):
-        way_of(run, alone(), 12, silent)
+        kept("[1]")
+
+
+def test_trials_of_a_sweep_are_not_raced(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(racing, "RACED_ON", ("cpu",))
+    monkeypatch.setattr(racing, "LEAST_STEPS", 1)
+    monkeypatch.setattr(racing, "race", lambda *_, **__: pytest.fail("a trial is raced"))
+    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+    asked, out = tmp_path / "recipe.json", tmp_path / "trial"
+    asked.write_text(json.dumps(to_plain(recipe(dataset, epochs=1.0))))
+    monkeypatch.setattr(sys, "argv", ["worker", str(out), "--recipe", str(asked)])
+    assert worker.main() == 0
+    assert "nothing is fused" in told_ways(Run(out))[0]
+    with pytest.raises(pytest.fail.Exception):
+        train(recipe(dataset, epochs=1.0), tmp_path / "alone")
 
 
 def test_compiled_steps_train_alike(dataset, tiny, tmp_path):

@@ -125,6 +125,17 @@ def test_a_trial_that_fails_is_told_and_the_search_goes_on(dataset, tmp_path, pr
         _ = alone.best
 
 
+def test_a_trial_that_cannot_be_noted_is_ended(dataset, tmp_path, pretended, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sweeping, "note_trial", full)
+    with pytest.raises(OSError, match="No space left") as held:  # with the frames that know it
+        sweep("lenet", dataset, vary={"batch_size": [15]}, out=tmp_path / "s", sampler="grid")
+    assert held.value
+    assert not running(pretended)
+
+
 def test_as_many_at_once_as_asked_for(dataset, tmp_path, pretended):
     sweep("lenet", dataset, vary={"lr": "1e-3..1 log"}, out=tmp_path / "s", trials=5, parallel=3,
           pruner="none")  # fmt: skip

@@ -84,7 +84,8 @@ class Augment:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a training. The same recipe and dataset give the same run.
+    """Everything that decides a training. The same recipe and dataset give the same run, and where
+    a race is run (see ``fuse``) they do to the bit only if ``fuse`` or ``compile`` is set.
 
     Attributes:
         network: a zoo name, ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``.
@@ -95,7 +96,8 @@ class Recipe:
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, and a step on one GPU as a CUDA graph.
             By default on a GPU, where in a long training it is raced with other ways of a step
-            in the first minute; numbers differ from torch's by rounding.
+            in the first minute; numbers differ from torch's by rounding. Which way is faster may
+            be chance where they are alike: true or false is the same way each time, without a race.
         compile: torch.compile makes code of the steps, which takes half a minute or more at the
             start; ``tessella train --explain --race 60`` tells whether that is faster here.
         gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty

@@ -154,7 +154,7 @@ def forecast(
         epoch_s=each * in_epoch,
         way=usual.way,
         why=usual.why,
-        ways=race(recipe, world.device, budget_s=race_s, known=[timed]),
+        ways=race(info, dataset.train.info, world.device, budget_s=race_s, known=[timed]),
     )
 
 

@@ -57,6 +57,7 @@ def train(
     *,
     resume: bool = False,
     quantizer: Quantizer | None = None,
+    races: bool = True,
     emit: Emit = silent,
 ) -> Run:
     """Train as ``recipe`` says, into the folder ``out``.
@@ -66,6 +67,7 @@ def train(
         resume: go on from the newest complete checkpoint (from the start where there is none). On a
             CPU the loss curve is identical, bit for bit, to that of an uninterrupted training.
         quantizer: makes the network of a recipe with ``quantize``.
+        races: a long training on a GPU begins with a race of the ways of a step.
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
@@ -82,7 +84,7 @@ def train(
         if recipe.gpus > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
         else:
-            train_run(run, alone(), resumed=resumed, quantizer=quantizer, emit=emit)
+            train_run(run, alone(), resumed=resumed, quantizer=quantizer, races=races, emit=emit)
     except TessellaError as error:
         _tell_failure(run, error, emit)
         raise
@@ -110,7 +112,13 @@ def _tell_failure(run: Run, error: TessellaError, emit: Emit) -> None:
 
 
 def train_run(
-    run: Run, world: World, *, resumed: bool, quantizer: Quantizer | None = None, emit: Emit
+    run: Run,
+    world: World,
+    *,
+    resumed: bool,
+    quantizer: Quantizer | None = None,
+    races: bool = True,
+    emit: Emit,
 ) -> None:
     """This process's part in the training of a run; rank 0 emits events and saves checkpoints."""
     dataset = Dataset(run.recipe.dataset)
@@ -127,7 +135,7 @@ def train_run(
             world,
             start=start,
             network=network,
-            way=way_of(run, world, total, told),
+            way=way_of(run, dataset.train.info, world, total, races=races, emit=told),
         )
         journal = Journal(
             run.path,

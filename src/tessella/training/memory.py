@@ -15,13 +15,18 @@ def largest_that_runs(step: Callable[[int], None], failed: int) -> int | None:
     """The largest of failed/2, failed/4, … images that ``step`` runs with, or None."""
     batch = failed // 2
     while batch >= 1:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back()
         if _runs(step, batch):
             return batch
         batch //= 2
     return None
+
+
+def give_back() -> None:
+    """Free what nothing refers to, and let other processes have a GPU's memory that is free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _runs(step: Callable[[int], None], batch: int) -> bool:

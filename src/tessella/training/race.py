@@ -1,12 +1,13 @@
 """A race of the ways of a step: each is timed by a process of its own, within a budget of seconds.
 
 A process can be ended when the time is over, and what it did to torch, to its compilers and to the
-GPU's memory ends with it. ``python -m tessella.training.race RECIPE WAY`` is such a process.
+GPU's memory ends with it. ``python -m tessella.training.race ORDER WAY`` is such a process.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -14,22 +15,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 import torch
 
-from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
-from tessella.artifacts.run import Recipe, Run
-from tessella.core.errors import ArtifactError, TessellaError
+from tessella.artifacts.run import Run, RunInfo
+from tessella.artifacts.shards import SplitInfo
+from tessella.core.errors import ArtifactError, CorruptArtifact
 from tessella.core.events import Emit, phase
 from tessella.core.record import from_plain, parse_json, to_plain
 from tessella.training import captured
+from tessella.training.memory import give_back
 from tessella.training.parallel import World, alone, end_with_parent
 from tessella.training.precision import arithmetic
-from tessella.training.prepare import describe_run
 from tessella.training.trainer import Trainer
 from tessella.training.ways import WAYS, Choice, Way, refusal, usual_way
 
@@ -39,6 +41,7 @@ LEAST_STEPS = 20_000  # of a training that a race of a minute may pay for
 RACED_ON = ("cuda",)  # kinds of devices whose trainings begin with a race
 FILE = "way.json"  # in a run's folder: a run that goes on takes the way that it was begun with
 LATE = 1 << 40  # so many steps are done: all that will ever learn does
+MOST_ANSWER = 1 << 16  # bytes at the end of what a process prints: libraries print there, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,45 +52,61 @@ class Raced:
         step_s: seconds of a step on blank images of full size, the median; None: not known.
         setup_s: seconds until the first step had run, compilers included.
         problem: why there is no time.
+        failed: it was tried and cannot run, rather than that its time was too short.
     """
 
     way: Way
     step_s: float | None = None
     setup_s: float | None = None
     problem: str | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a process of the race is told: a run, and the training split's counts."""
+
+    info: RunInfo
+    trained: SplitInfo
 
 
 def race(
-    recipe: Recipe,
+    info: RunInfo,
+    trained: SplitInfo,
     device: torch.device,
     *,
     budget_s: float = RACE_S,
     known: Sequence[Raced] = (),
 ) -> tuple[Raced, ...]:
-    """Every way with its time, or the reason that it has none.
+    """Every way with its time, or the reason that it has none. The usual way is the first to run.
 
     Args:
         budget_s: seconds for all together; what takes longer is ended.
         known: ways that were timed already.
     """
     until, found = time.monotonic() + budget_s, {raced.way: raced for raced in known}
-    for way in WAYS:
-        why_not = refusal(way, recipe, device)
+    usual = usual_way(info.recipe, device).way
+    give_back()  # the processes want the memory that trials of this one have left
+    for way in sorted(WAYS, key=lambda way: way != usual):
+        why_not = refusal(way, info.recipe, device)
         if why_not is not None:
             found.setdefault(way, Raced(way=way, problem=why_not))
         elif way not in found:
-            found[way] = _timed(recipe, way, until - time.monotonic())
+            found[way] = _timed(Order(info=info, trained=trained), way, until - time.monotonic())
     return tuple(found[way] for way in WAYS)
 
 
 def fastest(raced: Sequence[Raced], usual: Way) -> Way:
-    """The way with the shortest step; the usual one, where none is clearly faster."""
+    """The way with the shortest step; the usual one, where none is clearly faster.
+
+    A usual way without a time stays, unless it failed: it may only have needed longer to begin.
+    """
     times = {r.way: r.step_s for r in raced if r.step_s is not None}
-    if not times:
+    failed = any(r.failed for r in raced if r.way == usual)
+    if not times or not (failed or usual in times):
         return usual
     best = min(times, key=lambda way: times[way])
-    clearly = usual not in times or times[best] < CLEARLY * times[usual]
-    return best if clearly else usual
+    return best if failed or times[best] < CLEARLY * times[usual] else usual
 
 
 def described(raced: Raced) -> str:
@@ -98,20 +117,27 @@ def described(raced: Raced) -> str:
     return f"{1e3 * raced.step_s:.3g} ms a step{setup}"
 
 
-def way_of(run: Run, world: World, steps: int, emit: Emit) -> Choice:
+def way_of(
+    run: Run, trained: SplitInfo, world: World, steps: int, *, races: bool = True, emit: Emit
+) -> Choice:
     """The way of a run's steps: raced at the start of a long training on one GPU.
 
-    What was chosen is kept in the run's folder, so that a run that goes on computes as before.
+    What was chosen is kept in the run's folder, so that a run that goes on computes as before; but
+    where it cannot run, on another machine, the usual way does.
     """
     usual, path = usual_way(run.recipe, world.device), run.path / FILE
     if path.exists():
-        return _read(path)
+        chosen = _read(path)
+        if (why_not := refusal(chosen.way, run.recipe, world.device)) is None:
+            return chosen
+        why = f"{FILE} says {chosen.way}, which cannot run here: {why_not}"
+        return Choice(way=usual.way, why=why)
     decided = run.recipe.compile or run.recipe.fuse is not None or run.recipe.quantize != "none"
     raced_here = world.size == 1 and world.device.type in RACED_ON and steps >= LEAST_STEPS
-    if decided or not raced_here or run.checkpoints():
+    if decided or not races or not raced_here or run.checkpoints():
         return usual
     emit(phase("race", f"the ways of a step are tried, for {RACE_S:.0f} s at most"))
-    raced = race(run.recipe, world.device, budget_s=RACE_S)
+    raced = race(run.info, trained, world.device, budget_s=RACE_S)
     times = "; ".join(f"{r.way} {described(r)}" for r in raced)
     chosen = Choice(way=fastest(raced, usual.way), why=times)
     write_atomic(path, (json.dumps(to_plain(chosen)) + "\n").encode())
@@ -125,77 +151,100 @@ def _read(path: Path) -> Choice:
     return from_plain(Choice, plain, where=str(path))
 
 
-def step_times(trainer: Trainer, images: int, world: World) -> Raced:
-    """A trainer's time on blank images; the way's name is left to the caller."""
+def step_times(trainer: Trainer, images: int, world: World, *, advises: bool = True) -> Raced:
+    """A trainer's time on blank images; the way's name is left to the caller.
+
+    Args:
+        advises: where the memory does not do, look for a smaller batch that fits.
+    """
     fed, times = trainer.blank(images), []
+    step = trainer.step if advises else trainer.plain_step
     on_gpu = world.device.type == "cuda"
     warm, timed = (captured.WARM + 2, 20) if on_gpu else (2, 5)
     for number in range(warm + timed):
         began = time.perf_counter()
-        trainer.step(
+        step(
             fed.images, fed.labels, done=LATE + number, rate=0.0, momentum=0.9
         ).tolist()  # waits for the step
         times.append(time.perf_counter() - began)
     return Raced(way="eager", step_s=statistics.median(times[warm:]), setup_s=times[0])
 
 
-def measured(recipe: Recipe, way: Way) -> Raced:
-    """The time of a recipe's steps in one way, here."""
-    world, dataset = alone(), Dataset(recipe.dataset)
+def measured(order: Order, way: Way) -> Raced:
+    """The time of a run's steps in one way, here. No image of the dataset is read.
+
+    What torch raises comes out as it is, out of memory too.
+    """
+    world, recipe = alone(), order.info.recipe
     with arithmetic(recipe.precision):
         chosen = Choice(way=way, why="it is raced")
-        trainer = Trainer(describe_run(recipe), dataset.train.info, world, way=chosen)
-        found = step_times(trainer, recipe.batch_size // recipe.gpus, world)
+        trainer = Trainer(order.info, order.trained, world, way=chosen)
+        found = step_times(trainer, recipe.batch_size // recipe.gpus, world, advises=False)
     return replace(found, way=way)
 
 
-def command_of(recipe: Recipe, way: Way) -> list[str]:
-    """The program that measures a way and prints it as JSON."""
-    worker = ["-m", "tessella.training.race", json.dumps(to_plain(recipe)), way]
-    return [sys.executable, "-P", *worker]
+def command_of(order: int, way: Way) -> list[str]:
+    """The program that measures a way, with an order in an open file, and prints a ``Raced``."""
+    return [sys.executable, "-P", "-m", "tessella.training.race", str(order), way]
 
 
-def _timed(recipe: Recipe, way: Way, budget_s: float) -> Raced:
+def _timed(order: Order, way: Way, budget_s: float) -> Raced:
     if budget_s <= 0:
         return Raced(way=way, problem="no time was left for it")
+    try:
+        with tempfile.TemporaryFile() as asked:
+            asked.write(json.dumps(to_plain(order)).encode())
+            asked.seek(0)
+            return _answered(asked, way, budget_s)
+    except OSError as error:
+        return Raced(way=way, failed=True, problem=f"it cannot be started: {error}"[:200])
+
+
+def _answered(asked: IO[bytes], way: Way, budget_s: float) -> Raced:
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as told:
         process = subprocess.Popen(
-            command_of(recipe, way),
+            command_of(asked.fileno(), way),
             stdin=subprocess.PIPE,  # when it closes, however this process ends, so does the other
             stdout=answer,
             stderr=told,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=(asked.fileno(),),
         )
         try:
             process.wait(budget_s)
+            late = False
         except subprocess.TimeoutExpired:
-            return Raced(way=way, problem=f"not ready after {budget_s:.3g} s")
+            late = True
         finally:
             process.kill()
             process.communicate()
-        if process.returncode:
-            return Raced(way=way, problem=f"it failed: {_last_line(told)}"[:200])
-        plain = parse_json(_last_line(answer).encode(), where="the race's answer")
-    assert isinstance(plain, dict)
-    return from_plain(Raced, plain, where="the race's answer")
+        for line in reversed(_last_lines(answer)):
+            with suppress(CorruptArtifact):  # another's line
+                found = from_plain(Raced, parse_json(line, where="a line"), where="a line")
+                if found.way == way:
+                    return found
+        if late:
+            return Raced(way=way, problem=f"not ready after {budget_s:.3g} s")
+        said = (_last_lines(told) or [f"exit code {process.returncode}, and it said nothing"])[-1]
+        return Raced(way=way, failed=True, problem=f"it failed: {said}"[:200])
 
 
-def _last_line(file: IO[bytes]) -> str:
-    file.seek(0)
-    lines = file.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+def _last_lines(file: IO[bytes]) -> list[str]:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_ANSWER))
+    return file.read().decode("utf-8", "replace").strip().splitlines()
 
 
 def main() -> int:
     threading.Thread(target=end_with_parent, daemon=True).start()
-    plain = parse_json(sys.argv[1].encode(), where="recipe")
-    assert isinstance(plain, dict)
-    recipe, way = from_plain(Recipe, plain, where="recipe"), sys.argv[2]
+    way = next(w for w in WAYS if w == sys.argv[2])
     try:
-        found = measured(recipe, next(w for w in WAYS if w == way))
-    except (TessellaError, RuntimeError, MemoryError) as error:
-        print(str(error).splitlines()[0], file=sys.stderr)
-        return 1
-    print(json.dumps(to_plain(found)), flush=True)
+        with open(int(sys.argv[1]), "rb") as asked:
+            plain = parse_json(asked.read(), where="the order")
+        found = measured(from_plain(Order, plain, where="the order"), way)
+    except Exception as error:  # whatever it is, the way cannot run
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        found = Raced(way=way, failed=True, problem=f"it failed: {said[0]}"[:200])
+    print(f"\n{json.dumps(to_plain(found))}", flush=True)  # a line of its own
     return 0
 
 

@@ -162,13 +162,13 @@ class Search:
                 env=os.environ | self._slots[slot],
                 start_new_session=True,  # Ctrl-C is heard here alone
             )
-        self._note(study, study.described(trial))
-        self._running.append(
+        self._running.append(  # at once: whatever fails from here on, it is ended
             _Running(
                 trial=trial, values=values, process=process, out=out, slot=slot,
                 began=time.monotonic(),
             )
         )  # fmt: skip
+        self._note(study, study.described(trial))
 
     def _poll(self, study: Study) -> None:
         for running in tuple(self._running):

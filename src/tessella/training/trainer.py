@@ -138,20 +138,26 @@ class Trainer:
         Raises:
             OutOfMemory: with the batch size that a smaller step was seen to run with.
         """
-        seed_step(self._info.recipe.seed, done, self._world.rank, self._world.device)
-        set_rate(self.optimizer, rate, momentum)
-        self._thaw(done)
         try:
-            measured = self._update(images, labels, done)
-            if self.average is not None:
-                self.average.update(self.module, done)
-            return measured
+            return self.plain_step(images, labels, done=done, rate=rate, momentum=momentum)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             seen = str(error)
         # Out here the exception is gone, and with it the frames that held the step's tensors.
         raise self._out_of_memory(seen, len(images))
+
+    def plain_step(
+        self, images: Tensor, labels: Any, *, done: int, rate: float, momentum: float
+    ) -> Tensor:
+        """``step``, of which what torch raises comes out as it is: no smaller one is tried."""
+        seed_step(self._info.recipe.seed, done, self._world.rank, self._world.device)
+        set_rate(self.optimizer, rate, momentum)
+        self._thaw(done)
+        measured = self._update(images, labels, done)
+        if self.average is not None:
+            self.average.update(self.module, done)
+        return measured
 
     def predict(self, batch: Batch) -> Tensor:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""

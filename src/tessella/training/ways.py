@@ -7,6 +7,8 @@ as a CUDA graph. Weights, checkpoints and the solver are the same in all of them
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -17,7 +19,7 @@ from tessella.artifacts.run import Recipe
 from tessella.nn.fused import can_fuse, fused
 
 Way = Literal["eager", "compile", "fused"]
-WAYS: tuple[Way, ...] = ("eager", "fused", "compile")  # in the order in which they are tried
+WAYS: tuple[Way, ...] = ("eager", "fused", "compile")  # in the order in which they are told
 NAMES: dict[Way, str] = {
     "eager": "torch, call by call",
     "compile": "torch.compile",
@@ -56,11 +58,16 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
     if recipe.quantize != "none":
         return "its roundings run operation by operation"
     if way == "compile":
-        return None
-    if device.type != "cuda":
-        return "our kernels for it run on a GPU"
-    if recipe.recompute:
-        return "recompute does not keep all values"
+        if recipe.grow_from < 1:
+            return "grow_from changes the images' size, and each would be compiled for"
+        if device.type == "cpu":
+            found = shutil.which(os.environ.get("CXX", "g++"))  # where torch looks, too
+            return "there is no C++ compiler" if found is None else None
+    else:
+        if device.type != "cuda":
+            return "our kernels for it run on a GPU"
+        if recipe.recompute:
+            return "recompute does not keep all values"
     return None if can_fuse() else "Triton is not installed"
 
 

@@ -31,7 +31,9 @@ def main() -> int:
     try:
         if arguments.recipe is not None:
             plain = parse_json(arguments.recipe.read_bytes(), where=str(arguments.recipe))
-            train(from_plain(Recipe, plain, where="recipe"), arguments.out, resume=True)
+            recipe = from_plain(Recipe, plain, where="recipe")
+            # every trial steps in the usual way: their scores differ by their settings alone
+            train(recipe, arguments.out, resume=True, races=False)
             return 0
         with joined() as world:
             train_run(Run(arguments.out), world, resumed=arguments.resumed, emit=silent)
