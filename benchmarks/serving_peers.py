@@ -2,7 +2,7 @@
 
 ``python serving_peers.py litserve|mlserver NETWORK.pt2 PORT`` serves what torch.export saved,
 compiled by torch, one image a request in the form that the server's documents show. Both join what
-waits to batches of up to 32, in one process that computes: on two cores more were slower.
+waits to batches of up to 32, in one process that computes.
 """
 
 from __future__ import annotations
