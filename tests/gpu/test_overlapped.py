@@ -124,6 +124,7 @@ def test_an_input_that_does_not_fit_leaves_the_memory_usable(engine: Engine) -> 
 
 def test_locked_memory_is_unlocked_before_it_goes() -> None:
     """The pages of a lane can be locked again where another one lies now."""
+    torch.zeros(1, device="cuda")  # this thread has a context
     for _ in range(8):
         lane = Lane(make_memory(1 << 27))
         array: Any = lane.array(0, (1 << 20,), np.dtype(np.uint8))

@@ -32,22 +32,21 @@ class PageLocked:
 
     def lock(self, start: int, end: int) -> None:
         """Lock what lies between two offsets. Where the driver refuses, it stays ordinary memory,
-        from which copies take longer.
+        from which copies take longer. A thread that has not used a GPU yet locks nothing.
 
         Raises:
             KernelError: it is locked already, for memory that lay there before: the GPU would read
                 that.
         """
         for number in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            if number not in self._locked:
+            if number not in self._locked and (context := cuda_driver().context()):
                 self._locked[number] = self._lock(number)
+                self._context = context
 
     def _lock(self, number: int) -> bool:
         first = number * CHUNK_BYTES
-        self._context = cuda_driver().context()
-        return cuda_driver().lock_pages(
-            self._address + first, min(CHUNK_BYTES, self._nbytes - first)
-        )
+        nbytes = min(CHUNK_BYTES, self._nbytes - first)
+        return cuda_driver().lock_pages(self._address + first, nbytes)
 
     def release(self) -> None:
         """Unlock all, before the memory goes; in any thread."""
