@@ -19,7 +19,7 @@ from tessella.core.errors import UsageError
 from tessella.nn import fused as module_of
 from tessella.nn.fused import fused
 from tessella.nn.fused_calls import normed
-from tessella.training.captured import fuses
+from tessella.training.ways import usual_way
 
 
 class Net(nn.Module):
@@ -188,7 +188,7 @@ def test_without_triton_torch_trains(monkeypatch):
     )
     with pytest.raises(UsageError, match="Triton"):
         fused(nn.BatchNorm2d(8))
-    assert not fuses(Recipe(network="", dataset=""), torch.device("cuda"))
+    assert usual_way(Recipe(network="", dataset=""), torch.device("cuda")).way == "eager"
     code = (
         "import sys; sys.modules['triton'] = None\nimport tessella.training.loop, tessella.nn.fused"
     )
