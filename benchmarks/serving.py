@@ -289,7 +289,7 @@ def _peers(
 ) -> Iterator[dict[str, Asked]]:
     """The peers that serve the network, and ours with the same JSON, once they agree with it."""
     image = np.frombuffer(body, np.float32).reshape(1, 1, 28, 28)
-    tensor = {"name": "x", "datatype": "FP32", "shape": list(image.shape)}
+    tensor = {"name": "image", "datatype": "FP32", "shape": list(image.shape)}
     tensor["data"] = image.ravel().tolist()
     bodies = {
         "litserve": {"image": base64.b64encode(body).decode()},
