@@ -151,10 +151,10 @@ def test_a_record_has_bounds_in_every_size(sizes: dict[str, int]) -> None:
 def test_memory_is_bounded_and_the_process_lives_on() -> None:
     decoder = Decoder(Budget(nbytes=128 * MEGABYTE), processes=1)
     decoder(GOOD["gif"], RECORD, name="warm")
-    (process,) = decoder._idle
+    (process,) = decoder._pool.idle
     bomb = png(8_192, 8_192, 8, 2, b"")  # 65 bytes; 268 MB in Pillow
     assert "takes more than 134,217,728 bytes" in refusal(decoder, bomb)
-    assert decoder._idle == [process]
+    assert decoder._pool.idle == [process]
     assert peak_bytes(str(process._popen.pid)) < 256 * MEGABYTE
     assert decoder(GOOD["gif"], RECORD, name="after").shape == (24, 16, 3)
     decoder.close()
@@ -165,7 +165,7 @@ def test_time_is_bounded_and_another_process_takes_over() -> None:
     assert not is_plain(slow, RECORD)
     decoder = Decoder(Budget(seconds=0.5), processes=1)
     decoder(GOOD["gif"], RECORD, name="warm")
-    (process,) = decoder._idle
+    (process,) = decoder._pool.idle
     start = time.perf_counter()
     assert "takes longer than 0.5 s" in refusal(decoder, slow)
     assert time.perf_counter() - start < 3
@@ -177,7 +177,7 @@ def test_time_is_bounded_and_another_process_takes_over() -> None:
 def test_a_process_that_was_ended_while_idle_costs_no_picture() -> None:
     decoder = Decoder(processes=1)
     decoder(GOOD["gif"], RECORD, name="warm")
-    (process,) = decoder._idle
+    (process,) = decoder._pool.idle
     os.kill(process._popen.pid, signal.SIGKILL)
     process._popen.wait()
     assert decoder(GOOD["gif"], RECORD, name="after").shape == (24, 16, 3)
@@ -187,7 +187,7 @@ def test_a_process_that_was_ended_while_idle_costs_no_picture() -> None:
 def test_a_process_that_dies_at_work_is_a_refused_picture() -> None:
     decoder = Decoder(Budget(seconds=30), processes=1)
     decoder(GOOD["gif"], RECORD, name="warm")
-    (process,) = decoder._idle
+    (process,) = decoder._pool.idle
     killer = threading.Timer(0.3, os.kill, (process._popen.pid, signal.SIGSEGV))
     killer.start()
     assert "made its decoder fail. Seen: SIGSEGV" in refusal(decoder, scans_of(2_048, 8_000))
@@ -211,7 +211,7 @@ def test_many_threads_share_the_processes_and_closing_ends_them() -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 30
-    processes = list(decoder._idle)
+    processes = list(decoder._pool.idle)
     assert 1 <= len(processes) <= 2
     decoder.close()
     assert all(p._popen.returncode is not None for p in processes)
@@ -284,7 +284,7 @@ def test_mutated_files_are_pictures_or_refused() -> None:
         decoded += isinstance(told[0], bytes)
         assert told[0] == told[-1], (number, kind)
     assert 20 < decoded < 290
-    (process,) = decoder._idle  # never replaced
+    (process,) = decoder._pool.idle  # never replaced
     assert peak_bytes(str(process._popen.pid)) < 400 * MEGABYTE
     assert peak_bytes() - before < 50 * MEGABYTE
     assert time.perf_counter() - start < 60
@@ -304,7 +304,7 @@ def test_no_process_outlives_its_parent() -> None:
         "from tests.support.pictures.hostile import good_pictures\n"
         "decoder = Decoder(processes=1)\n"
         "decoder(good_pictures()['gif'], None, name='any')\n"
-        "print(decoder._idle[0]._popen.pid, flush=True)\n"
+        "print(decoder._pool.idle[0]._popen.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

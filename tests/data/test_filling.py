@@ -212,25 +212,29 @@ def test_a_killed_process_ends_the_run_with_words(
     dataset: Dataset, before: list[psutil.Process]
 ) -> None:
     shared = memories()
-    stream = batches(
-        dataset.train, dataset.preprocess, batch_size=4, training=True, augment=CUTS, workers=2
-    )
-    next(stream)
-    assert memories() > shared
-    stopped = processes(before)
-    for one in stopped:
-        one.suspend()
-
-    def kill() -> None:
-        time.sleep(1.0)  # by now threads wait for them
+    with closing(Fillers(2)) as mine:
+        stream = batches(
+            dataset.train, dataset.preprocess, batch_size=4, training=True, augment=CUTS,
+            workers=2, fillers=mine,
+        )  # fmt: skip
+        next(stream)
+        assert memories() > shared
+        stopped = processes(before)
         for one in stopped:
-            one.send_signal(signal.SIGKILL)
+            one.suspend()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    with pytest.raises(TrainError, match=r"process that decodes images has ended.*SIGKILL"):
-        list(stream)
-    killer.join()
+        def kill() -> None:
+            until = time.monotonic() + 60
+            while len(mine) and time.monotonic() < until:  # threads have not asked for them yet
+                time.sleep(0.01)
+            for one in stopped:
+                one.send_signal(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(TrainError, match=r"process that decodes images has ended.*SIGKILL"):
+            list(stream)
+        killer.join()
     assert not processes(before)
     gc.collect()
     assert memories() == shared
@@ -245,7 +249,7 @@ def test_a_process_that_is_killed_while_it_is_idle_is_replaced(
             assert_same(alone, all_of(dataset, workers=2, fillers=mine))
             for one in processes(before):
                 one.send_signal(signal.SIGKILL)
-            while any(f.is_alive for f in mine._idle):
+            while any(f.is_alive for f in mine._pool.idle):
                 time.sleep(0.01)
     assert not processes(before)
 
@@ -290,7 +294,7 @@ record = data.preprocess
 out = np.empty((4, record.height, record.width, record.channels), np.uint8)
 fillers = Fillers(4)
 fillers.fill(data.train, range(4), Wanted(record, True, None, (0, 0)), out)
-print(fillers._idle[0]._process._popen.pid, flush=True)
+print(fillers._pool.idle[0]._process._popen.pid, flush=True)
 time.sleep(60)
 """
 

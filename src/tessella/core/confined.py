@@ -14,10 +14,11 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 # Freed memory goes back at once instead of staying in the allocator's heap; one thread each, since
 # thread pools of libraries count against the limit and there are several processes.
@@ -113,6 +114,78 @@ class Confined:
         self.connection.close()
         self._popen.kill()
         self._popen.wait()
+
+
+class Worker(Protocol):
+    """What a ``Pool`` asks of a process."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def end(self) -> None: ...
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class Pool(Generic[W]):
+    """Processes that each have one thing to do at a time: started when one is wanted, and kept.
+
+    Args:
+        start: starts one.
+        most: processes at a time; whoever wants another one waits.
+        lives_after: errors of the block that are no fault of the process.
+    """
+
+    def __init__(
+        self, start: Callable[[], W], *, most: int, lives_after: tuple[type[Exception], ...] = ()
+    ) -> None:
+        self._start, self._lives_after = start, lives_after
+        self._free = threading.Semaphore(most)
+        self.idle: list[W] = []  # the last one used is the first one used again
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[W]:
+        """Have a process for the block; one in which it fails is ended."""
+        with self._free:
+            process = self._take()
+            try:
+                yield process
+            except self._lives_after:
+                self._give_back(process)
+                raise
+            except BaseException:
+                process.end()
+                raise
+            self._give_back(process)
+
+    def close(self) -> None:
+        """End the idle processes now, and each busy one when it has done what it was given."""
+        with self._lock:
+            self._is_closed = True
+            idle, self.idle = self.idle, []
+        for process in idle:
+            process.end()
+
+    def _take(self) -> W:
+        while (process := self._pop()) is not None:
+            if process.is_alive:
+                return process
+            process.end()  # somebody ended it while it was idle: nothing is lost
+        return self._start()
+
+    def _pop(self) -> W | None:
+        with self._lock:
+            return self.idle.pop() if self.idle else None
+
+    def _give_back(self, process: W) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self.idle.append(process)
+                return
+        process.end()
 
 
 # --- inside the process ---------------------------------------------------------------------------

@@ -14,12 +14,11 @@ import functools
 import json
 import math
 import signal
-import threading
 from typing import NamedTuple
 
 import numpy as np
 
-from tessella.core.confined import DEFAULT_BUDGET, Budget, Confined, Order, serve
+from tessella.core.confined import DEFAULT_BUDGET, Budget, Confined, Order, Pool, serve
 from tessella.core.errors import DataError
 from tessella.core.headers import is_plain
 from tessella.core.pictures import MAX_PIXELS, MAX_SAMPLES, Pixels, out_of_memory, read_pixels
@@ -47,10 +46,11 @@ class Decoder:
 
     def __init__(self, budget: Budget = DEFAULT_BUDGET, *, processes: int) -> None:
         self.budget = budget
-        self._slots = threading.Semaphore(processes)
-        self._idle: list[Confined] = []  # the last one used is the first one used again
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._pool = Pool(
+            lambda: Confined("tessella.core.decoding", budget),
+            most=processes,
+            lives_after=(DataError,),
+        )
 
     def __call__(self, content: bytes, record: Preprocess | None, *, name: str) -> Pixels:
         """The pixels of ``Decoded``.
@@ -67,43 +67,18 @@ class Decoder:
 
     def decode_apart(self, content: bytes, record: Preprocess | None, *, name: str) -> Decoded:
         """Decode in a process with the budget's limits."""
-        with self._slots:
-            process = self._take()
-            try:
-                decoded = _decode_in(process, content, record, name)
-            except DataError as error:  # told by a process that lives on
-                self._give_back(process)
-                raise error
-            except BaseException as error:
-                process.end()
-                if isinstance(error, EOFError | OSError):
-                    raise why_it_ended(process, self.budget, name, len(content)) from error
+        process: Confined | None = None
+        try:
+            with self._pool.one() as process:
+                return _decode_in(process, content, record, name)
+        except (EOFError, OSError) as error:
+            if process is None:  # none was started
                 raise
-            self._give_back(process)
-        return decoded
+            raise why_it_ended(process, self.budget, name, len(content)) from error
 
     def close(self) -> None:
         """End the idle processes now, and every busy process when its picture is decoded."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.end()
-
-    def _take(self) -> Confined:
-        with self._lock:
-            while self._idle:
-                process = self._idle.pop()
-                if process.is_alive:
-                    return process
-        return Confined("tessella.core.decoding", self.budget)
-
-    def _give_back(self, process: Confined) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(process)
-                return
-        process.end()
+        self._pool.close()
 
 
 def _decode(content: bytes, record: Preprocess | None, name: str, most_pixels: int) -> Decoded:

@@ -14,14 +14,13 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from threading import BoundedSemaphore, Lock
 from typing import NamedTuple
 
 import numpy as np
 
 from tessella.artifacts.dataset import Split
 from tessella.artifacts.run import Augment
-from tessella.core.confined import Budget, Confined, Order
+from tessella.core.confined import Budget, Confined, Order, Pool
 from tessella.core.decoding import text_of
 from tessella.core.errors import TrainError
 from tessella.core.pictures import MAX_PIXELS, Pixels
@@ -57,14 +56,11 @@ class Fillers:
     """
 
     def __init__(self, most: int) -> None:
-        self._free = BoundedSemaphore(most)
-        self._idle: list[_Filler] = []  # the last one used is the first one used again
-        self._lock = Lock()
-        self._is_closed = False
+        self._pool = Pool(_started, most=most)
 
     def __len__(self) -> int:
         """How many wait for work."""
-        return len(self._idle)
+        return len(self._pool.idle)
 
     def fill(
         self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
@@ -78,57 +74,29 @@ class Fillers:
         Raises:
             TrainError: a process has ended, or does not start.
         """
-        with self._free:
-            return self._fill(split, indices, wanted, out)
-
-    def _fill(
-        self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
-    ) -> dict[int, Moves]:
-        filler, made = self._take(), dict[int, Moves]()
+        made = dict[int, Moves]()
         most = max(1, SHARED_BYTES // out[0].nbytes)
-        try:
+        with self._pool.one() as filler:
             for first in range(0, len(indices), most):
                 some = indices[first : first + most]
                 found = filler.fill(split, some, wanted, out[first : first + most])
                 made |= {first + place: moves for place, moves in found.items()}
-        except BaseException:
-            filler.end()
-            raise
-        self._give_back(filler)
         return made
 
     def close(self) -> None:
         """End the idle processes now, and each busy one when its images are made."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for filler in idle:
-            filler.end()
+        self._pool.close()
 
-    def _take(self) -> _Filler:
-        while (filler := self._pop()) is not None:
-            if filler.is_alive:
-                return filler
-            filler.end()  # somebody ended it while it was idle: nothing is lost
-        try:
-            return _Filler()
-        except (RuntimeError, OSError) as error:
-            raise TrainError(
-                "a process that decodes images does not start",
-                seen=error,
-                fix="give the training fewer workers, or workers=0",
-            ) from error
 
-    def _pop(self) -> _Filler | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def _give_back(self, filler: _Filler) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(filler)
-                return
-        filler.end()
+def _started() -> _Filler:
+    try:
+        return _Filler()
+    except (RuntimeError, OSError) as error:
+        raise TrainError(
+            "a process that decodes images does not start",
+            seen=error,
+            fix="give the training fewer workers, or workers=0",
+        ) from error
 
 
 class _Filler:
