@@ -94,7 +94,11 @@ class Overlapped:
             # it lies in two chunks that were locked one by one, which no copy may cross
             array = array.copy()
             if not self._driver.copy_in(target, array.ctypes.data, array.nbytes, stream):
-                raise KernelError("an input cannot be copied to the GPU")
+                raise KernelError(
+                    "an input cannot be copied to the GPU",
+                    seen=f"{array.nbytes:,} bytes",
+                    fix="see by nvidia-smi whether the GPU works, and start the server again",
+                )
 
 
 def can_overlap(engine: Engine) -> bool:

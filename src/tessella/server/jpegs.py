@@ -91,7 +91,12 @@ def _another(first: list[Any], make: Callable[[], Any]) -> Any:
     try:
         return make()
     except KernelError as error:
-        raise ServeError("the GPU's decoder does not start", status=503, seen=str(error)) from error
+        raise ServeError(
+            "the GPU's decoder does not start",
+            status=503,
+            seen=str(error),
+            fix="free memory of the GPU, or serve with --decode host",
+        ) from error
 
 
 def host_decodes(engine: Engine) -> None:
