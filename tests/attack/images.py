@@ -75,7 +75,7 @@ def outcome(content: bytes, record: Preprocess | None) -> str:
         return f"differs {[t if isinstance(t, str) else len(t) for t in told]}"
     if "made its decoder fail" in str(told[0]):
         return f"ended {told[0]!r}"
-    for process in decoder._idle:
+    for process in decoder._pool.idle:
         if peak_bytes(str(process._popen.pid)) > MOST_APART_BYTES:
             return f"large {peak_bytes(str(process._popen.pid)) >> 20} MB in its process"
     return "refused" if isinstance(told[0], str) else "answered"
