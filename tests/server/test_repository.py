@@ -179,3 +179,24 @@ def test_versions_and_unknown_names() -> None:
 def test_a_missing_plan_says_so(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no plan here"):
         Repository({"a": tmp_path / "a.plan"}).load_all()
+
+
+def test_beside_a_gpu_a_model_on_the_cpu_computes_in_its_own_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without, whoever runs the GPU's models would have to compute it between them."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    async def test() -> None:
+        shelf = Shelf()
+        repository = Repository(
+            {"a": Path("a.plan")},
+            open_engine=shelf,  # type: ignore[arg-type]
+            threads=False,
+        )
+        repository.load_all()
+        answer = await repository.get("a").batcher.infer({"image": IMAGE})  # nobody calls ``step``
+        assert list(answer) == ["scores"]
+        await repository.close()
+
+    asyncio.run(test())

@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from tessella.core.architectures import is_gpu
 from tessella.core.dtype import dtype
@@ -114,8 +115,9 @@ class Model:
         else:
             self.batcher = Batcher(
                 on_numpy(engine),
-                # a GPU works without Python's lock, under which requests are read meanwhile
-                has_thread=has_thread or on_gpu,
+                # A GPU works without Python's lock, under which requests are read meanwhile; and an
+                # execution on the CPU would hold up those of a GPU beside it.
+                has_thread=has_thread or on_gpu or torch.cuda.is_available(),
                 in_loop=engine.manifest.fingerprint.target == "cpu",
                 join=PageLocked(self.max_batch) if on_gpu else None,
                 **of_both,
