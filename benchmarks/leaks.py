@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.networks import workload
 from benchmarks.report import RESULTS, document, markdown, write
-from benchmarks.serving import NETWORK, save_plan
+from benchmarks.serving import BATCH, save_plan
 from tessella.server import Repository
 
-MODEL = "model"
+NETWORK, MODEL = "lenet", "model"
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "network.plan")
-        save_plan(path)
+        save_plan(workload(NETWORK, BATCH.opt), path)
         before, after = measure(path, (args.first, args.cycles))
     rows = [
         {"what": what, "before": before[what], "after": after[what], "network": NETWORK}

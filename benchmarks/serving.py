@@ -1,13 +1,14 @@
 """What HTTP costs: ``python -m benchmarks.serving``, with wrk for the clients.
 
-A LeNet on a CPU, one image a request and an answer of ten scores, both as binary tensors: a server
-of one process, servers of several, and a bare ASGI application in uvicorn that reads the same bytes
-and answers the same bytes without a network. All of them wait while one is asked, in rounds; wrk
+A network on a CPU, one image a request and an answer of its scores, both as binary tensors: a
+server of one process, servers of several, and a bare ASGI application in uvicorn that reads the
+same bytes and answers the same bytes without a network. All wait while one is asked, in rounds; wrk
 runs on the same cores. The table has medians over the rounds.
 
-With ``--peers-venv``, a virtual environment with litserve and mlserver, they serve the same network
-beside ours, asked in JSON as their documents show (``serving_peers``); ours is then asked in JSON,
-too, and the ratios to each peer are medians over the rounds.
+With ``--peers-venv``, a virtual environment that has them, other servers of the same network stand
+beside ours: LitServe and MLServer with what torch compiles, asked in JSON as their documents show
+(``serving_peers``; ours is then asked in JSON, too), and Triton with ONNX Runtime or OpenVINO,
+asked in the same binary tensors as ours (``serving_triton``). Ratios are medians over the rounds.
 
 In each round the engine is timed, too, with a batch of as many images as there are clients: so the
 table says what a request costs beside its share of the engine.
@@ -37,7 +38,7 @@ import numpy as np
 import torch
 import uvicorn
 
-from benchmarks.networks import workload
+from benchmarks.networks import Workload, workload
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella import compiler
 from tessella.artifacts.plan import Plan
@@ -47,13 +48,14 @@ from tessella.runtime import Engine, load
 from tessella.server import serve
 from tessella.server.listening import bind, url_of
 
-NETWORK, BATCH = "lenet", DimRange(min=1, opt=8, max=32)
+BATCH = DimRange(min=1, opt=8, max=32)
 BARE = "bare uvicorn"
-PATH = f"/v2/models/{NETWORK}/infer"
+PATH = "/v2/models/network/infer"
 HEADERS = {"Inference-Header-Content-Length": "0", "Content-Type": "application/octet-stream"}
 NUMBER = r"([\d.]+)(us|ms|s|m)"
-PEERS = {"litserve": "/predict", "mlserver": PATH}
-PEER_SCRIPT = Path(__file__).with_name("serving_peers.py")
+IN_JSON = {"litserve": "/predict", "mlserver": PATH}
+ON_TRITON = {"triton-onnxruntime": "onnxruntime", "triton-openvino": "openvino"}
+PEERS = (*IN_JSON, *ON_TRITON)
 PEER_START_S = 120  # torch compiles
 JSON_HEADERS = {"Content-Type": "application/json"}
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
@@ -65,18 +67,31 @@ def main() -> None:
     parser.add_argument("--clients", default="1,32,128")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=2, help="of each server in a round")
-    parser.add_argument("--peers-venv", type=Path, help="with litserve and mlserver installed")
+    parser.add_argument("--network", default="lenet", help="lenet, or any for pictures in colour")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine")
+    parser.add_argument("--peers-venv", type=Path, help="a virtual environment with the peers")
+    parser.add_argument("--peers", default="litserve,mlserver", help="of " + ", ".join(PEERS))
     parser.add_argument("--about", help="what a reader has to know of the machine")
     parser.add_argument("--out", type=Path, default=RESULTS / "serving-cpu.json")
     args = parser.parse_args()
     acceptors, clients = (
         [int(n) for n in text.split(",")] for text in (args.acceptors, args.clients)
     )
+    peers = args.peers.split(",") if args.peers_venv else []
+    if unknown := set(peers) - {*PEERS}:
+        parser.error(f"no such peers: {', '.join(unknown)}")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of all servers
     rows = measure(
-        acceptors, clients, rounds=args.rounds, seconds=args.seconds, peers=args.peers_venv
+        work := workload(args.network, BATCH.opt),
+        acceptors,
+        clients,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        peers=dict.fromkeys(peers, args.peers_venv),
     )
     made = document("cpu", rows) | {
         "about": args.about,
+        "network": work.name,
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[2], 1),  # over 15 minutes: that of others, too
     }
@@ -113,36 +128,36 @@ class Asked:
 
 
 def measure(
+    work: Workload,
     acceptors: Sequence[int],
     clients: Sequence[int],
     *,
     rounds: int,
     seconds: int,
-    peers: Path | None = None,
+    peers: Mapping[str, Path],
 ) -> list[dict[str, Any]]:
     """By server and number of clients: requests a second and latencies, one of each a round."""
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        body = save_plan(folder / "network.plan")
+        body = save_plan(work, folder / "network.plan")
         servers: dict[str, Asked] = {}
         for count in acceptors:
             name = f"{count} acceptors" if count else "one process"
             url = stack.enter_context(_serving(str(count), folder / "network.plan")) + PATH
             servers[name] = Asked(url=url, body=body, headers=HEADERS)
         answers = [server.answer() for server in servers.values()]
-        scores = [np.frombuffer(answer[-40:], np.float32) for answer in answers]
+        scores = [_scores(work, answer) for answer in answers]
         for other in scores[1:]:
             np.testing.assert_allclose(other, scores[0], rtol=1e-3, atol=1e-4)
         (folder / "answer").write_bytes(answers[0])
         url = stack.enter_context(_serving("bare", folder / "answer")) + PATH
         servers[BARE] = Asked(url=url, body=body, headers=HEADERS)
         assert servers[BARE].answer() == answers[0]
-        if peers is not None:
-            first = next(iter(servers.values())).url
-            servers |= stack.enter_context(_peers(peers, folder, first, body, scores[0]))
+        first = next(iter(servers.values()))
+        servers |= stack.enter_context(_peers(peers, work, folder, first, scores[0]))
         scripts = {name: server.script(folder, name) for name, server in servers.items()}
-        torch.set_num_threads(1)  # as the servers have
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # as the servers have
         engine = stack.enter_context(load(folder / "network.plan"))
         for _ in range(rounds):
             for count in clients:
@@ -207,29 +222,48 @@ def engine_us(engine: Engine, batch: int, *, seconds: float = 0.2) -> float:
     return statistics.median(taken_ns) / batch / 1e3
 
 
-def save_plan(path: Path) -> bytes:
+def save_plan(work: Workload, path: Path) -> bytes:
     """Compile the network; the tensor of one image, as a client sends it."""
-    work = workload(NETWORK, BATCH.opt)
     plan: Plan = compiler.compile_graph(
         capture(work.module, work.inputs),
         target="cpu",
         batch=BATCH,
         precision="fp32",
-        about=compiler.About(built_from=NETWORK, rebuild="python -m benchmarks.serving"),
+        about=compiler.About(built_from=work.name, rebuild="python -m benchmarks.serving"),
     )
     plan.save(path)
-    image = work.sample(torch.device("cpu"))[0][:1].numpy()
-    return bytes(image.tobytes())
+    return bytes(_images(work)[:1].numpy().tobytes())
 
 
-def save_module(path: Path) -> None:
+def save_module(work: Workload, path: Path) -> None:
     """The network for others, with batches of any size, as torch.export saves it."""
-    work = workload(NETWORK, BATCH.opt)
-    images = work.sample(torch.device("cpu"))[0]
     batch = torch.export.Dim("batch", min=1, max=BATCH.max)
     with torch.no_grad():
-        exported = torch.export.export(work.module.eval(), (images,), dynamic_shapes=({0: batch},))
+        exported = torch.export.export(
+            work.module.eval(), (_images(work),), dynamic_shapes=({0: batch},)
+        )
     torch.export.save(exported, path)
+
+
+def save_onnx(work: Workload, path: Path) -> None:
+    """The network for others, with batches of any size, as ONNX."""
+    torch.onnx.export(
+        work.module.eval(), (_images(work),), path, dynamo=False,
+        input_names=["image"], output_names=["scores"],
+        dynamic_axes={"image": {0: "batch"}, "scores": {0: "batch"}},
+    )  # fmt: skip
+
+
+def _images(work: Workload) -> torch.Tensor:
+    torch.manual_seed(0)
+    return work.sample(torch.device("cpu"))[0]
+
+
+def _scores(work: Workload, answer: bytes) -> np.ndarray:
+    """Those at the end of a binary answer."""
+    with torch.inference_mode():
+        count = work.module.eval()(_images(work)[:1]).numel()
+    return np.frombuffer(answer[-4 * count :], np.float32)
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -242,7 +276,6 @@ def _serving(kind: str, path: Path) -> Iterator[str]:
         [sys.executable, "-c", "from benchmarks.serving import be_server; be_server()", kind, path],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     try:
         assert server.stdout is not None
@@ -257,7 +290,7 @@ def be_server() -> None:
     kind, path = sys.argv[1], Path(sys.argv[2])
     if kind != "bare":
         serve(
-            {NETWORK: path}, port=0, acceptors=int(kind), ready=lambda url: print(url, flush=True)
+            {"network": path}, port=0, acceptors=int(kind), ready=lambda url: print(url, flush=True)
         )
         return
     answer = path.read_bytes()
@@ -285,49 +318,68 @@ def be_server() -> None:
 
 @contextmanager
 def _peers(
-    environment: Path, folder: Path, ours: str, body: bytes, scores: np.ndarray
+    peers: Mapping[str, Path], work: Workload, folder: Path, ours: Asked, scores: np.ndarray
 ) -> Iterator[dict[str, Asked]]:
-    """The peers that serve the network, and ours with the same JSON, once they agree with it."""
-    image = np.frombuffer(body, np.float32).reshape(1, 1, 28, 28)
+    """The peers that serve the network, and ours with the same JSON, once they agree with it.
+
+    Args:
+        peers: by their names, the virtual environments that have them.
+        ours: our server, asked in binary.
+    """
+    (spec,) = work.inputs
+    image = np.frombuffer(ours.body, np.float32).reshape(1, *spec.at(1)[1:])
     tensor = {"name": "image", "datatype": "FP32", "shape": list(image.shape)}
     tensor["data"] = image.ravel().tolist()
-    bodies = {
-        "litserve": {"image": base64.b64encode(body).decode()},
+    documents = {
+        "litserve": {"image": base64.b64encode(ours.body).decode()},
         "mlserver": {"inputs": [tensor]},
     }
-    asked = {
-        "one process, JSON": Asked(
-            url=ours, body=json.dumps(bodies["mlserver"]).encode(), headers=JSON_HEADERS
+    bodies = {name: json.dumps(told).encode() for name, told in documents.items()}
+    asked: dict[str, Asked] = {}
+    if set(peers) & set(IN_JSON):
+        save_module(work, folder / "network.pt2")
+        asked["one process, JSON"] = Asked(
+            url=ours.url, body=bodies["mlserver"], headers=JSON_HEADERS
         )
-    }
-    save_module(folder / "network.pt2")
+    if set(peers) & set(ON_TRITON):
+        save_onnx(work, folder / "network.onnx")
     with ExitStack() as stack:
-        for name, path in PEERS.items():
-            url = stack.enter_context(_peer(environment, name, folder / "network.pt2"))
-            asked[name] = Asked(
-                url=url + path, body=json.dumps(bodies[name]).encode(), headers=JSON_HEADERS
-            )
+        for name, environment in peers.items():
+            url = stack.enter_context(_peer(environment, name, folder, image.shape[1:]))
+            if name in ON_TRITON:
+                asked[name] = Asked(url=url + PATH, body=ours.body, headers=ours.headers)
+            else:
+                asked[name] = Asked(
+                    url=url + IN_JSON[name], body=bodies[name], headers=JSON_HEADERS
+                )
         for name, server in asked.items():
-            answer = json.loads(server.answer())
-            found = answer["scores"] if name == "litserve" else answer["outputs"][0]["data"]
+            answer = server.answer()
+            if name in ON_TRITON:
+                found = _scores(work, answer)
+            else:
+                told = json.loads(answer)
+                found = told["scores"] if name == "litserve" else told["outputs"][0]["data"]
             np.testing.assert_allclose(found, scores, rtol=1e-3, atol=1e-4, err_msg=name)
         yield asked
 
 
 @contextmanager
-def _peer(environment: Path, name: str, network: Path) -> Iterator[str]:
+def _peer(environment: Path, name: str, folder: Path, image: tuple[int, ...]) -> Iterator[str]:
     """A peer in processes of its own; its URL."""
     with bind("127.0.0.1", 0) as probe:
         port = int(probe.getsockname()[1])
+    script, kind, network = "serving_peers.py", name, folder / "network.pt2"
+    if name in ON_TRITON:
+        script, kind, network = "serving_triton.py", ON_TRITON[name], folder / "network.onnx"
     peer = subprocess.Popen(
-        [environment / "bin" / "python", "-P", PEER_SCRIPT, name, network, str(port)],
+        [environment / "bin" / "python", "-P", Path(__file__).with_name(script), kind, network,
+         str(port), "x".join(map(str, image))],
         stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
-    )
+    )  # fmt: skip
     try:
         until_s = time.monotonic() + PEER_START_S
-        health = "/health" if name == "litserve" else f"/v2/models/{NETWORK}/ready"
+        health = "/health" if name == "litserve" else "/v2/models/network/ready"
         while True:
             with suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}{health}", timeout=5).close()
@@ -337,7 +389,8 @@ def _peer(environment: Path, name: str, network: Path) -> Iterator[str]:
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(peer.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it never started
+            os.killpg(peer.pid, signal.SIGTERM)
         try:
             peer.wait(20)
         except subprocess.TimeoutExpired:

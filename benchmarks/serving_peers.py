@@ -1,6 +1,6 @@
 """Other servers of the same network: what the Python of ``benchmarks.serving --peers-venv`` runs.
 
-``python serving_peers.py litserve|mlserver NETWORK.pt2 PORT`` serves what torch.export saved,
+``python serving_peers.py litserve|mlserver NETWORK.pt2 PORT SHAPE`` serves what torch.export saved,
 compiled by torch, one image a request in the form that the server's documents show. Both join what
 waits to batches of up to 32, in one process that computes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import sys
 from typing import Any
 
@@ -23,7 +24,7 @@ except ImportError as error:
     sys.exit(f"{error}: pip install litserve mlserver, into a virtual environment of their own")
 
 MOST = 32
-SHAPE = (1, 28, 28)
+SHAPE = tuple(map(int, sys.argv[4].split("x")))  # of an image: "1x28x28"
 WAIT_S = 0.001  # MLServer joins no requests without
 
 
@@ -31,7 +32,7 @@ class Network:
     """The network, compiled for batches of any size."""
 
     def __init__(self, path: str) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._module = torch.compile(torch.export.load(path).module(), dynamic=True)
         for count in (1, 2, 8, MOST):
             self(np.zeros((count, *SHAPE), np.float32))
@@ -97,7 +98,7 @@ def serve_mlserver(path: str, port: int) -> None:
         metrics_endpoint=None,
     )
     model = mlserver.ModelSettings(
-        name="lenet",
+        name="network",
         implementation=OnMLServer,
         max_batch_size=MOST,
         max_batch_time=WAIT_S,
@@ -107,5 +108,5 @@ def serve_mlserver(path: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    kind, network, port = sys.argv[1:]
+    kind, network, port, _ = sys.argv[1:]
     {"litserve": serve_litserve, "mlserver": serve_mlserver}[kind](network, int(port))
