@@ -55,10 +55,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="builds by each tree, in turns")
     parser.add_argument("--loads", type=int, default=5, help="loads of each plan, in turns")
     parser.add_argument("--keep", type=Path, help="folder for the plans")
-    for name in ("--build", "--load", "--every-size"):  # what child processes are told
-        many = {"nargs": 2} if name == "--build" else {}
-        parser.add_argument(name, help=argparse.SUPPRESS,
-                            **({"action": "store_true"} if name == "--every-size" else many))  # fmt: skip
+    # what child processes are told
+    parser.add_argument("--build", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--every-size", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -120,8 +120,9 @@ def compare(network: str, args: argparse.Namespace) -> None:
 def _child(src: Path, asked: list[str], threads: int) -> dict[str, float]:
     root = Path(__file__).parents[1]
     paths = os.pathsep.join(map(str, (src, root)))
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.setup"]
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.setup", "--threads", str(threads), *asked],
+        [*command, "--threads", str(threads), *asked],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)},
         capture_output=True, text=True, check=True, cwd=root,
     )  # fmt: skip

@@ -211,6 +211,7 @@ def test_many_images_are_searched_with_few_before(monkeypatch: pytest.MonkeyPatc
     assert fewer_images.with_fewer_images(conv(8 * threads), threads) == conv(2 * threads)
     assert fewer_images.with_fewer_images(conv(2 * threads), threads) is None
     assert fewer_images.with_fewer_images(linear(1 << 20), threads) is None
+
     def race(runs: Mapping[str, Run], heats: Mapping[str, str], **_: object) -> dict[str, Timing]:
         ran.append(set(heats.values()))
         return {n: Timing(time_us=5000.0 if "onednn" in n else 9000.0, spread_us=1.0) for n in runs}

@@ -115,8 +115,8 @@ class Evidence:
     def _neighbour(self, problem: Problem, images: int | None) -> tuple[_Known | None, _Reach]:
         """The nearest problem of this kind, and what is told of this one by it.
 
-        None that are farther than ``NEIGHBOUR``; but the same layer with more images or fewer, where
-        it says more than the nearest.
+        None that are farther than ``NEIGHBOUR``; but the same layer with more images or fewer,
+        where it says more than the nearest.
         """
         shared, sizes = self._kind(problem)
         layer = self._kind(problem, 0)[0]
@@ -173,7 +173,9 @@ class Evidence:
                 chosen += [(row, config) for config in proposed]
             elif trial.behind is not None and trial.behind / reach.gain > reach.near:
                 behind[row.id] = trial.behind / reach.gain
-            elif trial.behind is None and ratio > reach.near * (reach.noise if trial.noisy else 1.0):
+            elif trial.behind is None and ratio > reach.near * (
+                reach.noise if trial.noisy else 1.0
+            ):
                 behind[row.id] = ratio
             else:
                 chosen += [(row, config) for config in _configs(trial, proposed, reach)]
