@@ -71,11 +71,11 @@ def build(network: str, out: str, batch: str) -> dict[str, float]:
         TensorSpec(name=spec.name, dtype=spec.dtype, shape=(span, *spec.shape[1:]))
         for spec in work.inputs
     )
-    preprocess = {"input": "uint8", "preprocess": IMAGENET} if kind == "uint8" else {}
     begun, begun_cpu = time.monotonic(), time.process_time()
     plan = ts.compile(
         work.module, batch=(span.min, span.opt, span.max), inputs=inputs, target="cpu",
-        emit=lambda event: None, **preprocess,
+        emit=lambda event: None, input="uint8" if kind == "uint8" else "float32",
+        preprocess=IMAGENET if kind == "uint8" else None,
     )  # fmt: skip
     taken = {"s": time.monotonic() - begun, "cpu_s": time.process_time() - begun_cpu}
     plan.save(out)

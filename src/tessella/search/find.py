@@ -274,7 +274,9 @@ class Search:
         if self._evidence is None or self._device.type != "cpu" or self._options.algorithms:
             return
         fewer = with_fewer_images(self._problem, torch.get_num_threads())
-        if fewer is None or self._shortlist(rows).steady:
+        if fewer is None or sum(len(self.configs(row)) for row in rows) < 2:
+            return
+        if self._shortlist(rows).steady:
             return
         with contextlib.suppress(CompileError):  # none can: then all run here
             find(
