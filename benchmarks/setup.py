@@ -37,7 +37,8 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     if args.build:
-        print(json.dumps(build(*args.build, args.batch)))
+        network, out = args.build
+        print(json.dumps(build(network, out, args.batch)))
     elif args.load:
         print(json.dumps(load(args.load, args.every_size)))
     else:

@@ -135,7 +135,8 @@ class Evidence:
         if same is not None:
             near = NEAR_LONG if least <= math.log2(NEIGHBOUR) else NEAR_FAR
             return same, _Reach(near=near, close=near, gain=1.0, noise=NOISE_LONG, steady=True)
-        if (plain := self._lasting(problem)) is not None and plain.best_us >= LONG_US:
+        plain = None if images is None else self._lasting(problem)
+        if plain is not None and plain.best_us >= LONG_US:
             reach = _Reach(near=NEAR_LONG, close=NEAR_LONG, gain=1.0, noise=NOISE_LONG)
             return plain, reach
         return nearest, _Reach(near=NEAR, close=CLOSE, gain=2**best)

@@ -222,9 +222,10 @@ class _Program:
         options = self._tuner.options
         options = replace(options, algorithms=(row.algorithm,), sources=(row.source,))
         found = trials(node, problem, self._tuner, [(row, config)], options)
-        # of the others, what they took without a slice is what other batch sizes know of them
-        others = (trial for trial in choice.trials if trial.kernel != row.id)
-        self._tuner.evidence.add(as_measured(problem), (*found, *others))
+        if self._tuner.target == "cpu":
+            # of the others, what they took without a slice is what other batch sizes know of them
+            others = (trial for trial in choice.trials if trial.kernel != row.id)
+            self._tuner.evidence.add(as_measured(problem), (*found, *others))
         return found
 
     def _joined(self, index: int, problem: Problem) -> Trial:
