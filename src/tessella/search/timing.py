@@ -36,6 +36,7 @@ REPLAY_S = 2e-3  # one replay on a GPU holds about this much of a call, at most 
 CLOSE = {"cpu": 1.3, "cuda": 1.1}
 RIVAL = 1.1  # times the quickest: what may be the fastest once it is measured longer
 ENOUGH = 4  # rivals of a candidate or more: the whole budget; without one nothing is to tell apart
+AGAIN = 1.15  # times the quickest first run: what runs a second time where a neighbour has told
 LOST = 0.02  # of a sample: others may have the core for so long before it counts as disturbed
 DISTURBED = 1.5  # a sample that took this many times the quickest: something else had the machine
 NOISY_SHARE = 1 / 3  # of the samples were disturbed: so was, probably, what was left of them
@@ -144,7 +145,7 @@ def time_interleaved(
 
 def _twice(runs: Mapping[str, Run], first: Mapping[str, Sample]) -> dict[str, Timing]:
     """The quicker of two samples of each call, the second taken where the first was near."""
-    limit_us = CLOSE["cpu"] * min(sample.time_us for sample in first.values())
+    limit_us = AGAIN * min(sample.time_us for sample in first.values())
     samples = {
         name: [sample, *([watched(runs[name])] if sample.time_us <= limit_us else [])]
         for name, sample in first.items()
