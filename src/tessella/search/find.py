@@ -354,7 +354,8 @@ class Search:
                 device=self._device,
                 budget_s=self._options.budget_s,
                 far=math.inf if self._options.inspect else FAR,
-                first=first if self._shortlist(rows).steady else None,
+                # one without a rival, too: a step and its slice are compared by like times
+                first=first if len(first) == 1 or self._shortlist(rows).steady else None,
             )
             trials = [self._trial(row, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
