@@ -19,10 +19,11 @@ from tessella.artifacts.plan import Plan, load_plan
 from tessella.core.errors import ArtifactError, CorruptArtifact, InputError, UsageError, WrongDevice
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
+from tessella.runtime.binders import Binders
 from tessella.runtime.engine import Engine
 from tessella.search import find as search
 from tessella.search import timing
-from tests.support.networks import build, captured, network, plan
+from tests.support.networks import build, captured, graph_of, network, plan
 
 LENET = network("lenet")[0]
 
@@ -327,6 +328,74 @@ def test_a_program_that_cannot_run_is_refused(
     program = replace(lenet.program, buckets=(replace(bucket, steps=steps),))
     with pytest.raises(ArtifactError, match=wrong):
         runtime.load(replace(lenet, program=program))
+
+
+def test_a_batch_size_gets_ready_when_it_is_first_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its steps may not do is asked then; who serves asks all sizes at once."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 3)).eval()
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, 1, 28, 28))
+    made = plan(graph_of(module, spec, DimRange(min=1, opt=2, max=8)), (1, 2, 8))
+    bound: list[int] = []
+    made_ready = Binders.bound
+
+    def seen(self: Binders, batch: int) -> object:
+        bound.append(batch)
+        return made_ready(self, batch)
+
+    monkeypatch.setattr(Binders, "bound", seen)
+
+    def is_right(engine: Engine, count: int) -> None:
+        with torch.inference_mode():
+            right = module(images(count))
+        torch.testing.assert_close(engine(images(count))["scores"], right, rtol=1e-4, atol=1e-5)
+
+    with runtime.load(made) as engine:
+        first = list(bound)  # the self-test's
+        assert {1} <= set(first) <= {1, 2}
+        program = engine.bound(8)
+        assert bound == [*first, 8]
+        assert engine.bound(8) is program
+        for count in (1, 3, 8):
+            is_right(engine, count)
+        engine.warm_up()
+        assert sorted(bound) == [1, 2, 4, 8]
+    with pytest.raises(UsageError, match="closed"):
+        engine.bound(1)
+    bound.clear()
+    runtime.load(made, every_size=True).close()
+    assert sorted(bound) == [1, 2, 4, 8]
+    *others, last = made.program.buckets
+    steps = tuple(replace(step, kernel="linear.magic") for step in last.steps)
+    program = replace(made.program, buckets=(*others, replace(last, steps=steps)))
+    lying = replace(made, program=program)
+    engine = runtime.load(lying)
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="cannot be bound"):
+            engine.bound(8)
+    is_right(engine, 1)
+    with pytest.raises(ArtifactError, match="cannot be bound"):
+        runtime.load(lying, every_size=True)
+
+
+def test_threads_that_ask_first_for_one_size_get_one_program(lenet: Plan) -> None:
+    engine, wrong = runtime.load(lenet), []
+    x, start = images(8), threading.Barrier(4)
+    right = eager(x)
+
+    def work() -> None:
+        start.wait()
+        if not torch.allclose(engine(x)["scores"], right, rtol=1e-4, atol=1e-5):
+            wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert engine.bound(8) is engine.bound(8)
 
 
 def test_lenet_is_no_slower_than_eager(engine: Engine) -> None:

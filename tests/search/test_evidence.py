@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
+from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
+from tessella.search import fewer_images
 from tessella.search import find as search
 from tessella.search.evidence import Evidence, kind
 from tessella.search.find import SearchOptions
@@ -163,6 +166,73 @@ def test_of_long_calls_less_runs_where_all_threads_have_images(searches: Searche
         searches.find(linear(threads - 1))
         searches.find(linear(2 * (threads - 1)))  # threads without an image: they may change it
         assert "linear.mkl" in searches.kernels
+
+
+def test_of_the_same_layer_the_nearest_batch_is_asked() -> None:
+    """Farther ones are believed less: a rival may catch up."""
+    known = Evidence()
+    configs = {row: ({},) for row in catalog.KERNELS if row.id in ("linear.onednn", "linear.aten")}
+
+    def add(batch: int, onednn_us: float, aten_us: float) -> None:
+        times = {"linear.onednn": onednn_us, "linear.aten": aten_us}
+        known.add(linear(batch), [Trial(kernel=k, time_us=t) for k, t in times.items()])
+
+    def listed(batch: int) -> set[str]:
+        found = known.shortlist(linear(batch), configs, images=1)
+        assert found.steady
+        return {row.id for row, _ in found.candidates}
+
+    add(1, 2000.0, 2300.0)
+    assert listed(2) == {"linear.onednn"}
+    assert listed(16) == {"linear.onednn", "linear.aten"}
+    add(8, 16_000.0, 12_000.0)
+    assert listed(16) == listed(64) == {"linear.aten"}
+    assert not known.shortlist(linear(16), configs, images=16).steady  # threads without an image
+
+
+def test_where_an_operand_dies_the_others_take_what_they_took(searches: Searches) -> None:
+    searches.times = {name: 200.0 * time_us for name, time_us in searches.times.items()}
+    searches.find(linear(8))
+    searches.find(replace(linear(8), dying=(0,)))
+    assert searches.kernels == {"linear.onednn", "linear.scratch"}
+
+
+def conv(batch: int) -> Problem:
+    meta = TensorMeta(shape=(batch, 16, 8, 8), dtype="float32", format="channels_last")
+    weight = TensorMeta(shape=(16, 16, 3, 3), dtype="float32")
+    return problems.conv(meta, weight, padding=1, constant=(1,))
+
+
+def test_many_images_are_searched_with_few_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, cache, evidence, ran = torch.get_num_threads(), Lock(), Evidence(), []
+    work = conv(1).flops
+    assert work
+    monkeypatch.setattr(fewer_images, "ENOUGH_FLOPS", 2.0 * work)
+    assert fewer_images.with_fewer_images(conv(8 * threads), threads) == conv(2 * threads)
+    assert fewer_images.with_fewer_images(conv(2 * threads), threads) is None
+    assert fewer_images.with_fewer_images(linear(1 << 20), threads) is None
+
+    def race(runs: Mapping[str, Run], heats: Mapping[str, str], **_: object) -> dict[str, Timing]:
+        ran.append(set(heats.values()))
+        return {n: Timing(time_us=5000.0 if "onednn" in n else 9000.0, spread_us=1.0) for n in runs}
+
+    monkeypatch.setattr(search, "time_interleaved", race)
+    constants = {1: torch.randn(16, 16, 3, 3)}
+    found = search.find(
+        conv(8 * threads), constants, target="cpu", cache=cache, evidence=evidence,
+        options=SearchOptions(budget_s=0.0),
+    )  # fmt: skip
+    few, many = ran
+    assert "conv2d.aten" in few
+    assert many
+    assert all("onednn" in kernel for kernel in many), (few, many)
+    assert found[0].kernel in many
+    # the lock holds what was asked for, not what made the asking shorter
+    lines = [json.loads(line) for line in cache.used.splitlines()]
+    assert {line["problem"] for line in lines} == {conv(8 * threads).key}
+    ran.clear()
+    search.find(conv(2 * threads), constants, target="cpu", cache=cache, evidence=evidence)
+    assert not ran  # known by now
 
 
 def test_a_noisy_timing_leaves_more_in(searches: Searches) -> None:

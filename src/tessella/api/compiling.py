@@ -417,7 +417,7 @@ def finished(plan: Plan, emit: Emit) -> Plan:
         if plan.manifest.untuned and is_gpu(plan.manifest.fingerprint.target):
             return plan  # whose GPU need not be here: it is tested where it is first loaded
         plan, left_out = runtime.add_kernels(plan)
-        runtime.load(plan).close()
+        runtime.load(plan, every_size=True).close()
     except TessellaError as error:
         raise CompileError(
             "the plan that was built cannot be loaded again",

@@ -33,7 +33,7 @@ from tessella.execution.host_memory import keep_freed_memory
 from tessella.execution.steps import Binder, first_line
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
-from tessella.runtime import lifetimes
+from tessella.runtime.binders import Binders
 from tessella.runtime.cover import costs_us, covers
 from tessella.runtime.enough_memory import enough_memory, require_memory
 from tessella.runtime.graphs import GraphedBucket
@@ -57,6 +57,7 @@ def load(
     device: str | None = None,
     self_test: bool = True,
     compiled: bool = True,
+    every_size: bool = False,
 ) -> Engine:
     """A plan, ready to run.
 
@@ -68,6 +69,9 @@ def load(
         compiled: run the machine code that a plan for a GPU carries. Without, its kernels are
             compiled here from Tessella's own sources, some seconds each: for a plan whose author
             is not trusted with this process's GPU memory.
+        every_size: get the programs of all batch sizes ready, as a server wants it. Otherwise that
+            of a size that was not asked for yet gets ready at its first call, which takes longer.
+            On a GPU all are ready in any case.
 
     Raises:
         WrongDevice: the plan was built for another device; the message has the rebuild command.
@@ -80,6 +84,8 @@ def load(
         if self_test:
             with enough_memory(plan, engine.device):
                 engine.self_test(plan.golden)
+        if every_size:
+            engine.warm_up()
     return engine
 
 
@@ -136,8 +142,17 @@ class Engine:
         self._fits: dict[Fits, tuple[int, ...]] = {}
         self._rows = tables(plan.program, plan.weights)
         self._settled: dict[Kinds, Settled | None] = {}  # of arrays that fit a program exactly
+        self._binding = threading.Lock()
+        self._bound: dict[int, BoundBucket | GraphedBucket] = {}
+        self._closed = False
+        self._binders: Binders | None = None
         with enough_memory(plan, self.device), using_kernels(self.machine_code):
-            self._bound = self._bind(plan, target)
+            if self.device.type == "cpu":
+                self._binders = self._binders_of(plan)
+            else:
+                self._bound = self._captured(plan, self._binders_of(plan))
+        if self._binders is not None:
+            self._program(self.buckets[0])
         if isinstance(self.machine_code, PlanKernels) and self.machine_code.missed:
             warnings.warn(
                 f"compiled here, as the plan of {manifest.built_from} does not carry them for this "
@@ -146,7 +161,8 @@ class Engine:
                 stacklevel=3,
             )
 
-    def _bind(self, plan: Plan, target: str) -> dict[int, BoundBucket | GraphedBucket]:
+    def _binders_of(self, plan: Plan) -> Binders:
+        """What each batch size's program is bound with, by size, once the memory is known to do."""
         math: Math = "tf32" if self._turns and plan.manifest.precision == "tf32" else "ieee"
         for bucket in plan.program.buckets:
             require_memory(bucket.arena_bytes, self.device)
@@ -154,27 +170,33 @@ class Engine:
                 require_memory(meta.nbytes, self.device)
         weights = {n: t.to(self.device) for n, t in plan.weights.items()}
         arena = Arena(max(b.arena_bytes for b in plan.program.buckets), self.device)
-        pool = torch.cuda.graph_pool_handle() if self._turns else None
+        return Binders(
+            plan,
+            {
+                bucket.batch: Binder(
+                    program=plan.program,
+                    bucket=bucket,
+                    weights=weights,
+                    inputs=self._input_metas(bucket),
+                    target=plan.manifest.fingerprint.target,
+                    math=math,
+                    arena=arena,
+                )
+                for bucket in plan.program.buckets
+            },
+        )
+
+    def _captured(self, plan: Plan, binders: Binders) -> dict[int, BoundBucket | GraphedBucket]:
+        """All programs as CUDA graphs."""
+        assert self._turns is not None
+        pool = torch.cuda.graph_pool_handle()
         ready: dict[int, BoundBucket | GraphedBucket] = {}
         # the largest first: the smaller graphs then fit into memory that it left in the pool
-        for bucket in sorted(plan.program.buckets, key=lambda b: -b.batch):
-            inputs = self._input_metas(bucket)
-            binder = Binder(
-                program=plan.program,
-                bucket=bucket,
-                weights=weights,
-                inputs=inputs,
-                target=target,
-                math=math,
-                arena=arena,
-            )
-            bound = BoundBucket(binder)
-            lifetimes.check(plan.program, bucket, [step.problem for step in bound.steps])
-            if pool is None or self._turns is None:
-                ready[bucket.batch] = bound
-                continue
+        for batch in reversed(self.buckets):
+            inputs, math = binders.of[batch].inputs, binders.of[batch].math
+            bound = binders.bound(batch)
             with self._tested():  # the steps run, to be captured
-                ready[bucket.batch] = GraphedBucket(
+                ready[batch] = GraphedBucket(
                     bound,
                     inputs,
                     math=math,
@@ -183,6 +205,30 @@ class Engine:
                     device=self.device,
                 )
         return ready
+
+    def _program(self, batch: int) -> BoundBucket | GraphedBucket:
+        """The program of a batch size; on a CPU it is bound when it is first asked for."""
+        if (known := self._bound.get(batch)) is not None:
+            return known
+        with self._binding:
+            if batch not in self._bound:
+                if self._closed or self._binders is None:
+                    raise UsageError("the engine is closed", fix="load the plan again")
+                binders = self._binders
+                with enough_memory(binders.plan, self.device), using_kernels(self.machine_code):
+                    self._bound[batch] = binders.bound(batch)
+                if not binders.of:
+                    self._binders = None
+            return self._bound[batch]
+
+    def warm_up(self) -> None:
+        """Get the programs of all batch sizes ready: then no first call of one takes longer.
+
+        Raises:
+            ArtifactError: one cannot be bound to its kernels.
+        """
+        for batch in self.buckets:
+            self._program(batch)
 
     def _input_metas(self, bucket: Bucket) -> list[TensorMeta]:
         return [TensorMeta(shape=s.at(bucket.batch), dtype=s.dtype) for s in self.inputs]
@@ -210,13 +256,13 @@ class Engine:
 
     def bound(self, batch: int) -> BoundBucket | GraphedBucket:
         """The program for one of ``buckets``, for profiling."""
-        if batch not in self._bound:
+        if batch not in self.buckets:
             raise UsageError(
                 "the engine has no program for this batch size",
                 seen=batch,
                 fix=f"use one of {self.buckets}",
             )
-        return self._bound[batch]
+        return self._program(batch)
 
     @contextmanager
     def alone(self, batch: int) -> Iterator[BoundBucket | GraphedBucket]:
@@ -327,7 +373,7 @@ class Engine:
         full, rest = divmod(count, largest)
         sizes = self._covers[largest] * full + self._covers[rest]
         with self._lock, self._turn(tensors):
-            if not self._bound:
+            if self._closed:
                 raise UsageError("the engine is closed", fix="load the plan again")
             if sizes == (count,):
                 return self._run_bucket(count, tensors, 0, count, where)
@@ -353,7 +399,7 @@ class Engine:
         self, size: int, tensors: list[torch.Tensor], start: int, taken: int, where: torch.device
     ) -> list[torch.Tensor]:
         """Run samples from ``start`` on in one bucket, and copy the results out."""
-        bound = self._bound[size]
+        bound = self._program(size)
         if taken < len(tensors[0]):
             tensors = [t[start : start + taken] for t in tensors]
         if isinstance(bound, GraphedBucket):
@@ -449,7 +495,7 @@ class Engine:
     def __repr__(self) -> str:
         manifest, batches = self.manifest, numbered(self.buckets, "batch", "batches")
         shapes = " ".join(map(str, self.inputs)), " ".join(map(str, self.outputs))
-        closed = "" if self._bound else ", closed"
+        closed = ", closed" if self._closed else ""
         return (
             f"<Engine of {manifest.built_from} on {self.device}, {manifest.precision},"
             f" {batches}: {shapes[0]} → {shapes[1]}{closed}>"
@@ -457,8 +503,9 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back; later calls raise ``UsageError``."""
-        with self._lock:
-            self._bound = {}
+        with self._lock, self._binding:
+            self._closed = True
+            self._bound, self._binders = {}, None
             self._settled = {}
 
     def __enter__(self) -> Engine:

@@ -72,7 +72,7 @@ def load_tried(
                 "device": device,
             }
             _require_passed(asked, folder or CACHE_FOLDER, trial_s, plan.manifest.rebuild)
-    return load(plan, device=device, compiled=compiled)
+    return load(plan, device=device, compiled=compiled, every_size=True)
 
 
 def _require_passed(asked: Mapping[str, Any], folder: Path, trial_s: float, rebuild: str) -> None:

@@ -9,8 +9,8 @@ in 99 of 100 steps, and what was lost in the others by taking the neighbour's wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tessella.core.record import digest
 from tessella.kernels.catalog import Config, Kernel
@@ -26,6 +26,9 @@ NOISE = 1.5  # times these, where the timing was noisy
 # layers of 1 ms or more, what took 1.1 times the best at a batch lost at the next in all cases, and
 # at 32 what had at 8, but for 0.007 % of the time (an EPYC with AVX2, one thread).
 LONG_US, NEAR_LONG = 1000.0, 1.1
+# If the batch is more than doubled: from 1 or 2 to 8 images 0.1 % was lost in ResNet-50
+NEAR_FAR = 1.2
+NOISE_LONG = 1.1  # times these where calls are long: a burst of other work is a part of them
 DIVISORS = 64  # of channels: what divides them up to here decides how tiles fit
 
 Candidate = tuple[Kernel, Config]
@@ -51,14 +54,32 @@ class _Reach:
     """What a neighbour's times tell.
 
     Attributes:
-        near, close: as ``NEAR`` and ``CLOSE``.
+        near, close, noise: as ``NEAR``, ``CLOSE`` and ``NOISE``.
         gain: so many times what a kernel is behind may it have caught up: a doubled size can halve
             it, not more.
+        steady: the same layer, with long calls: the order changes no more.
     """
 
     near: float
     close: float
     gain: float
+    noise: float = NOISE
+    steady: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortlist:
+    """What of a problem's kernels may win by what its neighbour has shown.
+
+    Attributes:
+        candidates: nothing without a neighbour.
+        behind: how far the kernels are behind that are left out.
+        steady: the neighbour is the same layer, and its calls are long: few runs will do.
+    """
+
+    candidates: Sequence[Candidate] = ()
+    behind: Mapping[str, float] = field(default_factory=dict)
+    steady: bool = False
 
 
 @dataclass
@@ -94,23 +115,38 @@ class Evidence:
     def _neighbour(self, problem: Problem, images: int | None) -> tuple[_Known | None, _Reach]:
         """The nearest problem of this kind, and what is told of this one by it.
 
-        None that are farther than ``NEIGHBOUR``. The same layer with more images or fewer is
-        preferred to the nearest, where it says more.
+        None that are farther than ``NEIGHBOUR``; but the same layer with more images or fewer,
+        where it says more than the nearest.
         """
         shared, sizes = self._kind(problem)
         layer = self._kind(problem, 0)[0]
         best, nearest = math.log2(NEIGHBOUR), None
+        least, same = math.inf, None
         for known in self._by_kind.get(shared, {}).values():
             steps = [abs(math.log2(a / b)) for a, b in zip(sizes, known.sizes, strict=True)]
             distance = max(steps, default=0.0)
-            if known.problem == problem.key or distance > math.log2(NEIGHBOUR):
+            if known.problem == problem.key:
                 continue
             many = images is not None and images <= min(sizes[0], known.sizes[0])
-            if many and known.layer == layer and known.best_us >= LONG_US:
-                return known, _Reach(near=NEAR_LONG, close=NEAR_LONG, gain=1.0)
+            if many and known.layer == layer and known.best_us >= LONG_US and distance < least:
+                least, same = distance, known
             if distance <= best:
                 best, nearest = distance, known
+        if same is not None:
+            near = NEAR_LONG if least <= math.log2(NEIGHBOUR) else NEAR_FAR
+            return same, _Reach(near=near, close=near, gain=1.0, noise=NOISE_LONG, steady=True)
+        plain = None if images is None else self._lasting(problem)
+        if plain is not None and plain.best_us >= LONG_US:
+            reach = _Reach(near=NEAR_LONG, close=NEAR_LONG, gain=1.0, noise=NOISE_LONG)
+            return plain, reach
         return nearest, _Reach(near=NEAR, close=CLOSE, gain=2**best)
+
+    def _lasting(self, problem: Problem) -> _Known | None:
+        """The same problem where no operand dies: what overwrites none takes as long."""
+        if not problem.dying:
+            return None
+        lasting = replace(problem, dying=())
+        return self._by_kind.get(self._kind(lasting)[0], {}).get(lasting.key)
 
     def shortlist(
         self,
@@ -118,21 +154,18 @@ class Evidence:
         configs: dict[Kernel, tuple[Config, ...]],
         *,
         images: int | None = None,
-    ) -> tuple[list[Candidate], dict[str, float]]:
+    ) -> Shortlist:
         """The candidates that may win, and how far the kernels are behind that are left out.
 
         Args:
             configs: those of each kernel that fits, the most promising first.
             images: with so many all threads have one; None where more can change the order.
-
-        Returns:
-            Nothing without a neighbour.
         """
         neighbour, reach = self._neighbour(problem, images)
         chosen: list[Candidate] = []
         behind: dict[str, float] = {}
         if neighbour is None or not neighbour.best_us:
-            return chosen, behind
+            return Shortlist()
         known = {trial.kernel: trial for trial in neighbour.trials}
         for row, proposed in configs.items():
             trial = known.get(row.id)
@@ -141,11 +174,13 @@ class Evidence:
                 chosen += [(row, config) for config in proposed]
             elif trial.behind is not None and trial.behind / reach.gain > reach.near:
                 behind[row.id] = trial.behind / reach.gain
-            elif trial.behind is None and ratio > reach.near * (NOISE if trial.noisy else 1.0):
+            elif trial.behind is None and ratio > reach.near * (
+                reach.noise if trial.noisy else 1.0
+            ):
                 behind[row.id] = ratio
             else:
-                chosen += [(row, config) for config in _configs(trial, proposed, reach.close)]
-        return chosen, behind
+                chosen += [(row, config) for config in _configs(trial, proposed, reach)]
+        return Shortlist(candidates=chosen, behind=behind, steady=reach.steady)
 
 
 def _behind(trial: Trial, best_us: float) -> float | None:
@@ -155,9 +190,9 @@ def _behind(trial: Trial, best_us: float) -> float | None:
     return None if trial.time_us is None or trial.refused else trial.time_us / max(best_us, 1e-3)
 
 
-def _configs(trial: Trial, proposed: Sequence[Config], close: float) -> list[Config]:
+def _configs(trial: Trial, proposed: Sequence[Config], reach: _Reach) -> list[Config]:
     """The neighbour's best configurations, and the first that is proposed here, if that is new."""
-    limit_us = close * (NOISE if trial.noisy else 1.0) * (trial.time_us or 0.0)
+    limit_us = reach.close * (reach.noise if trial.noisy else 1.0) * (trial.time_us or 0.0)
     ran = {digest(t.config): t.time_us for t in trial.tried} or {digest(trial.config): 0.0}
     near = {key for key, time_us in ran.items() if time_us is not None and time_us <= limit_us}
     near.add(digest(trial.config))

@@ -30,10 +30,11 @@ from tessella.operations.problem import Problem
 from tessella.search.allowance import Allowance
 from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
-from tessella.search.evidence import NEAR, Candidate, Evidence
+from tessella.search.evidence import NEAR, Candidate, Evidence, Shortlist
+from tessella.search.fewer_images import with_fewer_images
 from tessella.search.inputs import expose_errors, joined, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
-from tessella.search.timing import Run, Timing, glance, time_interleaved
+from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
 
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
@@ -189,6 +190,7 @@ class _Runnable:
     run: Run
     run_first: Run  # of inputs that no earlier call has overwritten
     workspace_bytes: int
+    first: Sample | None  # that first run, on a CPU
 
 
 def _runnable(prepared: Mapping[str, _Runnable | Tried]) -> dict[str, _Runnable]:
@@ -255,14 +257,36 @@ class Search:
 
     def shortlist(self, rows: Sequence[Kernel]) -> list[Candidate] | None:
         """The candidates that may win by what problems of this kind have shown, if any were."""
-        return self._shortlist(rows)[0] or None
+        return list(self._shortlist(rows).candidates) or None
 
-    def _shortlist(self, rows: Sequence[Kernel]) -> tuple[list[Candidate], dict[str, float]]:
+    def _shortlist(self, rows: Sequence[Kernel]) -> Shortlist:
         if self._evidence is None or self._options.inspect:
-            return [], {}
+            return Shortlist()
         configs = {row: self.configs(row) for row in rows}
         images = torch.get_num_threads() if self._device.type == "cpu" else None
         return self._evidence.shortlist(self._problem, configs, images=images)
+
+    def _search_fewer_images(self, rows: Sequence[Kernel]) -> None:
+        """Search the same layer with few images before, where many take long and none are known.
+
+        What loses clearly there does not run here.
+        """
+        if self._evidence is None or self._device.type != "cpu" or self._options.algorithms:
+            return
+        fewer = with_fewer_images(self._problem, torch.get_num_threads())
+        if fewer is None or sum(len(self.configs(row)) for row in rows) < 2:
+            return
+        if self._shortlist(rows).steady:
+            return
+        with contextlib.suppress(CompileError):  # none can: then all run here
+            find(
+                fewer,
+                self._constants,
+                target=self._target,
+                cache=self._cache.beside(),
+                options=self._options,
+                evidence=self._evidence,
+            )
 
     def first_candidates(self, rows: list[Kernel]) -> list[Candidate]:
         """The first configuration of each kernel."""
@@ -323,12 +347,15 @@ class Search:
             # a last resort was not preselected
             tried = self._prepared(candidates or self._worth_running(rows))
             runnable = _runnable(tried)
+            first = {name: one.first for name, one in runnable.items() if one.first is not None}
             timings = time_interleaved(
                 {name: one.run for name, one in runnable.items()},
                 {name: one.row.id for name, one in runnable.items()},
                 device=self._device,
                 budget_s=self._options.budget_s,
                 far=math.inf if self._options.inspect else FAR,
+                # one without a rival, too: a step and its slice are compared by like times
+                first=first if len(first) == 1 or self._shortlist(rows).steady else None,
             )
             trials = [self._trial(row, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
@@ -348,6 +375,7 @@ class Search:
 
         Where problems of this kind were searched, what may win by what they have shown.
         """
+        self._search_fewer_images(rows)
         if listed := self.shortlist(rows):
             return listed
         configs = {row.id: self.configs(row) for row in rows}
@@ -412,7 +440,7 @@ class Search:
         """How far a kernel is behind that was left out; None if it was not."""
         if self._evidence is None or not self.configs(row):
             return None
-        return self._shortlist([row])[1].get(row.id, NEAR)
+        return self._shortlist([row]).behind.get(row.id, NEAR)
 
     def _winner_checked(
         self, trials: list[Trial], runnable: Mapping[str, _Runnable]
@@ -480,9 +508,13 @@ class Search:
         try:
             buffers = self._buffers(row, config)
             call = row.load().bind(self._problem, self._constants, **config)
-            made = call(*inputs, **buffers)
             if self._device.type == "cuda":
+                made, first = call(*inputs, **buffers), None
                 torch.cuda.synchronize()  # who crashes is named
+            else:
+                results: list[Any] = []
+                first = watched(lambda: results.append(call(*inputs, **buffers)))
+                (made,) = results
             made = (made,) if isinstance(made, torch.Tensor) else made
             for tensor, meta in zip(made, self._problem.outputs, strict=True):
                 if not meta.matches(tensor):
@@ -510,7 +542,12 @@ class Search:
         if row.source not in OWN and self._device.type == "cuda":
             needed = allocated(run, made)
         return _Runnable(
-            row=row, config=config, run=run, run_first=run_first, workspace_bytes=needed
+            row=row,
+            config=config,
+            run=run,
+            run_first=run_first,
+            workspace_bytes=needed,
+            first=first,
         )
 
     @functools.cached_property

@@ -36,12 +36,14 @@ REPLAY_S = 2e-3  # one replay on a GPU holds about this much of a call, at most 
 CLOSE = {"cpu": 1.3, "cuda": 1.1}
 RIVAL = 1.1  # times the quickest: what may be the fastest once it is measured longer
 ENOUGH = 4  # rivals of a candidate or more: the whole budget; without one nothing is to tell apart
+AGAIN = 1.15  # times the quickest first run: what runs a second time where a neighbour has told
 LOST = 0.02  # of a sample: others may have the core for so long before it counts as disturbed
 DISTURBED = 1.5  # a sample that took this many times the quickest: something else had the machine
 NOISY_SHARE = 1 / 3  # of the samples were disturbed: so was, probably, what was left of them
 NOISY_SPREAD, LEAST_US = 0.05, 0.5  # of the time, and at least so much; usual is 0.005
 TRIES = 3  # to get a first sample that is not disturbed
 LONGER = 3.0  # times as long again may be measured, where it is noisy
+LONGER_LONG = 0.5  # where calls take ``SURE_S``: a burst is a small part of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +110,18 @@ def time_interleaved(
     device: torch.device,
     budget_s: float = 0.02,
     far: float = math.inf,
+    first: Mapping[str, Sample] | None = None,
 ) -> dict[str, Timing]:
     """``measure``, but a call much slower than the best of its heat is sampled only once.
 
     Args:
         heats: the heat of each run: here, the kernel that it is one configuration of.
         far: a heat whose best takes this many times the best of all is not run to the end either.
+        first: a sample of each, where little is left to be told: of calls that take ``SURE_S`` or
+            longer, one more of each that is near tells, and the quicker of the two counts.
     """
+    if first and min(sample.time_us for sample in first.values()) >= 1e6 * SURE_S:
+        return _twice(runs, first)
     samplers = {name: _sampler(run, device) for name, run in runs.items()}
     sampled = {name: _once(sampler) for name, sampler in samplers.items()}
     once = {name: _timing(samples) for name, samples in sampled.items()}
@@ -134,6 +141,20 @@ def time_interleaved(
         return once
     begun = {name: sampled[name] for name in close} if is_long else {}
     return once | _rounds(close, budget_s * min(1.0, max(0, len(close) - 1) / ENOUGH), begun)
+
+
+def _twice(runs: Mapping[str, Run], first: Mapping[str, Sample]) -> dict[str, Timing]:
+    """The quicker of two samples of each call, the second taken where the first was near."""
+    limit_us = AGAIN * min(sample.time_us for sample in first.values())
+    samples = {
+        name: [sample, *([watched(runs[name])] if sample.time_us <= limit_us else [])]
+        for name, sample in first.items()
+    }
+    return {name: _timing([min(taken, key=_time_us)]) for name, taken in samples.items()}
+
+
+def _time_us(sample: Sample) -> float:
+    return sample.time_us
 
 
 def _sampler(run: Run, device: torch.device) -> Sampler:
@@ -161,19 +182,33 @@ def _rounds(
         begun: the samples of a first round, of all or of none.
     """
     samples = {name: [*(begun or {}).get(name, ())] for name in samplers}
-    started, rounds = time.perf_counter(), 1 if begun else 0
+    started, rounds, near = time.perf_counter(), 1 if begun else 0, dict(samplers)
     while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - started < budget_s):
-        for name, sampler in samplers.items():
+        for name, sampler in near.items():
             samples[name] += sampler()
         rounds += 1
+        near = _still_near(near, samples)
     timings = {name: _timing(taken) for name, taken in samples.items()}
-    until = time.perf_counter() + LONGER * (time.perf_counter() - started)
+    is_long = min((t.time_us for t in timings.values()), default=0.0) >= 1e6 * SURE_S
+    longer = LONGER_LONG if is_long else LONGER
+    until = time.perf_counter() + longer * (time.perf_counter() - started)
     while budget_s and _is_undecided(timings) and time.perf_counter() < until:
         for name in _first(timings):
             for _ in range(MIN_ROUNDS):
                 samples[name] += samplers[name]()
             timings[name] = _timing(samples[name])
     return timings
+
+
+def _still_near(
+    samplers: dict[str, Sampler], samples: Mapping[str, Sequence[Sample]]
+) -> dict[str, Sampler]:
+    """Those that may still be the fastest, where calls are long: a second sample tells it."""
+    quickest = {name: min(s.time_us for s in samples[name]) for name in samplers}
+    best_us = min(quickest.values(), default=0.0)
+    if best_us < 1e6 * SURE_S or any(len(samples[name]) < 2 for name in samplers):
+        return samplers
+    return {n: sampler for n, sampler in samplers.items() if quickest[n] <= RIVAL * best_us}
 
 
 def _first(timings: Mapping[str, Timing]) -> list[str]:
@@ -211,7 +246,7 @@ def _timing(samples: Sequence[Sample]) -> Timing:
     return timing if _lies_together(timing) else replace(timing, noisy=True)
 
 
-def _watched(run: Run, repeats: int = 1, *, computes: bool = True) -> Sample:
+def watched(run: Run, repeats: int = 1, *, computes: bool = True) -> Sample:
     """One sample of a call.
 
     Args:
@@ -232,15 +267,15 @@ def _watched(run: Run, repeats: int = 1, *, computes: bool = True) -> Sample:
 
 
 def _cpu_sampler(run: Run) -> Sampler:
-    first = _watched(run)
+    first = watched(run)
     once_s = 1e-6 * first.time_us
     long = [first] if once_s >= LONG_S else []
     if not long:  # the first call may have found its data and code outside the caches
-        once_s = min(once_s, 1e-6 * _watched(run).time_us)
+        once_s = min(once_s, 1e-6 * watched(run).time_us)
     repeats = max(1, min(1000, math.ceil(MIN_SAMPLE_S / max(once_s, 1e-9))))
 
     def sample() -> list[Sample]:
-        return [long.pop() if long else _watched(run, repeats)]
+        return [long.pop() if long else watched(run, repeats)]
 
     return sample
 
@@ -326,7 +361,7 @@ def latency(
                 return timings
             patience += 1.0
         for name, run in waiting.items():
-            samples[name].append(_watched(run, computes=device.type == "cpu"))
+            samples[name].append(watched(run, computes=device.type == "cpu"))
     return {name: _timing(taken) for name, taken in samples.items()}
 
 

@@ -132,6 +132,10 @@ class TimingCache:
                 with self._path.open("ab", buffering=0) as file:  # whole lines: others append too
                     file.write(f"{canonical_json(line)}\n".encode())
 
+    def beside(self) -> TimingCache:
+        """The same cache for a search by which another one is made shorter."""
+        return self
+
 
 class Lock(TimingCache):
     """A timing cache that records the trials by which a build was decided.
@@ -168,6 +172,12 @@ class Lock(TimingCache):
     ) -> None:
         self._used[device, problem, trial.kernel, version] = trial
         super().put(device, problem, version, trial, lasting=lasting)
+
+    def beside(self) -> TimingCache:
+        """The same trials, which are no part of the lock until the build itself asks for them."""
+        other = TimingCache()
+        other._path, other._trials = self._path, self._trials
+        return other
 
     @property
     def used(self) -> str:

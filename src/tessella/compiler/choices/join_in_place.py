@@ -17,6 +17,7 @@ from tessella.compiler.choices.choose_kernels import (
     Choice,
     Slices,
     Tuner,
+    as_measured,
     begins_aligned,
     lying,
     trials,
@@ -220,7 +221,12 @@ class _Program:
             return trials(node, problem, self._tuner)
         options = self._tuner.options
         options = replace(options, algorithms=(row.algorithm,), sources=(row.source,))
-        return trials(node, problem, self._tuner, [(row, config)], options)
+        found = trials(node, problem, self._tuner, [(row, config)], options)
+        if self._tuner.target == "cpu":
+            # of the others, what they took without a slice is what other batch sizes know of them
+            others = (trial for trial in choice.trials if trial.kernel != row.id)
+            self._tuner.evidence.add(as_measured(problem), (*found, *others))
+        return found
 
     def _joined(self, index: int, problem: Problem) -> Trial:
         """A concatenation's trial as it would be, by the bytes that are still copied."""

@@ -26,8 +26,9 @@ CLOSE = 0.05  # of the winner's time; or the two spreads together, if that is mo
 MIN_SHARE = 0.01  # of the program: a step that takes less changes nothing that can be measured
 MAX_CALLS = 6  # a bucket
 # On a CPU, so long a step brings all its data into the caches itself: alone or among others, its
-# time is the same. In ResNet-50 at batches of 16 and 32 no race of two such gained 2 %
-LONG_US = 5000.0
+# time is the same. In ResNet-50 at batches of 16 and 32 no race of two such gained 2 %; at 4 images
+# a race takes 3 s to tell one twentieth of a twentieth of the program
+LONG_US = 2000.0
 SECONDS = 10.0  # of one race, for each second that one step may take
 WORTH_IT = 0.995  # the other kernel's program must win by half a percent
 # What overlap hides of a kernel on a GPU: about 1 µs, and as much noise as is usual

@@ -1,0 +1,37 @@
+"""The programs of a plan that are not bound yet: each is when its batch size is first asked for.
+
+To bind one of DenseNet-121's six takes as long as all else that loading does; most callers use one
+or two. What a program may not do is asked when it is bound: none runs unchecked.
+"""
+
+from __future__ import annotations
+
+from tessella.artifacts.plan import Plan
+from tessella.execution.bucket import BoundBucket
+from tessella.execution.steps import Binder
+from tessella.runtime import lifetimes
+
+
+class Binders:
+    """What programs are bound with.
+
+    Attributes:
+        plan: what they are the programs of.
+        of: by batch size, those that are not bound.
+    """
+
+    def __init__(self, plan: Plan, of: dict[int, Binder]) -> None:
+        self.plan, self.of = plan, of
+
+    def bound(self, batch: int) -> BoundBucket:
+        """The program of a batch size, which is not asked for again.
+
+        Raises:
+            ArtifactError: a step cannot be bound to its kernel, or would overwrite what is needed.
+        """
+        binder = self.of[batch]
+        made = BoundBucket(binder)
+        problems = [step.problem for step in made.steps]
+        lifetimes.check(self.plan.program, binder.bucket, problems)
+        del self.of[batch]
+        return made
