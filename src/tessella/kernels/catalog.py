@@ -345,7 +345,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    *_x86("max_pool2d avg_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),

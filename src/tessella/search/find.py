@@ -31,7 +31,7 @@ from tessella.search.allowance import Allowance
 from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
 from tessella.search.evidence import NEAR, Candidate, Evidence
-from tessella.search.inputs import expose_errors, joined, sample_inputs
+from tessella.search.inputs import expose_errors, joined, place, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
 from tessella.search.timing import Run, Timing, glance, time_interleaved
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
@@ -160,7 +160,7 @@ def bind(
     call = row.load().bind(problem, constants, **config)
     buffers = {}
     if row.writes_out:
-        buffers["out"] = problem.output.empty(device) if out is None else out
+        buffers["out"] = place(problem.output, device) if out is None else out
     scratch = row.workspace_bytes(problem, config)
     if scratch:
         buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=device)
@@ -465,7 +465,7 @@ class Search:
         buffers = {"workspace": self._workspace[:needed]} if needed else {}
         if row.writes_out:
             if self._out is None:
-                self._out = self._problem.output.empty(self._device)
+                self._out = place(self._problem.output, self._device)
             buffers["out"] = self._out
         return buffers
 
