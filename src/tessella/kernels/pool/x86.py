@@ -44,7 +44,7 @@ MAXIMUM = {
 
 
 SUM = ("vaddps", 0)
-MOST_ADDED = 2**12  # numbers of a mean, one after another, of which each rounds
+MOST_ADDED = 2**10  # numbers of a mean, one after another, of which each rounds
 
 
 def fits(problem: Problem) -> str | None:
