@@ -117,6 +117,8 @@ def measure(
     }
     best = min((p for p in runs if p != "plan"), key=lambda p: times[p]["median_ms"])
     bucket = plan.program.buckets[-1]
+    asked = runs if precision in compiler.KINDS else {"plan": runs["plan"]}
+    found = errors(asked, work, inputs)
     return {
         "network": f"{name} (ONNX)" if source == "onnx" else name,
         "precision": precision,
@@ -129,7 +131,8 @@ def measure(
         "kernels": dict(Counter(step.kernel for step in bucket.steps).most_common()),
         "setup_s": round(setup_s, 1),
         "load_s": round(_load_s(plan), 2),
-        **_errors(runs, work, inputs, quantized=precision in compiler.KINDS),
+        "output_error": found.pop("plan"),
+        **({"peer_errors": found} if found else {}),
     }
 
 
@@ -193,22 +196,13 @@ def _load_s(plan: Plan) -> float:
     return float(ran.stdout.split()[-1])
 
 
-def _errors(
-    runs: dict[str, Run], work: Workload, inputs: Tensors, *, quantized: bool
-) -> dict[str, Any]:
-    """Largest differences from eager float32 over the largest value, on the timed inputs: of the
-    plan and, where it rounds to few bits, of the peers.
-    """
+def errors(runs: dict[str, Run], work: Workload, inputs: Tensors) -> dict[str, float]:
+    """Largest difference of each from eager float32 over the largest value, on these inputs."""
     with torch.inference_mode():
         right = work.module.to(inputs[0].device)(*inputs).float()
-        asked = runs if quantized else {"plan": runs["plan"]}
-        made = {name: _answer(run()).to(right.device).float() for name, run in asked.items()}
-    errors = {
-        name: float((answer - right).abs().max() / right.abs().max())
-        for name, answer in made.items()
-    }
-    peers = {name: error for name, error in errors.items() if name != "plan"}
-    return {"output_error": errors["plan"], **({"peer_errors": peers} if peers else {})}
+        made = {name: _answer(run()).to(right.device).float() for name, run in runs.items()}
+    largest = right.abs().max()
+    return {name: float((answer - right).abs().max() / largest) for name, answer in made.items()}
 
 
 def _answer(made: Any) -> torch.Tensor:

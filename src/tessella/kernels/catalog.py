@@ -279,7 +279,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
-    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
+    *_cpu("conv2d", "avx2_winograd", "conv.x86_winograd", isa="avx2", sliced_out=True),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),

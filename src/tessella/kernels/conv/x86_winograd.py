@@ -1,4 +1,4 @@
-"""Winograd's F(4, 3) on a CPU with AVX-512 or AVX2: 3×3 convolutions of step 1 in float32, with a
+"""Winograd's F(4, 3) on a CPU with AVX2: 3×3 convolutions of step 1 in float32, with a
 quarter of the products.
 
 A thread takes some tiles of 4×4 results at a time, of any images. It transforms the 6×6 pixels that
@@ -33,6 +33,7 @@ from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.x86_convolution import UNROLLED
 from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, PIXELS, WORD, pixel_bytes
 from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 READ, MADE = 6, 4  # pixels along a tile's edge
 PLACES, RESULTS = READ**2, MADE**2
@@ -122,12 +123,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     has_residual = problem.epilogue.residual is not None
     needed = workspace_bytes(problem, **config)
 
-    def convolve(
-        *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor
-    ) -> torch.Tensor:
+    def convolve(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         if workspace.nbytes < needed:
             raise KernelError(
-                "the workspace is too small", seen=f"{workspace.nbytes} bytes", fix=f"{needed} bytes"
+                "the workspace is too small",
+                seen=f"{workspace.nbytes} bytes",
+                fix=f"{needed} bytes",
             )
         part = workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE
         added = inputs[1].data_ptr() if has_residual else 0
@@ -162,30 +163,29 @@ def _places(problem: Problem) -> torch.Tensor:
     down, along = (-(-size // MADE) for size in (rows, columns))
     top, left = problem.attrs["padding"]
 
-    def lie(meta: object, height: int, width: int, edge: int, before: tuple[int, int], pitch: int) -> torch.Tensor:
+    def lie(meta: TensorMeta, edge: int, before: tuple[int, int]) -> torch.Tensor:
+        height, width = meta.shape[2:]
         r = torch.arange(down)[:, None, None, None] * MADE - before[0] + torch.arange(edge)[:, None]
         c = torch.arange(along)[None, :, None, None] * MADE - before[1] + torch.arange(edge)
         inside = (r >= 0) & (r < height) & (c >= 0) & (c < width)
         n = torch.arange(images)[:, None, None, None, None] * height
-        at = ((n + r) * width + c) * pitch
+        at = ((n + r) * width + c) * pixel_bytes(meta)
         return torch.where(inside, at, -1).reshape(images * down * along, edge**2)
 
-    parts = [
-        lie(x, *x.shape[2:], READ, (top, left), pixel_bytes(x)),
-        lie(y, rows, columns, MADE, (0, 0), pixel_bytes(y)),
-    ]
+    parts = [lie(x, READ, (top, left)), lie(y, MADE, (0, 0))]
     if residual is not None:
-        parts.append(lie(residual, rows, columns, MADE, (0, 0), pixel_bytes(residual)))
+        parts.append(lie(residual, MADE, (0, 0)))
     return torch.cat(parts, 1).to(torch.int32)
 
 
 def _require_inside(problem: Problem, places: torch.Tensor) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
-    sizes = (PLACES, RESULTS) if added is None else (PLACES, RESULTS, RESULTS)
+    sizes = [PLACES, RESULTS] if added is None else [PLACES, RESULTS, RESULTS]
     metas = (x, y) if added is None else (x, y, added)
     names = ("image", "result", "residual")
-    for name, meta, part in zip(names, metas, places.long().split(sizes, 1), strict=False):
+    parts = torch.split(places.long(), sizes, 1)
+    for name, meta, part in zip(names, metas, parts, strict=False):
         begins = part.clamp(min=0)
         code.require_inside(
             name, begins, torch.full_like(begins, meta.shape[1] * WORD), meta.extent
