@@ -38,6 +38,8 @@ def sample_inputs(
             made = torch.randint(
                 -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
             )
+            if problem.attr("non_negative"):
+                made.abs_()
         elif dtype.is_floating_point:
             made = _normal(meta, generator, next(pools))
             if problem.attr("non_negative"):
