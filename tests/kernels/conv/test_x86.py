@@ -16,8 +16,6 @@ from tessella.kernels.conv import x86_depthwise, x86_sum
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared import x86_tiles
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as search
 from tests.support.instructions import isa as isa
 from tests.support.problems.convolutions import drawn, exact, problem
