@@ -18,7 +18,7 @@ from tessella.kernels.shared import x86_tiles
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.search import find as search
 from tests.support.instructions import isa as isa
-from tests.support.problems.convolutions import drawn, exact, problem
+from tests.support.problems.direct_convolutions import drawn, exact, problem
 
 CPU = torch.device("cpu")
 # float32: sums in another order; bfloat16: the result's rounding, and some of the sum's

@@ -15,7 +15,7 @@ from tessella.kernels.conv import x86_winograd
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tests.support.instructions import isa as isa
-from tests.support.problems.convolutions import drawn, exact, problem
+from tests.support.problems.direct_convolutions import drawn, exact, problem
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5  # ten times that of plain sums, of the largest result
