@@ -3,8 +3,9 @@
 Peers: torch eager (NHWC too), on a GPU under a CUDA graph; on a CPU all of torch.compile (with
 freezing), ONNX Runtime and OpenVINO that are installed, each with as many threads as torch. The
 plan and the two runtimes take float32 NCHW images and answer in float32; torch's own peers are
-given the image in the network's element type and format. Nothing of the server or of training is
-imported, so that a bare GPU machine can run it.
+given the image in the network's element type and format. In int8 the two runtimes run a file that
+ONNX Runtime has quantized, calibrated with the images of the plan. Nothing of the server or of
+training is imported, so that a bare GPU machine can run it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.networks import Workload, workload
+from benchmarks.quantized import quantized
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
@@ -88,8 +90,10 @@ def default_peers(target: str) -> list[str]:
 
 
 def runs_in(peer: str, precision: str) -> bool:
-    """ONNX Runtime's CPU provider has no bfloat16 convolutions."""
-    return peer != "onnxruntime" or precision == "fp32"
+    """ONNX Runtime's CPU provider has no bfloat16 convolutions, and nobody here multiplies fp8."""
+    if peer == "onnxruntime":
+        return precision in ("fp32", "int8")
+    return peer != "openvino" or precision != "fp8"
 
 
 def measure(
@@ -113,6 +117,8 @@ def measure(
     }
     best = min((p for p in runs if p != "plan"), key=lambda p: times[p]["median_ms"])
     bucket = plan.program.buckets[-1]
+    asked = runs if precision in compiler.KINDS else {"plan": runs["plan"]}
+    found = errors(asked, work, inputs)
     return {
         "network": f"{name} (ONNX)" if source == "onnx" else name,
         "precision": precision,
@@ -125,7 +131,8 @@ def measure(
         "kernels": dict(Counter(step.kernel for step in bucket.steps).most_common()),
         "setup_s": round(setup_s, 1),
         "load_s": round(_load_s(plan), 2),
-        "output_error": _error(engine, fed, work, inputs),
+        "output_error": found.pop("plan"),
+        **({"peer_errors": found} if found else {}),
     }
 
 
@@ -189,23 +196,27 @@ def _load_s(plan: Plan) -> float:
     return float(ran.stdout.split()[-1])
 
 
-def _error(
-    engine: runtime.Engine,
-    fed: dict[str, torch.Tensor],
-    work: Workload,
-    inputs: tuple[torch.Tensor, ...],
-) -> float:
-    """Largest difference from eager float32 over the largest value, on the timed inputs."""
+def errors(runs: dict[str, Run], work: Workload, inputs: Tensors) -> dict[str, float]:
+    """Largest difference of each from eager float32 over the largest value, on these inputs."""
     with torch.inference_mode():
         right = work.module.to(inputs[0].device)(*inputs).float()
-        (made,) = engine(**fed).values()
-    return float((made.float() - right).abs().max() / right.abs().max())
+        made = {name: _answer(run()).to(right.device).float() for name, run in runs.items()}
+    largest = right.abs().max()
+    return {name: float((answer - right).abs().max() / largest) for name, answer in made.items()}
+
+
+def _answer(made: Any) -> torch.Tensor:
+    """The one answer of a plan, a module or a runtime."""
+    if isinstance(made, torch.Tensor):
+        return made
+    first = next(iter(made.values() if hasattr(made, "values") else made))
+    return first if isinstance(first, torch.Tensor) else torch.from_numpy(np.array(first))
 
 
 def _cast(module: torch.nn.Module, inputs: Tensors, precision: str) -> tuple[Any, Tensors]:
     """A copy of the module in the precision's element type, and its inputs.
 
-    No open peer convolves in 8 bits: there it is float16 on a GPU, float32 on a CPU.
+    torch's own peers do not convolve in 8 bits: there it is float16 on a GPU, float32 on a CPU.
     """
     if precision in compiler.KINDS:
         dtype = torch.float16 if inputs[0].is_cuda else torch.float32
@@ -256,17 +267,26 @@ def _arrays(inputs: Tensors) -> list[np.ndarray]:
     return [np.ascontiguousarray(x.cpu().numpy()) for x in inputs]
 
 
+def _onnx_in(module: torch.nn.Module, inputs: Tensors, precision: str) -> bytes:
+    """The network's ONNX file, quantized for int8."""
+    file = _onnx(module, inputs)
+    if precision != "int8":
+        return file
+    names = [f"input_{i}" for i in range(len(inputs))]
+    return quantized(file, dict(zip(names, _arrays(inputs), strict=True)))
+
+
 def onnxruntime(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
     import onnxruntime as ort
 
     if not runs_in("onnxruntime", precision):
-        raise SystemExit("the ONNX Runtime peer runs fp32 only")
+        raise SystemExit("the ONNX Runtime peer runs fp32 and int8 only")
     options = ort.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     # by default its threads spin after a run, and steal the cores from whatever runs next
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = ort.InferenceSession(
-        _onnx(module, inputs), options, providers=["CPUExecutionProvider"]
+        _onnx_in(module, inputs, precision), options, providers=["CPUExecutionProvider"]
     )
     fed = {f"input_{i}": array for i, array in enumerate(_arrays(inputs))}
     return lambda: session.run(None, fed)
@@ -275,14 +295,15 @@ def onnxruntime(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run
 def openvino(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
     import openvino as ov
 
+    hints = {"fp32": "f32", "int8": "f32", "bf16": "bf16", "fp16": "f16"}  # of what is not int8
     settings = {
-        "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[precision],
+        "INFERENCE_PRECISION_HINT": hints[precision],
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
     core = ov.Core()
     compiled = core.compile_model(
-        core.read_model(io.BytesIO(_onnx(module, inputs))), "CPU", settings
+        core.read_model(io.BytesIO(_onnx_in(module, inputs, precision))), "CPU", settings
     )
     arrays = _arrays(inputs)
     return lambda: compiled(arrays)

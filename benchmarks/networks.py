@@ -11,7 +11,6 @@ import torch
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.nn import zoo
 
-TOKENS = 384  # of a sequence
 FRAMES = 100  # of a sequence of sound
 
 
@@ -75,16 +74,20 @@ def _normalize(module: torch.nn.Module, images: torch.Tensor) -> None:
         module.train()(images)
 
 
-def _bert_large(batch: int) -> Workload:
+def _bert(name: str, layers: int, heads: int, tokens: int, batch: int) -> Workload:
+    """BERT with heads of 64 numbers."""
     import transformers
 
     config = transformers.BertConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        hidden_size=64 * heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=256 * heads,
     )
     names = ("input_ids", "attention_mask")
     module = _Encoder(transformers.BertModel(config, add_pooling_layer=False)).eval()
-    specs = tuple(TensorSpec(name=n, dtype="int64", shape=(batch, TOKENS)) for n in names)
-    return Workload(name="bert_large", module=module, inputs=specs)
+    specs = tuple(TensorSpec(name=n, dtype="int64", shape=(batch, tokens)) for n in names)
+    return Workload(name=name, module=module, inputs=specs)
 
 
 class _Encoder(torch.nn.Module):
@@ -122,7 +125,8 @@ def _recurrent(cell: type[torch.nn.LSTM] | type[torch.nn.GRU], units: int, batch
 
 OTHERS: dict[str, Callable[[int], Workload]] = {
     "vit_b_16": _vit_b_16,
-    "bert_large": _bert_large,
+    "bert_large": partial(_bert, "bert_large", 24, 16, 384),
+    "bert_base_s128": partial(_bert, "bert_base_s128", 12, 12, 128),
     "lstm_64": partial(_recurrent, torch.nn.LSTM, 64),
     "lstm_256": partial(_recurrent, torch.nn.LSTM, 256),
     "lstm_512": partial(_recurrent, torch.nn.LSTM, 512),

@@ -126,7 +126,7 @@ def _row(
             n: dict(Counter(s.kernel for s in p.program.buckets[-1].steps).most_common())
             for n, (p, _) in built.items()
         },
-        "output_error": {n: engine._error(e, fed, work, inputs) for n, e in engines.items()},
+        "output_error": engine.errors({n: runs[n] for n in engines}, work, inputs),
     }
 
 

@@ -25,6 +25,7 @@ BEGIN, END = "<!-- results: python -m benchmarks.tables --write -->", "<!-- end 
 
 H200, EPYC, XEON = "H200", "EPYC, 2 cores, AVX-512", "Xeon, 2 cores, AMX"
 SHARED = "EPYC, 1 busy core, AVX-512"
+NARROW = "EPYC, 1 busy core, AVX2"
 # One file of plans a machine: its name, the machine's, and what a reader has to know.
 PLANS = (
     ("engine-sm_90.json", H200, "An NVIDIA H200. Eager PyTorch is replayed from a CUDA graph,"
@@ -35,6 +36,12 @@ PLANS = (
      " do not hold."),
     ("engine-cpu-openvino.json", EPYC, "The same machine with OpenVINO beside the plan, in a run of"
      " its own: the threads of several runtimes in one process slow each other down."),
+    ("engine-cpu-avx2.json", NARROW, "One thread of an AMD EPYC (Zen 3) that has AVX2 and neither"
+     " AVX-512 nor VNNI. Other work shared its two cores, so that times are high and uneven; ratios"
+     " are interleaved. In int8 the peers run a file that ONNX Runtime has quantized with the same"
+     " images: weights of 7 bits with a scale a channel, as ours are there. These networks have"
+     " random weights, so that *error* stands for accuracy; of a trained one it is compared in"
+     " `tests/compiler/test_int8_accuracy.py`."),
     ("engine-cpu-recurrent.json", SHARED, "Two recurrent layers over 100 frames of 80 numbers, from"
      " torch and from the ONNX file of the same module; one thread of an EPYC with AVX-512 that"
      " others computed on, so that times are high and uneven; ratios are interleaved."),

@@ -205,7 +205,14 @@ def test_max_pool_of_codes(dtype: str, kernel, stride, padding, dilation, ceil: 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: int = 1):
+def layer(
+    op: str,
+    dtype: str,
+    activation: str | None,
+    residual: bool,
+    groups: int = 1,
+    non_negative: bool = False,
+):
     """A layer of random quantized values, its operands, and the exact result before storing."""
     if op == "conv2d":
         x, w = (
@@ -214,10 +221,12 @@ def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: i
         )
         w = w[:, : 12 // groups].contiguous()
         window = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "groups": groups}
+        x = x.clamp(0) if non_negative else x
         product = F.conv2d(x.double(), w.double(), None, **window)
         shape, format = (-1, 1, 1), "channels_last"
     else:
         x, w, window = quantized(2, 5, 12), quantized(8, 12), {}
+        x = x.clamp(0) if non_negative else x
         product = x.double() @ w.double().T
         shape, format = (-1,), "contiguous"
     scale, bias = torch.rand(8) * 0.01, torch.randn(8) * 5
@@ -239,7 +248,8 @@ def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: i
             meta_of(scale),
         ),
         outputs=(TensorMeta(shape=tuple(exact.shape), dtype=dtype, format=format),),
-        attrs={**window, "activation": activation, "dtype": dtype, "beta": 0.7},
+        attrs={**window, "activation": activation, "dtype": dtype, "beta": 0.7}
+        | ({"non_negative": True} if non_negative else {}),
         constant=(1, 2, 4),
     )
     return problem, {1: w, 2: bias, 4: scale}, [x] if added is None else [x, added], exact
@@ -249,6 +259,7 @@ def layer(op: str, dtype: str, activation: str | None, residual: bool, groups: i
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize("non_negative", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_onednn_int8_is_exact(
     op: str,
@@ -256,12 +267,15 @@ def test_onednn_int8_is_exact(
     activation: str,
     dtype: str,
     split: bool,
+    non_negative: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On every processor; with weights as sums of two, for those whose 16-bit sums saturate."""
     if split:
         monkeypatch.setattr(onednn, "saturates", lambda: True)
-    problem, constants, inputs, exact = layer(op, dtype, activation, residual)
+    problem, constants, inputs, exact = layer(
+        op, dtype, activation, residual, non_negative=non_negative
+    )
     before = [t.clone() for t in inputs]
     module = catalog.kernel(f"{op}.onednn_int8").load()
     if dtype == "int8" and activation == "gelu":
@@ -288,13 +302,16 @@ def test_grouped_int8_convolution(split: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("op", ["conv2d", "linear"])
-@pytest.mark.parametrize("limit", [64, 127])
-def test_the_largest_sums_do_not_saturate(op: str, limit: int) -> None:
-    """All activations and weights at their ends: 255 · 127 · 2 is more than 16 bits hold."""
+@pytest.mark.parametrize("non_negative", [False, True])
+@pytest.mark.parametrize("limit", [64, 128])
+def test_the_largest_sums_do_not_saturate(op: str, limit: int, non_negative: bool) -> None:
+    """All activations and weights at their ends: 255 · 127 · 2 is more than 16 bits hold, and
+    127 · 128 · 2 is not."""
     window = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
     format = "channels_last" if op == "conv2d" else "contiguous"
     x = torch.full((1, 64, 8, 8) if op == "conv2d" else (5, 64), 127, dtype=torch.int8)
-    weight = torch.full((16, 64, 3, 3) if op == "conv2d" else (16, 64), limit, dtype=torch.int8)
+    ends = (16, 64, 3, 3) if op == "conv2d" else (16, 64)
+    weight = torch.full(ends, min(limit, 127), dtype=torch.int8)
     weight[1::2] = -limit
     product = F.conv2d if op == "conv2d" else F.linear
     exact = product(x.double(), weight.double(), **({"padding": 1} if op == "conv2d" else {}))
@@ -302,8 +319,12 @@ def test_the_largest_sums_do_not_saturate(op: str, limit: int) -> None:
         op=op,
         inputs=(TensorMeta(shape=tuple(x.shape), dtype="int8", format=format), meta_of(weight)),
         outputs=(TensorMeta(shape=tuple(exact.shape), dtype="float32", format=format),),
-        attrs={**(window if op == "conv2d" else {}), "activation": None, "dtype": "float32"},
+        attrs={**(window if op == "conv2d" else {}), "activation": None, "dtype": "float32"}
+        | ({"non_negative": True} if non_negative else {}),
         constant=(1,),
+    )
+    assert onednn.must_split(problem, weight) == (
+        onednn.saturates() and limit == 128 and not non_negative
     )
     if op == "conv2d":
         x = x.contiguous(memory_format=CHANNELS_LAST)

@@ -1,10 +1,16 @@
-"""Out of memory: how it is recognized, on a GPU and in the host."""
+"""Memory: how running out of it is recognized, on a GPU and in the host, and large pages of it."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
+from collections.abc import Callable
 
 import torch
+
+LARGE_PAGE = 2**21  # bytes, of x86-64 and of AArch64 with pages of 4 KiB
 
 _CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate", "not enough memory: you tried to allocate")
 
@@ -22,3 +28,30 @@ def free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def empty_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory with any content: uint8 [nbytes], whose first address is a multiple of 64.
+
+    In a host it lies in large pages where the system has them, from 2 MiB on. A processor finds
+    few small pages quickly: depthwise convolutions of 8 images (Zen 3, one thread) took 1.0 to 3.5
+    times as long in pages of 4 KiB.
+    """
+    if device.type != "cpu" or nbytes < LARGE_PAGE:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    around = torch.empty(nbytes + LARGE_PAGE, dtype=torch.uint8)
+    skipped = -around.data_ptr() % LARGE_PAGE
+    memory = around[skipped : skipped + nbytes]
+    if (advise := _madvise()) is not None:  # a hint: that it is refused harms nothing
+        advise(memory.data_ptr(), nbytes // LARGE_PAGE * LARGE_PAGE, mmap.MADV_HUGEPAGE)
+    return memory
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The system's ``madvise``, where it knows large pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function

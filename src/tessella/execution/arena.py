@@ -8,13 +8,14 @@ from collections.abc import Mapping
 import torch
 
 from tessella.artifacts.program import Buffer
+from tessella.core.memory import empty_bytes
 
 
 class Arena:
     """``nbytes`` of memory on a device; all buckets of an engine share it, one runs at a time."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._bytes = empty_bytes(nbytes, device)
 
     def view(self, buffer: Buffer, buffers: Mapping[str, Buffer]) -> torch.Tensor | None:
         """The buffer as a tensor of its shape and format; None if it does not lie in the arena."""

@@ -279,6 +279,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
+    *_cpu("conv2d", "avx2_winograd", "conv.x86_winograd", isa="avx2", sliced_out=True),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
@@ -345,7 +346,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    *_x86("max_pool2d avg_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),

@@ -26,7 +26,7 @@ from tessella.execution.steps import BoundStep
 from tessella.kernels import catalog
 from tessella.operations.problem import Problem
 from tessella.runtime.engine import Engine
-from tessella.search.inputs import sample_inputs
+from tessella.search.inputs import place, sample_inputs
 from tessella.search.limits import Limits, limits
 from tessella.search.timing import Timing, latency, measure
 
@@ -209,7 +209,7 @@ def _time(
     known = {i: strides[name] for i, name in enumerate(names) if name and name in strides}
     inputs = sample_inputs(bound.problem, device, known)
     # a buffer of its own, as the arena may be in use; a slice with the gaps of its tensor
-    out = {} if bound.out is None else {"out": bound.problem.output.empty(device)}
+    out = {} if bound.out is None else {"out": place(bound.problem.output, device)}
     with float32_math(bound.problem.math):
         made = bound.call(*inputs, **out)
         runs = {"step": lambda: bound.call(*inputs, **out)}

@@ -32,7 +32,7 @@ from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
 from tessella.search.evidence import NEAR, Candidate, Evidence, Shortlist
 from tessella.search.fewer_images import with_fewer_images
-from tessella.search.inputs import expose_errors, joined, sample_inputs
+from tessella.search.inputs import expose_errors, joined, place, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
 from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
@@ -161,7 +161,7 @@ def bind(
     call = row.load().bind(problem, constants, **config)
     buffers = {}
     if row.writes_out:
-        buffers["out"] = problem.output.empty(device) if out is None else out
+        buffers["out"] = place(problem.output, device) if out is None else out
     scratch = row.workspace_bytes(problem, config)
     if scratch:
         buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=device)
@@ -493,7 +493,7 @@ class Search:
         buffers = {"workspace": self._workspace[:needed]} if needed else {}
         if row.writes_out:
             if self._out is None:
-                self._out = self._problem.output.empty(self._device)
+                self._out = place(self._problem.output, self._device)
             buffers["out"] = self._out
         return buffers
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tessella.core.memory import empty_bytes
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 
@@ -37,10 +38,12 @@ def sample_inputs(
             made = torch.randint(
                 -127, 128, meta.shape, generator=generator, dtype=dtype, device=device
             )
+            if problem.attr("non_negative"):
+                made.abs_()
         elif dtype.is_floating_point:
             made = _normal(meta, generator, next(pools))
             if problem.attr("non_negative"):
-                made = made.abs()
+                made.abs_()
         elif dtype == torch.bool:
             made = torch.rand(meta.shape, generator=generator, device=device) > 0.5
         else:
@@ -64,6 +67,18 @@ def sample_inputs(
     ]
 
 
+def place(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Where a result goes: memory with any content that lies as in an arena."""
+    if meta.strides is not None:
+        return meta.empty(device)
+    dtype = getattr(torch, meta.dtype)
+    flat = empty_bytes(math.prod(meta.shape) * dtype.itemsize, device).view(dtype)
+    if meta.format != "channels_last":
+        return flat.view(meta.shape)
+    images, channels, *pixels = meta.shape
+    return flat.view(images, *pixels, channels).movedim(-1, 1)
+
+
 def _normal(meta: TensorMeta, generator: torch.Generator, pool: int) -> torch.Tensor:
     """Normal numbers, dense in the order of the format, a slice's as its whole is.
 
@@ -76,7 +91,8 @@ def _normal(meta: TensorMeta, generator: torch.Generator, pool: int) -> torch.Te
     count, device = math.prod(meta.shape), generator.device
     if device.type != "cpu" or count <= DRAWN:
         return torch.randn(meta.shape, generator=generator, device=device)
-    flat, drawn = torch.empty(count), _pool(pool % POOLS)
+    flat = empty_bytes(4 * count, device).view(torch.float32)
+    drawn = _pool(pool % POOLS)
     for start in range(0, count, POOL):
         flat[start : start + POOL] = drawn[: count - start]
     if meta.format == "contiguous" or meta.pixel_pitch is None:

@@ -1,4 +1,4 @@
-"""Poolings behind a ReLU say that nothing is below zero, in 16 bits and on a CPU."""
+"""Poolings and int8 layers behind a ReLU say that nothing is below zero, on a CPU."""
 
 from __future__ import annotations
 
@@ -83,3 +83,43 @@ def test_a_plan_of_such_answers_as_torch() -> None:
     torch.manual_seed(0)
     right = Net(second=nn.ReLU()).eval()(x)
     assert (made - right).abs().max() <= 0.02 * right.abs().max()
+
+
+class Layers(nn.Module):
+    """Layers behind a ReLU, behind none, and behind a sum that is cut off at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, fourth, last = self.layers
+        y = first(x).relu()
+        z = third(second(y)) + y
+        made: torch.Tensor = last(fourth(z.relu())).mean((2, 3))
+        return made
+
+
+def test_layers_of_int8_behind_a_relu() -> None:
+    torch.manual_seed(0)
+    module = Layers().eval()
+    spec = TensorSpec(name="image", dtype="float32", shape=(2, 16, 12, 12))
+    graph = capture(module, (spec,))
+    x = torch.randn(2, 16, 12, 12)
+    plan = compiler.compile_graph(
+        graph,
+        target="cpu",
+        batch=DimRange(min=2, opt=2, max=2),
+        precision="int8",
+        precisions={"relu": "int8"},
+        calibration=compiler.calibrate(graph, [{"image": x}]),
+        about=compiler.About(built_from="net", rebuild="tessella compile net"),
+        measuring=compiler.Measuring(budget_s=0.0),
+    )
+    engine = runtime.load(plan)
+    layers = [s.problem for s in engine.bound(2).steps if s.step.op == "conv2d"]
+    assert [p["input"].dtype for p in layers] == ["int8"] * 5
+    assert [bool(p.attr("non_negative")) for p in layers] == [False, True, False, True, False]
+    (made,) = engine(image=x).values()
+    right = module(x)
+    assert (made - right).abs().max() <= 0.05 * right.abs().max()

@@ -16,10 +16,9 @@ from tessella.kernels.conv import x86_depthwise, x86_sum
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared import x86_tiles
 from tessella.operations.epilogue import ACTIVATIONS
-from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
 from tessella.search import find as search
 from tests.support.instructions import isa as isa
+from tests.support.problems.direct_convolutions import drawn, exact, problem
 
 CPU = torch.device("cpu")
 # float32: sums in another order; bfloat16: the result's rounding, and some of the sum's
@@ -40,69 +39,6 @@ def dtype(request: pytest.FixtureRequest, isa: InstructionSet) -> str:
     if request.param == "bfloat16" and not x86.code.has_bfloat16():
         pytest.skip("this CPU has no bfloat16 instructions")
     return str(request.param)
-
-
-def problem(
-    shape: tuple[int, int, int, int],
-    channels: int,
-    dtype: str = "float32",
-    *,
-    kernel: tuple[int, int] = (1, 1),
-    bias: bool = True,
-    residual: bool = False,
-    **attrs: Any,
-) -> Problem:
-    attrs = {
-        "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "activation": None,
-        **attrs,
-    }  # fmt: skip
-    window = (attrs[n] for n in ("padding", "dilation", "stride"))
-    sizes = [
-        (size + 2 * padding - dilation * (k - 1) - 1) // stride + 1
-        for size, k, padding, dilation, stride in zip(shape[2:], kernel, *window, strict=True)
-    ]
-
-    def image(*shape: int) -> TensorMeta:
-        return TensorMeta(shape=shape, dtype=dtype, format="channels_last")
-
-    made = image(shape[0], channels, *sizes)
-    return Problem(
-        op="conv2d",
-        inputs=(
-            image(*shape),
-            TensorMeta(shape=(channels, shape[1] // attrs["groups"], *kernel), dtype=dtype),
-            TensorMeta(shape=(channels,), dtype=dtype) if bias else None,
-            made if residual else None,
-        ),
-        outputs=(made,),
-        attrs=attrs,
-        constant=(1, 2) if bias else (1,),
-    )
-
-
-def drawn(p: Problem, seed: int = 0) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """The image and perhaps the residual, and the constants."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {
-        i: meta.empty(CPU).copy_(torch.randn(meta.shape, generator=generator))
-        for i, meta in enumerate(p.inputs)
-        if meta is not None
-    }
-    made[1] *= made[1][0].numel() ** -0.5
-    return [t for i, t in made.items() if i not in p.constant], {i: made[i] for i in p.constant}
-
-
-def exact(
-    p: Problem, given: list[torch.Tensor], constants: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    bias = constants[2].double() if 2 in constants else None
-    window = [p.attrs[n] for n in ("stride", "padding", "dilation")]
-    image, weight, groups = given[0].double(), constants[1].double(), p.attrs["groups"]
-    made = torch.conv2d(image, weight, bias, *window, groups)
-    if len(given) > 1:
-        made = made + given[1].double()
-    activation = p.attr("activation")
-    return made if activation is None else ACTIVATIONS[activation](made)
 
 
 def near(made: torch.Tensor, right: torch.Tensor) -> None:

@@ -145,6 +145,36 @@ def test_means(kernel: tuple[int, int], stride: tuple[int, int], divisor: int | 
     is_the_mean(here.name, problem("avg_pool2d", (2, channels, 9, 9), window))
 
 
+@pytest.mark.parametrize("channels", [8, 72, 203])
+@pytest.mark.parametrize(
+    ("sizes", "made"), [((7, 7), (1, 1)), ((32, 32), (1, 1)), ((14, 28), (7, 4)), ((3, 5), (3, 5))]
+)
+def test_adaptive_means_of_equal_windows(
+    sizes: tuple[int, int], made: tuple[int, int], channels: int
+) -> None:
+    here = x86.code.require_instructions()
+    if channels < here.lanes:
+        channels = here.lanes
+    is_the_mean(
+        here.name, problem("adaptive_avg_pool2d", (2, channels, *sizes), {"output_size": made})
+    )
+
+
+def test_other_adaptive_means_are_left_to_others() -> None:
+    row = catalog.kernel(f"adaptive_avg_pool2d.{x86.code.require_instructions().name}")
+
+    def why(*sizes: int, made: tuple[int, int], dtype: str = "float32") -> str | None:
+        return row.refusal(
+            problem("adaptive_avg_pool2d", (2, 64, *sizes), {"output_size": made}, dtype)
+        )
+
+    assert why(9, 14, made=(3, 7)) is None
+    assert why(9, 14, made=(2, 7)) == "windows of different sizes"
+    assert why(9, 14, made=(18, 14)) == "windows of different sizes"
+    assert why(32, 33, made=(1, 1)) == "adds at most 1024 numbers"
+    assert why(8, 8, made=(1, 1), dtype="bfloat16") is not None
+
+
 def test_means_over_the_edge_are_left_to_others() -> None:
     for window in (mean(), mean(padding=(0, 0), kernel=(2, 2), ceil_mode=True)):
         p = problem("avg_pool2d", (2, 32, 9, 9), window)

@@ -18,6 +18,7 @@ from tessella.kernels.shared.onednn import (
     must_split,
     narrow_weight,
     shifted,
+    zero_point,
 )
 from tessella.operations.problem import Problem
 
@@ -32,7 +33,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     shape, columns = problem.output.shape, problem.output.shape[-1]
-    split = must_split(constants[1])
+    split, zero = must_split(problem, constants[1]), zero_point(problem)
     rows = [problem.output.shape[0], problem["input"].shape[-1] * (2 if split else 1)]
     weight = packed(
         constants[1],
@@ -46,6 +47,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     def linear(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x.view(-1, x.shape[-1])
         added = None if residual is None else residual.view(-1, columns)
-        return layer(shifted(torch.cat((x, x), 1) if split else x), added).view(shape)
+        return layer(shifted(torch.cat((x, x), 1) if split else x, zero), added).view(shape)
 
     return linear

@@ -3,7 +3,8 @@ between.
 
 A thread takes one row of the result after another. Of its pixels a vector of channels at a time,
 four of them together, are the maxima of what the window reads, or the sums, which are scaled; a
-table says which rows and columns of each window lie inside of the image.
+table says which rows and columns of each window lie inside of the image. Adaptive means whose
+windows are all of one size are plain ones; a global mean is.
 
 NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
 vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
@@ -12,8 +13,9 @@ vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,9 +44,13 @@ MAXIMUM = {
 
 
 SUM = ("vaddps", 0)
+MOST_ADDED = 2**10  # numbers of a mean, one after another, of which each rounds
 
 
 def fits(problem: Problem) -> str | None:
+    if why := _adaptive_refusal(problem):
+        return why
+    problem = _with_windows(problem)
     x, y = problem["input"], problem.output
     isa = code.require_instructions()
     if len(x.shape) != 4:
@@ -76,6 +82,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    problem = _with_windows(problem)
     x, y = problem["input"], problem.output
     lines, columns = _lines(problem), _spans(problem, 1)
     _require_inside(problem, lines, columns)
@@ -97,6 +104,36 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         return x.data_ptr(), out.data_ptr()
 
     return code.Launch(made, items, numbers, few=x.nbytes <= ALONE_BYTES)
+
+
+def _adaptive_refusal(problem: Problem) -> str | None:
+    """Why the windows of an adaptive pooling are not those of a plain one."""
+    if problem.op != "adaptive_avg_pool2d" or len(problem["input"].shape) != 4:
+        return None
+    sizes, made = problem["input"].shape[2:], problem.output.shape[2:]
+    if 0 in made or any(size % count for size, count in zip(sizes, made, strict=True)):
+        return "windows of different sizes"
+    if math.prod(_window(problem)) > MOST_ADDED:
+        return f"adds at most {MOST_ADDED} numbers"
+    return None
+
+
+def _window(problem: Problem) -> tuple[int, ...]:
+    """The size of each window of an adaptive pooling, which is its step too."""
+    sizes, made = problem["input"].shape[2:], problem.output.shape[2:]
+    return tuple(size // count for size, count in zip(sizes, made, strict=True))
+
+
+def _with_windows(problem: Problem) -> Problem:
+    """An adaptive pooling of equal windows as a plain one; others as they are."""
+    if problem.op != "adaptive_avg_pool2d" or len(problem["input"].shape) != 4:
+        return problem
+    window = _window(problem)
+    attrs = {
+        "kernel_size": window, "stride": window, "padding": (0, 0), "ceil_mode": False,
+        "count_include_pad": True, "divisor_override": None,
+    }  # fmt: skip
+    return replace(problem, op="avg_pool2d", attrs=attrs)
 
 
 def _require_inside(

@@ -262,8 +262,8 @@ WINDOW = "stride padding dilation groups"
 FACTORS = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 OF_QUANTIZED = {"dtype": None, "fast_accumulation": False, "sparsity": None}
 PRODUCT: dict[str, Any] = {  # facts of a row whose sums get an epilogue
-    "defaults": {"activation": None, **FACTORS, **OF_QUANTIZED},
-    "hints": "fast_accumulation sparsity",
+    "defaults": {"activation": None, "non_negative": False, **FACTORS, **OF_QUANTIZED},
+    "hints": "fast_accumulation sparsity non_negative",
     "epilogues": ("",),
 }
 

@@ -10,13 +10,13 @@ from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries.aten import window
 from tessella.kernels.shared.onednn import (
-    SHIFT,
     int8_layer,
     int8_refusal,
     must_split,
     narrow_weight,
     scales,
     shifted,
+    zero_point,
 )
 from tessella.operations.problem import Problem
 
@@ -31,14 +31,14 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     geometry = window(problem)
     groups, scale = geometry[3], scales(problem, constants)[0]
-    split = must_split(constants[1])
+    split, zero = must_split(problem, constants[1]), zero_point(problem)
     images, channels, *size = problem["input"].shape
     shape = [images, 2 * channels if split else channels, *size]
     weight = packed(
         constants[1],
-        ("conv2d.onednn_int8", *geometry, split),
+        ("conv2d.onednn_int8", *geometry, split, zero),
         lambda w: torch.ops.onednn.qconv_prepack(
-            narrow_weight(w, split), scale, 1.0, SHIFT, *geometry, shape
+            narrow_weight(w, split), scale, 1.0, zero, *geometry, shape
         ),
         layout=onednn_layout,
     )
@@ -46,7 +46,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     layer = int8_layer(problem, constants, operators, weight, geometry, nothing=(None, None))
 
     def convolve(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return layer(shifted(_twice(x, groups) if split else x), residual)
+        return layer(shifted(_twice(x, groups) if split else x, zero), residual)
 
     return convolve
 

@@ -1,0 +1,507 @@
+"""Winograd's F(4, 3) on a CPU with AVX2: 3×3 convolutions of step 1 in float32, with a
+quarter of the products.
+
+A thread takes some tiles of 4×4 results at a time, of any images. It transforms the 6×6 pixels that
+each reads, channel by channel in vectors; multiplies, for each of the 36 places, the tiles' rows of
+channels by that place's matrix; and transforms back, adding bias and residual and activating. What
+stands between lies in the workspace, a part for each thread, as large as a processor's second or
+third cache holds. Tables say where the pixels lie; beside the image they point to zeros, and
+results beside it go to a place that nobody reads.
+
+Source: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2015), F(4×4, 3×3). Its
+error is some ten times that of plain sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tessella.core.errors import KernelError
+from tessella.device.packing import packed
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import Assembler, At, InstructionSet
+from tessella.kernels.catalog import Call, Config
+from tessella.kernels.epilogue.x86 import Constants, activate
+from tessella.kernels.shared import x86_convolution as x86
+from tessella.kernels.shared.x86_convolution import UNROLLED
+from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, PIXELS, WORD, pixel_bytes
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
+
+READ, MADE = 6, 4  # pixels along a tile's edge
+PLACES, RESULTS = READ**2, MADE**2
+WORTH_TILES = 8  # fewer do not repay four times the weight's bytes
+MOST_THREADS = 8
+# of the workspace's part for a thread: about the second cache, and what a third one has for a core
+PART_BYTES = (3 * 2**17, 3 * 2**19)
+FILTER = (
+    (1 / 4, 0, 0), (-1 / 6, -1 / 6, -1 / 6), (-1 / 6, 1 / 6, -1 / 6), (1 / 24, 1 / 12, 1 / 6),
+    (1 / 24, -1 / 12, 1 / 6), (0, 0, 1),
+)  # fmt: skip
+
+
+def fits(problem: Problem) -> str | None:
+    if why := x86.refusal(problem):
+        return why
+    x, weight, attrs = problem["input"], problem["weight"], problem.attrs
+    lanes = code.require_instructions().lanes
+    if x.dtype != "float32":
+        return "float32"
+    if weight.shape[2:] != (3, 3) or attrs["groups"] != 1:
+        return "3×3 and one group"
+    if tuple(attrs["stride"]) != (1, 1) or tuple(attrs["dilation"]) != (1, 1):
+        return "stride and dilation 1"
+    if weight.shape[0] % lanes or weight.shape[1] % lanes:
+        return f"channels by {lanes}"
+    if PLACES * math.prod(weight.shape[:2]) * WORD > MAX_BYTES:
+        return "distances have 32 bits"
+    images = (x, problem.output, problem.epilogue.residual)
+    if max(m.extent for m in images if m is not None) > MAX_BYTES:
+        return "distances have 32 bits"
+    return None
+
+
+def outclassed(problem: Problem) -> str | None:
+    if _tiles(problem) < WORTH_TILES:
+        return f"fewer than {WORTH_TILES} tiles"
+    return None
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """By the tiles that a thread takes: what lies between is in its second cache, or its third."""
+    isa = code.require_instructions()
+    channels, filters = problem["weight"].shape[1], problem["weight"].shape[0]
+    vectors = next(v for v in (*sorted({2, *PIXELS[isa]} - {1}), 1) if _divides(filters, v, isa))
+    pixels, total = PIXELS[isa][vectors], _tiles(problem)
+    found: list[Config] = []
+    for most in PART_BYTES:
+        some = max(2 * pixels, most // (PLACES * (channels + filters) * WORD))
+        items = math.ceil(total / some)
+        tiles = math.ceil(math.ceil(total / items) / pixels) * pixels
+        if (config := {"vectors": vectors, "tiles": tiles}) not in found:
+            found.append(config)
+    return tuple(found)
+
+
+def _divides(filters: int, vectors: int, isa: InstructionSet) -> bool:
+    return filters % (vectors * isa.lanes) == 0
+
+
+def _tiles(problem: Problem) -> int:
+    images, _, rows, columns = problem.output.shape
+    return images * math.ceil(rows / MADE) * math.ceil(columns / MADE)
+
+
+def workspace_bytes(problem: Problem, **config: int) -> int:
+    tiles = _Tiles.of(problem, config)
+    return _threads(problem, tiles) * tiles.part_bytes + CACHE_LINE
+
+
+def _threads(problem: Problem, tiles: _Tiles) -> int:
+    """How many threads have a part of the workspace."""
+    return min(MOST_THREADS, math.ceil(_tiles(problem) / tiles.tiles))
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+    problem.require_constants(constants)
+    tiles = _Tiles.of(problem, config)
+    weight, bias = _weight(constants[1], tiles), constants.get(2)
+    bias = torch.zeros(tiles.filters) if bias is None else bias.float().contiguous()
+    zeros = torch.zeros(tiles.channels)
+    places = _places(problem)
+    _require_inside(problem, places)
+    items = _items(problem, tiles, places)
+    table = code.Table(items, weight, bias, zeros, places)
+    made, most = _machine_code(tiles), _threads(problem, tiles)
+    has_residual = problem.epilogue.residual is not None
+    needed = workspace_bytes(problem, **config)
+
+    def convolve(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        if workspace.nbytes < needed:
+            raise KernelError(
+                "the workspace is too small",
+                seen=f"{workspace.nbytes} bytes",
+                fix=f"{needed} bytes",
+            )
+        part = workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE
+        added = inputs[1].data_ptr() if has_residual else 0
+        made.run(
+            table, inputs[0].data_ptr(), out.data_ptr(), added, zeros.data_ptr(),
+            weight.data_ptr(), bias.data_ptr(), part, 0,
+            threads=min(most, torch.get_num_threads()),
+        )  # fmt: skip
+        return out
+
+    return convolve
+
+
+def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
+    """[K, C, 3, 3] → transformed [36, panels, C, width]."""
+
+    def pack(w: torch.Tensor) -> torch.Tensor:
+        g = torch.tensor(FILTER, dtype=torch.float64)
+        u = torch.einsum("ir,kcrs,js->ijkc", g, w.double(), g).float()
+        parts = u.reshape(PLACES, -1, tiles.width, w.shape[1])
+        return parts.transpose(2, 3).contiguous()
+
+    return packed(weight, ("conv2d.x86_winograd", tiles.width), pack)
+
+
+def _places(problem: Problem) -> torch.Tensor:
+    """int32 [tiles, 36 + 16 (+ 16)]: where a tile's pixels lie in the image, its results and its
+    part of the residual; -1 beside them.
+    """
+    x, y, residual = problem["input"], problem.output, problem.epilogue.residual
+    images, _, rows, columns = y.shape
+    down, along = (-(-size // MADE) for size in (rows, columns))
+    top, left = problem.attrs["padding"]
+
+    def lie(meta: TensorMeta, edge: int, before: tuple[int, int]) -> torch.Tensor:
+        height, width = meta.shape[2:]
+        r = torch.arange(down)[:, None, None, None] * MADE - before[0] + torch.arange(edge)[:, None]
+        c = torch.arange(along)[None, :, None, None] * MADE - before[1] + torch.arange(edge)
+        inside = (r >= 0) & (r < height) & (c >= 0) & (c < width)
+        n = torch.arange(images)[:, None, None, None, None] * height
+        at = ((n + r) * width + c) * pixel_bytes(meta)
+        return torch.where(inside, at, -1).reshape(images * down * along, edge**2)
+
+    parts = [lie(x, READ, (top, left)), lie(y, MADE, (0, 0))]
+    if residual is not None:
+        parts.append(lie(residual, MADE, (0, 0)))
+    return torch.cat(parts, 1).to(torch.int32)
+
+
+def _require_inside(problem: Problem, places: torch.Tensor) -> None:
+    """Refuse a table that leads out of a tensor, whoever wrote it."""
+    x, y, added = problem["input"], problem.output, problem.epilogue.residual
+    sizes = [PLACES, RESULTS] if added is None else [PLACES, RESULTS, RESULTS]
+    metas = (x, y) if added is None else (x, y, added)
+    names = ("image", "result", "residual")
+    parts = torch.split(places.long(), sizes, 1)
+    for name, meta, part in zip(names, metas, parts, strict=False):
+        begins = part.clamp(min=0)
+        code.require_inside(
+            name, begins, torch.full_like(begins, meta.shape[1] * WORD), meta.extent
+        )
+
+
+def _items(problem: Problem, tiles: _Tiles, places: torch.Tensor) -> npt.NDArray[np.int64]:
+    """What threads take one by one: where some tiles' places lie, how many tiles and how many
+    groups of them are multiplied.
+    """
+    begin = np.arange(0, _tiles(problem), tiles.tiles)
+    count = np.minimum(tiles.tiles, _tiles(problem) - begin)
+    groups = -(-count // tiles.pixels)
+    first = places.data_ptr() + begin * places.shape[1] * places.itemsize
+    return np.stack((first, count, groups), 1).astype(np.int64)
+
+
+IMAGE, RESULT, RESIDUAL, ZEROS, WEIGHT, BIAS, PART, TAKEN = map(code.given, range(8))
+_STACK = range(0, 72, code.NUMBER)
+(OWN_PART, BASE, BESIDE, OUT_BASE, OUT_BESIDE, ADDED_BASE, ADDED_BESIDE, LEFT_PLACES,
+ LEFT_PANELS) = _STACK  # fmt: skip
+POINTERS = len(_STACK) * code.NUMBER  # on the stack from here on: those to a tile's pixels
+ADDED = POINTERS + RESULTS * code.NUMBER  # and to its part of the residual
+BETWEEN = POINTERS + PLACES * code.NUMBER  # the vectors between two transforms
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tiles:
+    """Machine code for some tiles at a time.
+
+    Attributes:
+        vectors: of a panel of the products; ``pixels``: rows of them, a row is one tile's.
+        tiles: that a thread takes, so many pixels' multiple.
+    """
+
+    isa: InstructionSet
+    vectors: int
+    tiles: int
+    channels: int
+    filters: int
+    has_residual: bool
+    activation: str | None
+
+    @classmethod
+    def of(cls, problem: Problem, config: Mapping[str, int]) -> _Tiles:
+        filters, channels = problem["weight"].shape[:2]
+        return cls(
+            isa=code.require_instructions(),
+            channels=channels,
+            filters=filters,
+            has_residual=problem.epilogue.residual is not None,
+            activation=problem.epilogue.activation,
+            **(config or configs(problem)[0]),
+        )
+
+    @property
+    def pixels(self) -> int:
+        return PIXELS[self.isa][self.vectors]
+
+    @property
+    def width(self) -> int:
+        """Channels of a panel."""
+        return self.vectors * self.isa.lanes
+
+    @property
+    def v_bytes(self) -> int:
+        """From one place's transformed pixels to the next: a line more, as a cache has few places
+        for what lies a power of two apart."""
+        return self.tiles * self.channels * WORD + CACHE_LINE
+
+    @property
+    def m_bytes(self) -> int:
+        """From one place's products to the next."""
+        return self.tiles * self.filters * WORD + CACHE_LINE
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a thread: transformed pixels, products, and what nobody reads."""
+        used = PLACES * (self.v_bytes + self.m_bytes) + self.filters * WORD
+        return math.ceil(used / CACHE_LINE) * CACHE_LINE
+
+    def written(self, constants: Constants) -> Assembler:
+        """The code.
+
+        rdi: the call; rbx: the item; r12: a tile's places; r13: tiles that are left; r14: the
+        tile's row of the first place; rdx: the channel, in bytes; r11: constants.
+        """
+        a, vector = Assembler(self.isa), self.isa.vector_bytes
+        kept_bytes = BETWEEN + PLACES * vector
+        a.enter()
+        a.subtract("rsp", kept_bytes)
+        a.set("rax", 1)
+        a.fetch_add(TAKEN, "rax")
+        a.multiply("rax", self.part_bytes)
+        a.add_stored("rax", PART)
+        a.store(_kept(OWN_PART), "rax")
+        a.add("rax", PLACES * (self.v_bytes + self.m_bytes))  # what nobody reads
+        self._keep_base(a, OUT_BASE, OUT_BESIDE, RESULT)
+        self._keep_base(a, ADDED_BASE, ADDED_BESIDE, RESIDUAL)
+        a.load("rax", ZEROS)
+        self._keep_base(a, BASE, BESIDE, IMAGE)
+        code.take_item(a, "rbx", 3)
+        self._read(a, constants)
+        self._multiply(a)
+        self._make(a, constants)
+        a.jump("next")
+        a.label("done")
+        a.add("rsp", kept_bytes)
+        a.leave()
+        return a
+
+    def _keep_base(self, a: Assembler, base: int, beside: int, tensor: At) -> None:
+        """Keep where a tensor begins, and how far from there what rax points to lies."""
+        a.load("rcx", tensor)
+        a.store(_kept(base), "rcx")
+        a.move("rdx", "rax")
+        a.subtract("rdx", "rcx")
+        a.store(_kept(beside), "rdx")
+
+    def _begin_tiles(self, a: Assembler, name: str, distance: int, constants: Constants) -> None:
+        constants.begin(a)
+        a.load("r12", At(base="rbx"))
+        a.load("r13", At(base="rbx", distance=code.NUMBER))
+        a.load("r14", _kept(OWN_PART))
+        a.add("r14", distance)
+        a.label(name)
+
+    def _end_tiles(self, a: Assembler, name: str, row_bytes: int) -> None:
+        a.add("r12", (PLACES + RESULTS * (1 + self.has_residual)) * WORD)
+        a.add("r14", row_bytes)
+        a.subtract("r13", 1)
+        a.jump_if("jne", name)
+
+    def _point(self, a: Assembler, to: int, first: int, count: int, base: int, beside: int) -> None:
+        """Addresses of what some of the tile's places say, on the stack."""
+        for i in range(count):
+            a.load_short("rax", At(base="r12", distance=(first + i) * WORD))
+            a.load_if_negative("rax", _kept(beside))
+            a.add_stored("rax", _kept(base))
+            a.store(_kept(to + i * code.NUMBER), "rax")
+
+    def _read(self, a: Assembler, constants: Constants) -> None:
+        """Bᵀ d B of the item's tiles."""
+        vector = self.isa.vector_bytes
+        self._begin_tiles(a, "read", 0, constants)
+        self._point(a, POINTERS, 0, PLACES, BASE, BESIDE)
+        a.set("rdx", 0)
+        a.label("read channels")
+        for column in range(READ):
+            for row in range(READ):
+                a.load("rax", _kept(POINTERS + (row * READ + column) * code.NUMBER))
+                a.load_vector(row, At(base="rax", index="rdx"))
+            for row, made in enumerate(_into(a, constants)):
+                a.store_vector(_kept(BETWEEN + (row * READ + column) * vector), made)
+        for row in range(READ):
+            for column in range(READ):
+                a.load_vector(column, _kept(BETWEEN + (row * READ + column) * vector))
+            for column, made in enumerate(_into(a, constants)):
+                place = (row * READ + column) * self.v_bytes
+                a.store_vector(At(base="r14", index="rdx", distance=place), made)
+        a.add("rdx", vector)
+        a.compare("rdx", self.channels * WORD)
+        a.jump_if("jne", "read channels")
+        self._end_tiles(a, "read", self.channels * WORD)
+
+    def _multiply(self, a: Assembler) -> None:
+        """The products of each place.
+
+        r8, r14: a panel of the weight, and its end; r9, r10: the place's tiles and products; rsi,
+        r13: some tiles, and their products; r15: the panel's products; r11: groups that are left.
+        """
+        a.load("r8", WEIGHT)
+        a.load("r9", _kept(OWN_PART))
+        a.move("r10", "r9")
+        a.add("r10", PLACES * self.v_bytes)
+        a.store_number(_kept(LEFT_PLACES), PLACES)
+        a.label("place")
+        a.move("r15", "r10")
+        a.store_number(_kept(LEFT_PANELS), self.filters // self.width)
+        a.label("panel")
+        a.move("r14", "r8")
+        a.add("r14", self.channels * self.width * WORD)
+        a.move("rsi", "r9")
+        a.move("r13", "r15")
+        a.load("r11", At(base="rbx", distance=2 * code.NUMBER))
+        a.label("group")
+        self._products(a)
+        a.add("rsi", self.pixels * self.channels * WORD)
+        a.add("r13", self.pixels * self.filters * WORD)
+        a.subtract("r11", 1)
+        a.jump_if("jne", "group")
+        a.move("r8", "r14")
+        a.add("r15", self.width * WORD)
+        a.add_to_stored(_kept(LEFT_PANELS), -1)
+        a.jump_if("jne", "panel")
+        a.add("r9", self.v_bytes)
+        a.add("r10", self.m_bytes)
+        a.add_to_stored(_kept(LEFT_PLACES), -1)
+        a.jump_if("jne", "place")
+
+    def _products(self, a: Assembler) -> None:
+        """Some tiles' channels by the panel."""
+        sums, vector = self.vectors * self.pixels, self.isa.vector_bytes
+        spread = sums + self.vectors
+        spreads = min(2, self.isa.vectors - spread)
+        for i in range(sums):
+            a.vector("vxorps", i, i, i)
+        a.move("rax", "r8")
+        a.move("rdx", "rsi")
+        a.label("words")
+        for word in range(UNROLLED):  # lanes are a multiple of it
+            for v in range(self.vectors):
+                at = At(base="rax", distance=(word * self.vectors + v) * vector)
+                a.load_vector(sums + v, at)
+            for p in range(self.pixels):
+                of_tile = spread + p % spreads
+                at = At(base="rdx", distance=(p * self.channels + word) * WORD)
+                a.broadcast(of_tile, at)
+                for v in range(self.vectors):
+                    a.vector("vfmadd231ps", p * self.vectors + v, sums + v, of_tile)
+        a.add("rax", UNROLLED * self.width * WORD)
+        a.add("rdx", UNROLLED * WORD)
+        a.compare("rax", "r14")
+        a.jump_if("jne", "words")
+        for p in range(self.pixels):
+            for v in range(self.vectors):
+                at = At(base="r13", distance=p * self.filters * WORD + v * vector)
+                a.store_vector(at, p * self.vectors + v)
+
+    def _make(self, a: Assembler, constants: Constants) -> None:
+        """Aᵀ m A of the item's tiles, and what follows. rcx: the bias."""
+        vector = self.isa.vector_bytes
+        self._begin_tiles(a, "make", PLACES * self.v_bytes, constants)
+        self._point(a, POINTERS, PLACES, RESULTS, OUT_BASE, OUT_BESIDE)
+        if self.has_residual:
+            self._point(a, ADDED, PLACES + RESULTS, RESULTS, ADDED_BASE, ADDED_BESIDE)
+        a.load("rcx", BIAS)
+        a.set("rdx", 0)
+        a.label("make channels")
+        for column in range(READ):
+            for row in range(READ):
+                place = (row * READ + column) * self.m_bytes
+                a.load_vector(row, At(base="r14", index="rdx", distance=place))
+            for row, made in enumerate(_out_of(a, constants)):
+                a.store_vector(_kept(BETWEEN + (row * READ + column) * vector), made)
+        for row in range(MADE):
+            for column in range(READ):
+                a.load_vector(column, _kept(BETWEEN + (row * READ + column) * vector))
+            for column, made in enumerate(_out_of(a, constants)):
+                number = (row * MADE + column) * code.NUMBER
+                a.vector("vaddps", made, made, At(base="rcx", index="rdx"))
+                if self.has_residual:
+                    a.load("rax", _kept(ADDED + number))
+                    a.vector("vaddps", made, made, At(base="rax", index="rdx"))
+                activate(a, self.activation, constants, made, 0)
+                a.load("rax", _kept(POINTERS + number))
+                a.store_vector(At(base="rax", index="rdx"), made)
+        a.add("rdx", vector)
+        a.compare("rdx", self.filters * WORD)
+        a.jump_if("jne", "make channels")
+        self._end_tiles(a, "make", self.filters * WORD)
+
+
+def _kept(place: int) -> At:
+    """What a thread keeps on its stack."""
+    return At(base="rsp", distance=place)
+
+
+def _into(a: Assembler, constants: Constants) -> tuple[int, ...]:
+    """Bᵀ times vectors 0 to 5, which it overwrites: where its six results are.
+
+    4 d0 - 5 d2 + d4; ±(d3 - 4 d1) + d4 - 4 d2; ±2 (d3 - d1) + d4 - d2; 4 d1 - 5 d3 + d5.
+    """
+
+    def add(to: int, source: int, factor: float) -> None:
+        a.vector("vfmadd231ps", to, source, constants.at(factor))
+
+    a.copy_vector(6, 4)
+    add(6, 0, 4.0)
+    add(6, 2, -5.0)
+    a.copy_vector(7, 4)
+    add(7, 2, -4.0)
+    a.copy_vector(8, 3)
+    add(8, 1, -4.0)
+    a.vector("vaddps", 9, 7, 8)
+    a.vector("vsubps", 10, 7, 8)
+    a.vector("vsubps", 7, 4, 2)
+    a.vector("vsubps", 8, 3, 1)
+    a.copy_vector(11, 7)
+    add(11, 8, 2.0)
+    add(7, 8, -2.0)
+    add(5, 1, 4.0)
+    add(5, 3, -5.0)
+    return 6, 9, 10, 11, 7, 5
+
+
+def _out_of(a: Assembler, constants: Constants) -> tuple[int, ...]:
+    """Aᵀ times vectors 0 to 5: where its four results are, none of which is one of 0 to 5.
+
+    With s, d = m1 ± m2 and p, q = m3 ± m4: m0 + s + p; d + 2 q; s + 4 p; d + 8 q + m5.
+    """
+    a.vector("vaddps", 6, 1, 2)
+    a.vector("vsubps", 7, 1, 2)
+    a.vector("vaddps", 8, 3, 4)
+    a.vector("vsubps", 9, 3, 4)
+    a.vector("vaddps", 10, 0, 6)
+    a.vector("vaddps", 10, 10, 8)
+    a.copy_vector(11, 7)
+    a.vector("vfmadd231ps", 11, 9, constants.at(2.0))
+    a.vector("vfmadd231ps", 6, 8, constants.at(4.0))
+    a.vector("vaddps", 7, 7, 5)
+    a.vector("vfmadd231ps", 7, 9, constants.at(8.0))
+    return 10, 11, 6, 7
+
+
+@functools.lru_cache(256)
+def _machine_code(tiles: _Tiles) -> code.MachineCode:
+    constants = Constants(tiles.isa, "r11")
+    return code.MachineCode(tiles.written(constants).code(), constants)
