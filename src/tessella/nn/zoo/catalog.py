@@ -182,9 +182,22 @@ BOXES: dict[str, Description] = {
     **{f"retinanet_r{layers}": _retinanet(layers) for layers in (18, 50)},
 }
 
+# Networks that answer with boxes and a mask for each.
+MASKS: dict[str, Description] = {
+    "mask_rcnn": Description(
+        title="Mask R-CNN",
+        year=2017,
+        paper="He et al., Mask R-CNN, arXiv:1703.06870",
+        size=640,
+        channels=3,
+        smallest_size=32,
+        options=("anchor", "backbone", "detections", "proposals", "width"),
+    )
+}
+
 # The networks by what their outputs are for.
 ANSWERING: dict[Answering, dict[str, Description]] = {
-    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES
+    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES, "masks": MASKS
 }  # fmt: skip
 
 
@@ -195,7 +208,7 @@ def names() -> tuple[str, ...]:
 
 def describe(name: str) -> Description:
     """The description of a standard network; raises ``UsageError`` with the known names."""
-    known = {**STANDARD, **DENSE, **BOXES}
+    known = {**STANDARD, **DENSE, **BOXES, **MASKS}
     if name not in known:
         raise UsageError(
             "only the standard networks have a description",
