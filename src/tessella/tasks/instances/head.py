@@ -11,14 +11,17 @@ from torch import Tensor
 
 from tessella.artifacts.checkpoint import Answering
 from tessella.tasks.detection.head import MOST, paired, surest
+from tessella.tasks.instances.cells import CELLS, SIDE
 from tessella.tasks.task import Numbers
 
 OUTPUT = "instances"
 ANSWERS: Answering = "masks"
 FINISHES = True
 TAUGHT = True
-SIDE = 28  # as Mask R-CNN has it
-CELLS = SIDE * SIDE
+
+__all__ = [
+    "ANSWERS", "CELLS", "FINISHES", "OUTPUT", "SIDE", "TAUGHT", "aligned", "finish", "shape", "width",
+]  # fmt: skip
 
 
 def width(classes: int) -> int:

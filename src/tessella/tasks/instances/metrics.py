@@ -1,0 +1,123 @@
+"""Average precision of masks and of boxes as COCO counts it, of each class and by size.
+
+Masks are compared in the pixels of what the network sees. Their sizes are told in pixels of the
+picture's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tessella.annotations import rle
+from tessella.tasks.detection import metrics as boxes
+from tessella.tasks.detection.errors import FIELDS
+from tessella.tasks.detection.head import MOST
+from tessella.tasks.instances.cells import counts_of
+from tessella.tasks.instances.examples import MaskSets
+from tessella.tasks.instances.head import CELLS, SIDE
+from tessella.tasks.task import Rows
+
+LEVELS = 255  # of a cell in a row: as many as fit into eight bits
+TOGETHER = 3  # cells in a float32, which has 24 bits of whole numbers
+PACKED = -(-CELLS // TOGETHER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskEvaluation(boxes.Evaluation):
+    """COCO's measures of masks; ``box_…`` those of boxes."""
+
+    box_map: float
+    box_map50: float
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {**super().values, "box_map": self.box_map, "box_map50": self.box_map50}
+
+
+def width(classes: int) -> int:
+    return MOST * (FIELDS + PACKED)
+
+
+def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Detection's ``MOST`` pairs of a box and a class, and behind each its mask."""
+    scores_BP = outputs[..., 4:-CELLS].flatten(1)
+    best = scores_BP.topk(min(MOST, scores_BP.shape[1]), dim=1)
+    box = (best.indices // classes)[:, :, None]
+    told = boxes.rows(outputs[..., :-CELLS], targets, classes).unflatten(1, (-1, FIELDS))
+    masks = outputs[..., -CELLS:].gather(1, box.expand(-1, -1, CELLS)).float()
+    return torch.cat([told.float(), _packed(masks)], 2).flatten(1)
+
+
+def _packed(cells: Tensor) -> Tensor:
+    """Cells [..., CELLS] from 0 to 1 in steps of a 255th, three in a number."""
+    steps = (cells * LEVELS).round()
+    threes = F.pad(steps, (0, PACKED * TOGETHER - CELLS)).unflatten(-1, (PACKED, TOGETHER))
+    return threes[..., 0] + 256 * threes[..., 1] + 65536 * threes[..., 2]
+
+
+def _unpacked(numbers: Rows) -> npt.NDArray[np.float32]:
+    """The cells [SIDE, SIDE] of a row's numbers."""
+    whole = numbers.astype(np.int64)
+    threes = np.stack([whole & 255, whole >> 8 & 255, whole >> 16 & 255], axis=-1)
+    cells = threes.reshape(-1)[:CELLS].reshape(SIDE, SIDE) / LEVELS
+    return np.asarray(cells, np.float32)
+
+
+def measure(rows_NR: Rows, targets: MaskSets, labels: tuple[str, ...]) -> MaskEvaluation:
+    """The ``MaskEvaluation`` of rows N×(MOST · (FIELDS + PACKED))."""
+    told = rows_NR.reshape(len(rows_NR), -1, FIELDS + PACKED)
+    of_boxes = boxes.measure(_boxes(rows_NR), targets, labels)
+    truth = boxes.things(targets, len(labels))
+    _draw(truth, targets)
+    counted = boxes.counted(truth, _answers(told, targets), "segm", targets.zooms)
+    found = boxes.evaluation(counted, truth, labels)
+    same = {f.name: getattr(found, f.name) for f in fields(found)}
+    return MaskEvaluation(**same, box_map=of_boxes.map, box_map50=of_boxes.map50)
+
+
+def losses(rows_NR: Rows, targets: MaskSets) -> npt.NDArray[np.float64]:
+    """As detection's: how wrong each image's boxes are."""
+    return boxes.losses(_boxes(rows_NR), targets)
+
+
+def _boxes(rows_NR: Rows) -> Rows:
+    """The rows as detection has them."""
+    told = rows_NR.reshape(len(rows_NR), -1, FIELDS + PACKED)[..., :FIELDS]
+    return np.ascontiguousarray(told).reshape(len(rows_NR), -1)
+
+
+def _draw(truth: dict[str, Any], targets: MaskSets) -> None:
+    """Give each thing its mask."""
+    place = 0
+    for image in range(len(targets)):
+        for mask in targets.shown(image):
+            counts = rle.compressed(rle.counts_of(mask))
+            thing = truth["annotations"][place]
+            thing["segmentation"] = {"size": list(mask.shape), "counts": counts}
+            place += 1
+
+
+def _answers(told: Rows, targets: MaskSets) -> list[dict[str, Any]]:
+    """What was told as COCO takes it: one result for each mask."""
+    found: list[dict[str, Any]] = []
+    for image, rows_M in enumerate(told):
+        height, width = targets.views[image, 2:].tolist()
+        for row in rows_M[rows_M[:, 4] > 0]:
+            box = (row[:4].astype(np.float64) * [width, height, width, height]).tolist()
+            counts = counts_of(_unpacked(row[FIELDS:]), box, (height, width))
+            found.append({
+                "image_id": image, "category_id": int(row[5]), "score": float(row[4]),
+                "segmentation": {"size": [height, width], "counts": rle.compressed(counts)},
+            })  # fmt: skip
+    if not found and len(told):  # nothing would be counted: an empty mask that hits nothing
+        height, width = targets.views[0, 2:].tolist()
+        empty = {"size": [height, width], "counts": rle.compressed(np.array([height * width]))}
+        found = [{"image_id": 0, "category_id": 0, "score": 0.0, "segmentation": empty}]
+    return found
