@@ -27,6 +27,7 @@ ANCHOR = 32  # pixels: the sides of the smallest anchors
 RATIOS = (0.5, 1.0, 2.0)
 STRIDES = (4, 8, 16, 32)  # of the maps in which regions are looked at; a fifth one only proposes
 CANDIDATES = 1000  # anchors of each level, and pairs of a proposal and a class, that are looked at
+LEARN = 512  # proposals of a picture that learn, at most
 APART = 0.7  # overlap of two proposals of which one goes
 LEAST = 0.05  # score of a box
 LIMIT = 0.5  # overlap of two boxes of a class of which one goes
@@ -247,6 +248,8 @@ def build(
         box_predictor=faster_rcnn.FastRCNNPredictor(4 * depth, classes + 1),
         mask_head=mask_rcnn.MaskRCNNHeads(depth, (depth,) * 4, 1),
         mask_predictor=mask_rcnn.MaskRCNNPredictor(depth, depth, classes + 1),
+        rpn_post_nms_top_n_train=2 * proposals,
+        box_batch_size_per_image=min(LEARN, proposals),
     )
     del network.transform  # pictures come resized and normalized
     if pretrained:
@@ -255,9 +258,7 @@ def build(
                 "the published weights have another width", seen=depth, fix=f"width={WIDTH}"
             )
         standard.load_detector(network, PUBLISHED, name, channels, HEADS)
-    return MaskRCNN(
-        network, channels, (height, width), proposals=proposals, detections=detections
-    )
+    return MaskRCNN(network, channels, (height, width), proposals=proposals, detections=detections)
 
 
 def _whole(name: str, value: Any, most: int | None) -> int:

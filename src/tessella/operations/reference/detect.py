@@ -237,6 +237,7 @@ def pyramid_roi_align(
     made = made.reshape(images, places, side, side, channels).permute(0, 1, 4, 2, 3)
     return made.to(value.dtype).contiguous()
 
+
 def _suppressed(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     boxes, scores = shapes["boxes"], shapes["scores"]
     if len(boxes) != 3 or len(scores) != 3 or attrs["most"] < 1:
@@ -354,9 +355,7 @@ def _kept_shape(boxes: Tensor, scores: Tensor, *_: object, most: int, **__: obje
     return scores.new_empty(*scores.shape[:2], most, dtype=torch.int64)
 
 
-def _regions_shape(
-    value: Tensor, boxes: Tensor, *_: Tensor, side: int, **__: object
-) -> Tensor:
+def _regions_shape(value: Tensor, boxes: Tensor, *_: Tensor, side: int, **__: object) -> Tensor:
     return value.new_empty(*boxes.shape[:2], value.shape[2], side, side)
 
 

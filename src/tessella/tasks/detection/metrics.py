@@ -196,7 +196,10 @@ def things(targets: BoxSets, classes: int) -> dict[str, Any]:
                 "bbox": box, "area": area, "iscrowd": int(crowd),
             })  # fmt: skip
     return {
-        "images": [{"id": image} for image in range(len(targets))],
+        "images": [
+            {"id": image, "height": height, "width": width}
+            for image, (height, width) in enumerate(targets.views[:, 2:].tolist())
+        ],
         "categories": [{"id": k} for k in range(classes)],
         "annotations": found,
     }
