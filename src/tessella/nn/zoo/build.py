@@ -18,6 +18,7 @@ from tessella.nn.zoo import (
     mask_rcnn,
     retinanet,
     rf_detr,
+    smp_network,
     standard,
     timm_network,
     user_module,
@@ -85,8 +86,8 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
 
     Logits are ``[N, classes]``, or those of each pixel where the record is ``dense``; with
-    ``boxes`` or ``masks`` it answers with these, and with its loss where it is given targets, too. The weights
-    are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
+    ``boxes`` or ``masks`` it answers with these, and with its loss where it is given targets, too.
+    The weights are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
 
     Args:
         pretrained: start from the weights that the network's library publishes; a head of another
@@ -105,6 +106,11 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
         raise pixelwise.unpublished(network.name)
     if kind == "lenet":
         return LeNet(**sizes, **area)
+    if network.name in smp_network.NETWORKS:
+        options = network.options
+        return smp_network.build(
+            network.name, **sizes, **area, options=options, pretrained=pretrained
+        )
     if kind == "dense":
         options = network.options
         return pixelwise.build(network.name, **sizes, options=options, pretrained=pretrained)

@@ -124,6 +124,30 @@ DENSE: dict[str, Description] = {
         "Howard et al., Searching for MobileNetV3, arXiv:1905.02244",
         32,
     ),
+    "unet_backbone": _dense(
+        "U-Net on a backbone",
+        2015,
+        "Ronneberger et al., U-Net: convolutional networks for biomedical image segmentation, "
+        "arXiv:1505.04597",
+        32,
+        "backbone",
+    ),
+    "deeplabv3plus": _dense(
+        "DeepLabV3+",
+        2018,
+        "Chen et al., Encoder-decoder with atrous separable convolution for semantic image "
+        "segmentation, arXiv:1802.02611",
+        32,
+        "backbone",
+    ),
+    "segformer": _dense(
+        "SegFormer",
+        2021,
+        "Xie et al., SegFormer: simple and efficient design for semantic segmentation with "
+        "transformers, arXiv:2105.15203",
+        32,
+        "backbone",
+    ),
 }
 
 

@@ -20,7 +20,8 @@ FINISHES = True
 TAUGHT = True
 
 __all__ = [
-    "ANSWERS", "CELLS", "FINISHES", "OUTPUT", "SIDE", "TAUGHT", "aligned", "finish", "shape", "width",
+    "ANSWERS", "CELLS", "FINISHES", "OUTPUT", "SIDE", "TAUGHT", "aligned", "finish", "shape",
+    "width",
 ]  # fmt: skip
 
 
