@@ -140,7 +140,8 @@ class MaskRCNN(nn.Module):
         heads, count = self.network.roi_heads, kinds_ND.shape[1]
         logits = heads.mask_predictor(heads.mask_head(regions.flatten(0, 1))).flatten(2)
         kind = (kinds_ND.flatten() + 1)[:, None, None].expand(-1, 1, logits.shape[2])
-        return logits.gather(1, kind)[:, 0].float().sigmoid().unflatten(0, (-1, count))
+        told: Tensor = logits.gather(1, kind)[:, 0].float().sigmoid()
+        return told.reshape(-1, count, told.shape[1])
 
     def _loss(self, images: Tensor, maps: dict[str, Tensor], targets: Tensor) -> Tensor:
         """The sum of the five losses that torchvision's has."""
@@ -299,16 +300,19 @@ def pyramid(name: Any, channels: int, width: int) -> nn.Module:
         body = layers
     if channels != 3:
         first = next(n for n, m in body.named_modules() if isinstance(m, nn.Conv2d))
-        adapted = standard.Architecture(
-            first=first, heads=(), initialize=lambda conv: nn.init.kaiming_normal_(conv.weight)
-        )
+        adapted = standard.Architecture(first=first, heads=(), initialize=_initialize)
         standard.replace_first(body, adapted, channels)
     found = _maps(body, channels)
     if set(found) < set(STRIDES):
         raise refused
     layers_of = {found[stride][0]: str(level) for level, stride in enumerate(STRIDES)}
     depths = [found[stride][1] for stride in STRIDES]
-    return BackboneWithFPN(body, layers_of, depths, width)
+    made: nn.Module = BackboneWithFPN(body, layers_of, depths, width)
+    return made
+
+
+def _initialize(conv: nn.Conv2d) -> None:
+    nn.init.kaiming_normal_(conv.weight)
 
 
 def _maps(body: nn.Module, channels: int) -> dict[int, tuple[str, int]]:

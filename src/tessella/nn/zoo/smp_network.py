@@ -5,6 +5,7 @@ The import of that library takes seconds, so it happens when one of them is buil
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import httpx
@@ -46,7 +47,7 @@ def build(
             fix=f"--size {max(STEP, round(height / STEP) * STEP)}",
         )
     try:
-        import segmentation_models_pytorch as library
+        library = importlib.import_module("segmentation_models_pytorch")
     except ImportError as error:
         raise UsageError(
             f"{name} needs segmentation-models-pytorch, which is not installed",

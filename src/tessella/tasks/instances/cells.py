@@ -31,7 +31,7 @@ def cells_of(mask: npt.NDArray[np.uint8], box: Sequence[float], side: int) -> Fl
     rows, columns = ((math.floor(a), math.ceil(b)) for a, b in ((y0, y1), (x0, x1)))
     part = mask[slice(*rows), slice(*columns)] != 0
     up, across = _shares(y0, y1, rows, side), _shares(x0, x1, columns, side)
-    return (up @ part.astype(np.float32) @ across.T).clip(0, 1)
+    return np.asarray((up @ part.astype(np.float32) @ across.T).clip(0, 1), np.float32)
 
 
 def _shares(low: float, high: float, pixels: tuple[int, int], side: int) -> Floats:

@@ -50,7 +50,8 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
     scores_BP = outputs[..., 4:-CELLS].flatten(1)
     best = scores_BP.topk(min(MOST, scores_BP.shape[1]), dim=1)
     box = (best.indices // classes)[:, :, None]
-    told = boxes.rows(outputs[..., :-CELLS], targets, classes).unflatten(1, (-1, FIELDS))
+    told = boxes.rows(outputs[..., :-CELLS], targets, classes)
+    told = told.reshape(len(told), -1, FIELDS)
     masks = outputs[..., -CELLS:].gather(1, box.expand(-1, -1, CELLS)).float()
     return torch.cat([told.float(), _packed(masks)], 2).flatten(1)
 
@@ -58,8 +59,9 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
 def _packed(cells: Tensor) -> Tensor:
     """Cells [..., CELLS] from 0 to 1 in steps of a 255th, three in a number."""
     steps = (cells * LEVELS).round()
-    threes = F.pad(steps, (0, PACKED * TOGETHER - CELLS)).unflatten(-1, (PACKED, TOGETHER))
-    return threes[..., 0] + 256 * threes[..., 1] + 65536 * threes[..., 2]
+    padded = F.pad(steps, (0, PACKED * TOGETHER - CELLS))
+    first, second, third = padded.reshape(*steps.shape[:-1], PACKED, TOGETHER).unbind(-1)
+    return first + 256 * second + 65536 * third
 
 
 def _unpacked(numbers: Rows) -> npt.NDArray[np.float32]:
