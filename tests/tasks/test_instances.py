@@ -36,7 +36,7 @@ from tests.support.shapes import NAMES, write_shapes
 
 TASK = named("instances")
 LEARNED = 56
-EPOCHS = 40
+EPOCHS = 14
 
 
 def read_mask(answer: dict[str, Any]) -> np.ndarray:
@@ -55,7 +55,7 @@ def way(tmp_path_factory: pytest.TempPathFactory):
     settings = ImportSettings(task="instances", size=64, val_folder=val, resize="fill")
     dataset = import_images(train, here / "data", settings)
     run = api.train(
-        "mask_rcnn", dataset, out=here / "run", epochs=EPOCHS, batch_size=8, val_interval=EPOCHS,
+        "mask_rcnn", dataset, out=here / "run", epochs=EPOCHS, batch_size=4, val_interval=EPOCHS,
         network_options={"backbone": "resnet18", "width": 32, "proposals": 40, "detections": 12,
                          "anchor": 8},
         solver={"name": "adamw", "lr": 2e-3},

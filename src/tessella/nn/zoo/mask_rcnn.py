@@ -33,7 +33,7 @@ LEAST = 0.05  # score of a box
 LIMIT = 0.5  # overlap of two boxes of a class of which one goes
 SMALLEST = (1e-3, 1e-2)  # pixels of a side: of a proposal, and of a box
 SCALES = (10.0, 10.0, 5.0, 5.0)  # of how a box differs from its proposal
-USUAL_SIDE, USUAL_LEVEL = 224, 2  # a box of so many pixels looks at this level
+LARGER = (112, 224, 448)  # pixels of a side: such boxes look at the next map, a coarser one
 SAMPLES = 2  # points along a side of a region's cell
 REGION, DRAWN = 7, 14  # cells along the side of a region that is named, and of one that is drawn
 HEADS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
@@ -182,14 +182,15 @@ def _apart() -> Any:
 def _sized(scores_NP: Tensor, boxes_NP4: Tensor, least: float) -> Tensor:
     """Scores, −inf of boxes with a side of fewer pixels."""
     sides = boxes_NP4[..., 2:] - boxes_NP4[..., :2]
-    return scores_NP.masked_fill((sides < least).any(2), -torch.inf)
+    return scores_NP.masked_fill(sides.amin(2) < least, -torch.inf)
 
 
 def _regions(value: Tensor, boxes_NP4: Tensor, sizes: list[int], side: int) -> Tensor:
     """The regions of boxes: small ones of fine maps, large ones of coarse maps."""
-    area = (boxes_NP4[..., 2:] - boxes_NP4[..., :2]).prod(2)
-    level = (area.sqrt() / USUAL_SIDE).log2().floor() + USUAL_LEVEL
-    levels = level.clamp(0, len(STRIDES) - 1).long()
+    wide, high = (boxes_NP4[..., 2:] - boxes_NP4[..., :2]).unbind(2)
+    levels = torch.zeros_like(wide, dtype=torch.int64)
+    for side_of_level in LARGER:
+        levels = levels + (wide * high >= side_of_level**2).long()
     look = pyramid_roi_align
     if torch.compiler.is_exporting():
         look = torch.ops.tessella.pyramid_roi_align

@@ -5,7 +5,6 @@ The import of that library takes seconds, so it happens when one of them is buil
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import httpx
@@ -47,7 +46,7 @@ def build(
             fix=f"--size {max(STEP, round(height / STEP) * STEP)}",
         )
     try:
-        library = importlib.import_module("segmentation_models_pytorch")
+        import segmentation_models_pytorch as library
     except ImportError as error:
         raise UsageError(
             f"{name} needs segmentation-models-pytorch, which is not installed",
