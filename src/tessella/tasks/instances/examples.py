@@ -140,6 +140,15 @@ class MaskSets(boxes.BoxSets):
         """The masks of the boxes ``evaluated(index)``, of what an evaluated network sees."""
         return self._moved(index, self.still(index))[1]
 
+    def texts(self, index: int) -> list[bytes]:
+        """The same masks as compressed run lengths."""
+        top, left, *seen = self.views[index].tolist()
+        size = (int(self.sizes[index, 0]), int(self.sizes[index, 1]))
+        if (top, left, *seen) != (0, 0, *size):
+            return [rle.compressed(rle.counts_of(mask)) for mask in self.shown(index)]
+        _, owners = self.seen(index, self.still(index))
+        return [self._text(owner, size) for owner in owners.tolist()]
+
     def _moved(self, index: int, moves: Moves) -> tuple[Floats, list[Mask]]:
         """Boxes as ``seen`` has them, and the masks of the whole that the network sees."""
         rows, owners = self.seen(index, moves)
@@ -152,14 +161,17 @@ class MaskSets(boxes.BoxSets):
         return rows, masks
 
     def _mask(self, row: int, size: tuple[int, int]) -> Mask:
-        text = self._masks[row].as_py()
+        return rle.mask_of(rle.expanded(self._text(row, size)), *size)
+
+    def _text(self, row: int, size: tuple[int, int]) -> bytes:
+        text: bytes = self._masks[row].as_py()
         if not rle.fits(text, *size):
             raise DataError(
                 "a dataset's mask has not the size of its picture",
                 seen=f"mask {row}, a picture of {size[0]} × {size[1]}",
                 fix="import the dataset again",
             )
-        return rle.mask_of(rle.expanded(text), *size)
+        return text
 
 
 def _tighten(row: Floats, mask: Mask) -> None:

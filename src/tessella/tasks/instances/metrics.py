@@ -6,6 +6,7 @@ picture's own.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,6 +28,7 @@ from tessella.tasks.task import Rows
 LEVELS = 255  # of a cell in a row: as many as fit into eight bits
 TOGETHER = 3  # cells in a float32, which has 24 bits of whole numbers
 PACKED = -(-CELLS // TOGETHER)
+KEPT = 1 << 14  # masks, some 2 KB each: images that are drawn anew have the same ones again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,18 @@ def _draw(truth: dict[str, Any], targets: MaskSets) -> None:
     """Give each thing its mask."""
     place = 0
     for image in range(len(targets)):
-        for mask in targets.shown(image):
-            counts = rle.compressed(rle.counts_of(mask))
-            thing = truth["annotations"][place]
-            thing["segmentation"] = {"size": list(mask.shape), "counts": counts}
+        size = targets.views[image, 2:].tolist()
+        for counts in targets.texts(image):
+            truth["annotations"][place]["segmentation"] = {"size": size, "counts": counts}
             place += 1
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _drawn(box: bytes, numbers: bytes, height: int, width: int) -> bytes:
+    """The run lengths of a mask that was told, of the numbers of its row."""
+    sides = np.frombuffer(box, np.float32).astype(np.float64) * [width, height, width, height]
+    cells = _unpacked(np.frombuffer(numbers, np.float32))
+    return rle.compressed(counts_of(cells, sides.tolist(), (height, width)))
 
 
 def _answers(told: Rows, targets: MaskSets) -> list[dict[str, Any]]:
@@ -112,11 +121,10 @@ def _answers(told: Rows, targets: MaskSets) -> list[dict[str, Any]]:
     for image, rows_M in enumerate(told):
         height, width = targets.views[image, 2:].tolist()
         for row in rows_M[rows_M[:, 4] > 0]:
-            box = (row[:4].astype(np.float64) * [width, height, width, height]).tolist()
-            counts = counts_of(_unpacked(row[FIELDS:]), box, (height, width))
+            counts = _drawn(row[:4].tobytes(), row[FIELDS:].tobytes(), height, width)
             found.append({
                 "image_id": image, "category_id": int(row[5]), "score": float(row[4]),
-                "segmentation": {"size": [height, width], "counts": rle.compressed(counts)},
+                "segmentation": {"size": [height, width], "counts": counts},
             })  # fmt: skip
     if not found and len(told):  # nothing would be counted: an empty mask that hits nothing
         height, width = targets.views[0, 2:].tolist()
