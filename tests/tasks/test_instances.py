@@ -34,6 +34,8 @@ from tessella.tasks.instances.cells import CELLS, SIDE, cells_of, counts_of, out
 from tests.support.cli import Tessella
 from tests.support.shapes import NAMES, write_shapes
 
+# of pycocotools' decoder with NumPy 2
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 TASK = named("instances")
 LEARNED = 56
 EPOCHS = 14
@@ -124,17 +126,17 @@ def column_of(rows: list[Any]) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(rows, TASK.examples.column())])
 
 
-def row(masks: list[np.ndarray], labels: list[int], **others: Any) -> dict[str, Any]:
+def row(drawn: list[np.ndarray], labels: list[int], **others: Any) -> dict[str, Any]:
     """A target of a picture of 40 × 60 pixels, all of which a network sees."""
     boxes = []
-    for mask in masks:
+    for mask in drawn:
         x, y, w, h = coco_mask.toBbox(coco_mask.encode(np.asfortranarray(mask))).tolist()
         boxes.append([x, y, x + w, y + h])
     return {
-        "boxes": boxes, "labels": labels, "crowds": [False] * len(masks),
-        "areas": [float(m.sum()) for m in masks], "zoom": 1.0, "size": [40, 60],
+        "boxes": boxes, "labels": labels, "crowds": [False] * len(drawn),
+        "areas": [float(m.sum()) for m in drawn], "zoom": 1.0, "size": [40, 60],
         "view": [0, 0, 40, 60],
-        "masks": [rle.compressed(rle.counts_of(m)) for m in masks], **others,
+        "masks": [rle.compressed(rle.counts_of(m)) for m in drawn], **others,
     }  # fmt: skip
 
 
@@ -294,7 +296,9 @@ def test_masks_move_with_their_picture_and_back(resize: str, crop, tmp_path: Pat
     shown = np.asarray(Image.open(tmp_path / "a.png"))
     seen = fit(shown, record)[moves.top :, moves.left :][: moves.height, : moves.width, 0] > 127
     (mask,) = targets.shown(0)  # type: ignore[attr-defined]
-    assert (mask.astype(bool) == seen).mean() > 0.97
+    sides = [moves.width, moves.height] * 2
+    left, top, right, bottom = (round(v) for v in boxed[:4] * sides)  # around it may be noise
+    assert (mask.astype(bool) == seen)[top:bottom, left:right].mean() > 0.95
     output = np.zeros((1, 100, 5 + CELLS), np.float32)
     output[0, 0, :4], output[0, 0, 4] = boxed[:4], 0.9
     output[0, 0, 5:] = boxed[6:].reshape(SIDE, 2, SIDE, 2).mean(axis=(1, 3)).ravel()

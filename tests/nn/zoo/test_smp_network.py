@@ -1,13 +1,11 @@
-"""Networks of segmentation-models-pytorch: any backbone, any channels, and plans of them."""
+"""Networks of segmentation-models-pytorch: any backbone, any channels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tessella import api
 from tessella.core.errors import UsageError
-from tessella.core.spec import TensorSpec
 from tessella.nn import zoo
 
 BACKBONES = {
@@ -25,19 +23,11 @@ def built(name: str, channels: int = 3, size: tuple[int, int] = (32, 64), **opti
 
 @pytest.mark.parametrize("name", BACKBONES)
 def test_a_class_for_each_pixel(name: str) -> None:
-    """Of a backbone of the library's or timm's; a plan answers as the module does."""
+    """Of a backbone of the library's or timm's; how plans of them answer, benchmarks.masks says."""
     module = built(name, channels=1, backbone=BACKBONES[name])
     assert module.training
-    images = torch.randn(2, 1, 32, 64)
     with torch.no_grad():
-        right = module.eval()(images)
-    assert right.shape == (2, 4, 32, 64)
-    if name == "unet_backbone":
-        return  # whose layers the two others have, too
-    spec = TensorSpec(name="x", dtype="float32", shape=(2, 1, 32, 64))
-    plan = api.compile(module, inputs=[spec], untuned=True)
-    (made,) = api.load(plan)(images).values()
-    torch.testing.assert_close(torch.as_tensor(made), right, atol=1e-4, rtol=1e-4)
+        assert module.eval()(torch.randn(2, 1, 32, 64)).shape == (2, 4, 32, 64)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +36,6 @@ def test_a_class_for_each_pixel(name: str) -> None:
         ("segformer", {}, (32, 40), "multiples of 32"),
         ("segformer", {"backbone": "no_such"}, (32, 32), "no network of this name"),
         ("unet_backbone", {"backbone": "hf_hub:some/body"}, (32, 32), "no network of this name"),
-        ("deeplabv3plus", {"backbone": "mit_b0"}, (32, 32), "cannot be a backbone"),
         ("segformer", {"width": 3}, (32, 32), "does not take this option"),
     ],
 )

@@ -55,7 +55,10 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
     told = boxes.rows(outputs[..., :-CELLS], targets, classes)
     told = told.reshape(len(told), -1, FIELDS)
     masks = outputs[..., -CELLS:].gather(1, box.expand(-1, -1, CELLS)).float()
-    return torch.cat([told.float(), _packed(masks)], 2).flatten(1)
+    # a number that is none must not pass unseen because its score is low
+    finite = outputs.flatten(1).isfinite().all(1)[:, None]
+    found = torch.cat([told.float(), _packed(masks)], 2).flatten(1)
+    return torch.where(finite, found, torch.nan)
 
 
 def _packed(cells: Tensor) -> Tensor:
