@@ -19,7 +19,7 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from tessella import api
+from tessella import api, graph
 from tessella.annotations import rle
 from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError
@@ -62,7 +62,16 @@ def way(tmp_path_factory: pytest.TempPathFactory):
                          "anchor": 8},
         solver={"name": "adamw", "lr": 2e-3},
     )  # fmt: skip
-    api.compile(run, batch=(1, 1, 2), untuned=True).save(here / "net.plan")
+    known: list[graph.Graph] = []
+
+    def once(*args: Any, capture: Any = graph.capture, **settings: Any) -> graph.Graph:
+        known[:] = known or [capture(*args, **settings)]
+        return known[0]
+
+    with pytest.MonkeyPatch.context() as patch:  # torch.export takes seconds
+        patch.setattr(graph, "capture", once)
+        api.export(run, here / "net.onnx")
+        api.compile(run, batch=(1, 1, 2), untuned=True).save(here / "net.plan")
     return here / "pictures", dataset, run, here / "net.plan"
 
 
@@ -108,9 +117,10 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     np.testing.assert_array_equal(one, other)
     inside = read_mask(told[files.index(file)][0])
     assert (one != np.asarray(Image.open(file)))[inside].any(axis=1).mean() > 0.9
-    api.export(run, tmp_path / "net.onnx")
     pixels = torch.from_numpy(checkpoint.info.preprocess(file.read_bytes())[None])
-    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        str(plan.with_name("net.onnx")), providers=["CPUExecutionProvider"]
+    )
     (made,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
     eager = api.eager_predictor(checkpoint)(pixels)
     assert (TASK.head.aligned(torch.from_numpy(made), eager) - eager).abs().max() < 1e-3
@@ -306,7 +316,8 @@ def test_masks_move_with_their_picture_and_back(resize: str, crop, tmp_path: Pat
     about = TaskRecord(name="instances", score="map")
     ((told,),) = TASK.answers.answer(output, ("light",), about, Query(views=(view,)))
     back = read_mask(told)
-    x0, y0, x1, y1 = (round(v) for v in told["box"])
+    (x0, y0), (x1, y1) = (np.floor(told["box"][:2]), np.ceil(told["box"][2:]))
+    x0, y0, x1, y1 = (int(v) for v in (x0, y0, x1, y1))
     part = ring.astype(bool)[y0:y1, x0:x1]
     assert (back[y0:y1, x0:x1] & part).sum() > 0.85 * (back[y0:y1, x0:x1] | part).sum()
     assert back.sum() == back[y0:y1, x0:x1].sum()
@@ -362,7 +373,7 @@ def test_broken_masks_of_annotations_are_listed_and_left_out(way, tmp_path: Path
         {"size": size, "counts": [-1, 4801]}, {"size": size, "counts": [1e300]},
         {"size": size, "counts": "\x7f" * 40}, {"size": size, "counts": "o" * 4000},
         {"size": size, "counts": {"a": 1}}, {"size": [1 << 40, 1 << 40], "counts": "0"},
-        [[1, 1, 5]], [[float("nan"), 1, 5, 5, 9, 9]], [[1, 1, 5, 5, 9, "9"]], [[1e308] * 6],
+        [[1, 1, 5]], [[1, 1, 5, 5, 9, "9"]], [[1e308] * 6], [[1, 1, 5, 5, 9]], [[-900, 1, 5, 5, 9, 9]],
     ]  # fmt: skip
     plain["annotations"] = [entry] + [
         {**entry, "id": 100 + i, "segmentation": shape} for i, shape in enumerate(broken)
@@ -374,6 +385,10 @@ def test_broken_masks_of_annotations_are_listed_and_left_out(way, tmp_path: Path
     found = TASK.examples.find(request)
     assert sum(len(source.label.things) for source in found.sources) == 1
     assert any(f"{len(broken)} problems" in note for note in found.notes)
+    entry["segmentation"] = [[float("nan"), 1, 5, 5, 9, 9]]
+    (folder / "broken.json").write_text(json.dumps(plain))
+    with pytest.raises(DataError, match="NaN"):
+        TASK.examples.find(request)
 
 
 MASK = np.zeros((40, 60), np.uint8)
@@ -464,5 +479,5 @@ def test_targets_of_the_dataset_are_those_of_the_annotations(way) -> None:
     batch = targets.batch(np.arange(len(targets)))
     known = batch[batch[:, :, 4] >= 0]
     discs, triangles = (known[known[:, 4] == k][:, 6:].mean() for k in (0, 1))
-    assert discs == pytest.approx(np.pi / 4, abs=0.06)
-    assert triangles == pytest.approx(0.5, abs=0.06)
+    assert discs == pytest.approx(np.pi / 4, abs=0.1)
+    assert triangles == pytest.approx(0.5, abs=0.1)
