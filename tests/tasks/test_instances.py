@@ -373,7 +373,8 @@ def test_broken_masks_of_annotations_are_listed_and_left_out(way, tmp_path: Path
         {"size": size, "counts": [-1, 4801]}, {"size": size, "counts": [1e300]},
         {"size": size, "counts": "\x7f" * 40}, {"size": size, "counts": "o" * 4000},
         {"size": size, "counts": {"a": 1}}, {"size": [1 << 40, 1 << 40], "counts": "0"},
-        [[1, 1, 5]], [[1, 1, 5, 5, 9, "9"]], [[1e308] * 6], [[1, 1, 5, 5, 9]], [[-900, 1, 5, 5, 9, 9]],
+        [[1, 1, 5]], [[1, 1, 5, 5, 9, "9"]], [[1e308] * 6],
+        [[1, 1, 5, 5, 9]], [[-900, 1, 5, 5, 9, 9]],
     ]  # fmt: skip
     plain["annotations"] = [entry] + [
         {**entry, "id": 100 + i, "segmentation": shape} for i, shape in enumerate(broken)
