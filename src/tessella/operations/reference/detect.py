@@ -196,10 +196,15 @@ def pyramid_roi_align(
     if value.is_meta:
         return value.new_empty(images, places, channels, side, side)
     wide = torch.promote_types(value.dtype, torch.float32)
-    about = torch.tensor([sizes[::2], sizes[1::2], strides], device=value.device)
-    starts = F.pad((about[0] * about[1]).cumsum(0), (1, 0))[:-1]
     known = levels.clamp(0, len(strides) - 1)
-    height, width, stride = about[:, known].unbind(0)  # [N, P] each
+    height = width = stride = first = torch.zeros_like(known)  # [N, P] each
+    begin = 0
+    # no table: a CUDA graph could not bring one to the device
+    for level, (h, w, s) in enumerate(zip(sizes[::2], sizes[1::2], strides, strict=True)):
+        mine = known == level
+        height, width = torch.where(mine, h, height), torch.where(mine, w, width)
+        stride, first = torch.where(mine, s, stride), torch.where(mine, begin, first)
+        begin += h * w
     scaled = boxes.to(wide) / stride[:, :, None]
     low = scaled[..., :2]
     cell = (scaled[..., 2:] - low).clamp(min=1) / side
@@ -217,7 +222,7 @@ def pyramid_roi_align(
     columns_2 = torch.stack([before[:, :, 0], after[:, :, 0]], 3).long()
     (right, down), (left, up) = far.unbind(2), near.unbind(2)
     across, along = torch.stack([left, right], 3), torch.stack([up, down], 3)
-    first = starts[known] + torch.arange(images, device=value.device)[:, None] * pixels
+    first = first + torch.arange(images, device=value.device)[:, None] * pixels
 
     def cells(of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
         """Values of a cell's points, [N, P, side, side, points], of rows and of columns."""
