@@ -35,17 +35,20 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["deeplabv3plus", "segformer"])
     parser.add_argument("--size", type=int, default=256, help="of a picture's sides")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
-    parser.add_argument("--limit", type=float, help="seconds that the compiler may measure")
+    parser.add_argument("--cache", type=Path, help="timings of kernels, read and added to")
+    parser.add_argument("--limit", type=float, help="seconds to measure kernels, then to go on")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [measured(name, args.size, args.seconds, args.limit) for name in args.networks]
+    rows = [
+        measured(name, args.size, args.seconds, args.cache, args.limit) for name in args.networks
+    ]
     if args.out is not None:
         write(args.out, document(default_target(), rows))
     for row in rows:
         print(row)
 
 
-def measured(asked: str, size: int, seconds: float, limit: float | None) -> Row:
+def measured(asked: str, size: int, seconds: float, cache: Path | None, limit: float | None) -> Row:
     """A network's times in ms, and how far the plan's answer is from eager PyTorch's."""
     import onnxruntime as ort
 
@@ -57,17 +60,18 @@ def measured(asked: str, size: int, seconds: float, limit: float | None) -> Row:
     record = zoo.network(name, classes=CLASSES, size=size, answers=answers, options=options)
     module = zoo.build(record).eval()
     spec = TensorSpec(name="image", dtype="float32", shape=(1, record.channels, size, size))
-    plan = api.compile(module, inputs=[spec], time_limit_s=limit)
-    loaded = api.load(plan)
-    image = torch.randn(spec.shape)
+    image = torch.randn(1, record.channels, size, size)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
-        write_onnx(graph.capture(module, [spec]), path)
+        captured = graph.capture(module, [spec])
+        write_onnx(captured, path)
         threads = ort.SessionOptions()
         threads.intra_op_num_threads = torch.get_num_threads()
         # by default its threads spin after a run, and steal the cores from whatever runs next
         threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = ort.InferenceSession(path, threads, providers=["CPUExecutionProvider"])
+    plan = api.compile(captured, cache=cache, time_limit_s=limit)
+    loaded = api.load(plan)
     fed = {"image": image.numpy()}
     runs = {
         "plan": lambda: loaded(image),
