@@ -70,7 +70,7 @@ def measured(asked: str, size: int, seconds: float, cache: Path | None, limit: f
         # by default its threads spin after a run, and steal the cores from whatever runs next
         threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = ort.InferenceSession(path, threads, providers=["CPUExecutionProvider"])
-    plan = api.compile(captured, cache=cache, time_limit_s=limit)
+    plan = api.compile(captured, batch=1, cache=cache, time_limit_s=limit)
     loaded = api.load(plan)
     fed = {"image": image.numpy()}
     runs = {
