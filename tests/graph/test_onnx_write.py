@@ -207,7 +207,7 @@ LATER = {
     *(f"conv{axes}d_{kind}" for axes in (1, 2, 3) for kind in ("dgrad", "wgrad")),
 }
 
-BY_ITSELF = {"nms"}  # goes out and does not come back
+BY_ITSELF = {"nms", "pyramid_roi_align"}  # go out and do not come back
 
 
 def test_every_operation_is_tried() -> None:
@@ -311,6 +311,33 @@ def test_boxes_that_stay_go_out_as_a_table(tmp_path: Path) -> None:
     assert [one.tolist() for one in made] == [one.tolist() for one in right]
     assert (right[1] == -1).any()
     with pytest.raises(CompileError, match="NonMaxSuppression"):
+        read(tmp_path / "net.onnx")
+
+
+def seen_in_boxes(x: torch.Tensor) -> torch.Tensor:
+    """What two maps show in boxes of a picture's numbers, one of which no box may look at."""
+    value = torch.cat([x.flatten(2).mT, x[:, :, ::2, ::2].flatten(2).mT], 1)
+    low = x[:, :, :2, 0].abs() * 4
+    boxes = torch.cat([low, low + x[:, :, 2:4, 1].abs() * 9], 2)
+    levels = (x[:, :, 0, 1] > 0).to(torch.int64)
+    return torch.ops.tessella.pyramid_roi_align(
+        value, boxes, levels, sizes=(6, 8, 3, 4), strides=(1, 2), side=3, samples=2
+    )
+
+
+def test_what_boxes_show_goes_out_level_by_level(tmp_path: Path) -> None:
+    """A level's boxes are a list as long as there are some, which is no value of a graph."""
+    spec = TensorSpec(name="x", dtype="float32", shape=(BATCH, 4, 6, 8))
+    for opset in (17, 21):
+        write(capture(Function(seen_in_boxes), [spec]), tmp_path / "net.onnx", opset=opset)
+        session = onnxruntime.InferenceSession(
+            tmp_path / "net.onnx", providers=["CPUExecutionProvider"]
+        )
+        x = torch.randn(3, 4, 6, 8)
+        for given in (x, x.abs()):  # of the second no box looks at the first map
+            (made,) = session.run(None, {"x": given.numpy()})
+            torch.testing.assert_close(torch.from_numpy(made), seen_in_boxes(given))
+    with pytest.raises(CompileError):
         read(tmp_path / "net.onnx")
 
 

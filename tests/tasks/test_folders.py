@@ -23,7 +23,9 @@ from tessella.tasks import task as parts
 from tests.support.toy_tasks import order
 
 SIZE = 12
-BUILT_IN = ("classification", "detection", "multilabel", "regression", "segmentation")
+BUILT_IN = (
+    "classification", "detection", "instances", "multilabel", "regression", "segmentation"
+)  # fmt: skip
 
 
 PROTOCOLS = {

@@ -30,6 +30,21 @@ def counts_of(mask: npt.NDArray[np.generic]) -> Counts:
     return np.concatenate([[0], counts]) if flat.size and flat[0] else counts
 
 
+def placed(part: npt.NDArray[np.bool_], place: tuple[int, int], size: tuple[int, int]) -> Counts:
+    """The run lengths of a mask that is empty but for a part of it.
+
+    Args:
+        place: row and column of the part's corner; ``size``: height and width of the whole mask.
+    """
+    (top, left), (height, width) = place, size
+    columns = np.zeros((part.shape[1], height), bool)
+    columns[:, top : top + part.shape[0]] = part.T
+    flat = np.concatenate([[False], columns.ravel(), [False]])
+    edges = np.flatnonzero(flat[1:] != flat[:-1]) + left * height
+    counts = np.diff(np.concatenate([[0], edges, [height * width]]))
+    return counts if counts[-1] or len(counts) == 1 else counts[:-1]
+
+
 def mask_of(counts: Counts, height: int, width: int) -> Mask:
     """The mask uint8 [height, width] of run lengths whose sum is height · width."""
     values = (np.arange(len(counts)) % 2).astype(np.uint8)

@@ -35,7 +35,7 @@ VERSION = 1
 WEIGHTS = "model.safetensors"
 QUANTIZED = "quantized.onnx"  # of a network that was trained with the roundings of its plan
 
-Answering = Literal["picture", "pixels", "boxes"]
+Answering = Literal["picture", "pixels", "boxes", "masks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class Network:
         dense: the outputs are for each pixel, [N, classes, height, width], not for a picture.
         boxes: the outputs are P boxes, [N, P, 4 + classes]: x0 y0 x1 y1 in fractions of the input,
             and a probability of each class, 0 where another box says the same.
+        masks: the outputs are such boxes with a mask each, [N, P, 4 + classes + M · M]: how sure
+            each cell of the box, cut into M · M, is part of the thing (``tasks.instances``).
     """
 
     name: str
@@ -63,10 +65,13 @@ class Network:
     source: str | None = None
     dense: bool = False
     boxes: bool = False
+    masks: bool = False
 
     @property
     def answers(self) -> Answering:
         """What the outputs are for."""
+        if self.masks:
+            return "masks"
         return "boxes" if self.boxes else "pixels" if self.dense else "picture"
 
 

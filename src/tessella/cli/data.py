@@ -50,7 +50,8 @@ def import_(
     task: Annotated[
         str,
         Option(
-            help="What to learn: classification, detection, multilabel, regression or segmentation."
+            help="What to learn: classification, detection, instances, multilabel, regression or "
+            "segmentation."
         ),
     ] = "classification",
     name: Annotated[str | None, Option(help="Name; the source's if not given.")] = None,

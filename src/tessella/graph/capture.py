@@ -74,9 +74,9 @@ def capture(
             "torchvision's detection networks take a list of pictures, and answer with as many "
             "boxes as each has",
             seen=type(module).__name__,
-            fix="RetinaNet answers with a fixed number of boxes as tessella.nn.zoo has it "
-            "(retinanet_r50, also with torchvision's weights); of others compile backbone and "
-            "head as a module of your own",
+            fix="RetinaNet and Mask R-CNN answer with a fixed number of boxes as tessella.nn.zoo "
+            "has them (retinanet_r50, mask_rcnn, also with torchvision's weights); of others "
+            "compile backbone and head as a module of your own",
         )
     dynamic = [s.batch.min != s.batch.max for s in inputs]
     exported = _export(module, inputs, dynamic)

@@ -1,4 +1,4 @@
-"""Boxes over pictures: an SVG as large as the picture, laid over it by the style sheet.
+"""Boxes and masks over pictures: an SVG as large as the picture, laid over it by the style sheet.
 
 As an image it runs no scripts, whatever a class is called, and it scales as its picture does.
 """
@@ -44,7 +44,7 @@ def svg(things: Sequence[Thing], size: tuple[int, int], *, names: bool) -> str:
 
 
 def _shapes(thing: Thing, letter: float, width: int, names: bool) -> list[str]:
-    """A frame, and the name on a ground of its color, above the frame or at its top."""
+    """The mask, a frame, and the name on a ground of its color, above the frame or at its top."""
     x0, y0, x1, y1 = thing.box
     color = "rgb({}, {}, {})".format(*thing.color)
     dashes = ' stroke-dasharray="6 4"' if thing.dashed else ""
@@ -53,8 +53,9 @@ def _shapes(thing: Thing, letter: float, width: int, names: bool) -> list[str]:
         f' fill="none" stroke="{color}" stroke-width="2"{dashes}'
         ' vector-effect="non-scaling-stroke"/>'
     )
+    shapes = [_mask(thing, color), frame] if thing.outlines else [frame]
     if not names:
-        return [frame]
+        return shapes
     wide = 0.58 * letter * len(thing.name) + 0.4 * letter
     x = max(0.0, min(x0, width - wide))
     y = y0 - 1.2 * letter if y0 >= 1.2 * letter else y0
@@ -66,4 +67,16 @@ def _shapes(thing: Thing, letter: float, width: int, names: bool) -> list[str]:
         f'<text x="{x + 0.2 * letter:.2f}" y="{y + 0.92 * letter:.2f}" fill="white"'
         f' font-size="{letter:.2f}" font-family="sans-serif">{escape(thing.name)}</text>'
     )
-    return [frame, ground, written]
+    return [*shapes, ground, written]
+
+
+def _mask(thing: Thing, color: str) -> str:
+    """What lies inside of an odd number of outlines, in the thing's color."""
+    lines = []
+    for outline in thing.outlines:
+        points = " ".join(f"{v:.1f}" for v in outline)
+        lines.append(f"M{points}Z")
+    return (
+        f'<path d="{"".join(lines)}" fill="{color}" fill-opacity="0.4" fill-rule="evenodd"'
+        f' stroke="{color}" stroke-width="1" vector-effect="non-scaling-stroke"/>'
+    )

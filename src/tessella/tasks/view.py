@@ -27,6 +27,11 @@ class View:
 
         What reaches over the picture's edge, into the padding, is cut.
         """
+        boxes = self.around_picture(boxes_N4)
+        return boxes.clip(0, [self.width, self.height, self.width, self.height])
+
+    def around_picture(self, boxes_N4: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same boxes as they are, over the picture's edge or not."""
         record = self.record
         place = placement(self.height, self.width, record)
         _, height, width = record.input_shape
@@ -35,5 +40,4 @@ class View:
         y = (record.height - height) // 2 - place.top + boxes_N4[:, [1, 3]] * height
         x = left + x * (right - left) / place.width
         y = top + y * (bottom - top) / place.height
-        x, y = x.clip(0, self.width), y.clip(0, self.height)
         return np.stack([x[:, 0], y[:, 0], x[:, 1], y[:, 1]], axis=1)

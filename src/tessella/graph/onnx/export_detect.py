@@ -145,8 +145,42 @@ def _nms(w: Writer, node: Node) -> None:
     w.add("Reshape", [table, w.ints(-1, classes, most)], out=node.output.name)
 
 
+def _pyramid_roi_align(w: Writer, node: Node) -> None:
+    """Each level's boxes are picked, look at its map, and go back to their places."""
+    value, boxes, levels = (v for v in node.inputs if v is not None)
+    sizes, strides, side = (node.attrs[n] for n in ("sizes", "strides", "side"))
+    places, channels = static(node, node.output.shape[1:3])
+    rows = w.add("Reshape", [cast(w, boxes, "float32"), w.ints(-1, 4)])
+    level = w.add("Reshape", [levels.name, w.ints(-1)])
+    count = w.add("Shape", [level])
+    pixels = w.add("Transpose", [cast(w, value, "float32")], perm=[0, 2, 1])
+    empty = w.add("Concat", [count, w.ints(channels, side, side)], axis=0)
+    told = w.add("Expand", [w.constant(torch.zeros(1)), empty])
+    begin = 0
+    for number, stride in enumerate(strides):
+        height, width = sizes[2 * number : 2 * number + 2]
+        end = begin + height * width
+        map = w.add("Slice", [pixels, w.ints(begin), w.ints(end), w.ints(2)])
+        map = w.add("Reshape", [map, w.ints(0, 0, height, width)])
+        mine = w.add("Equal", [level, w.constant(torch.tensor(number))])
+        at = w.add("Transpose", [w.add("NonZero", [mine])], perm=[1, 0])  # [M, 1]
+        flat = w.add("Squeeze", [at, w.ints(1)])
+        image = w.add("Div", [flat, w.constant(torch.tensor(places))])
+        looks = [map, w.add("Gather", [rows, flat], axis=0), image]
+        seen = w.add(
+            "RoiAlign", looks, mode="avg", output_height=side, output_width=side,
+            sampling_ratio=node.attrs["samples"], spatial_scale=1.0 / stride,
+            **({"coordinate_transformation_mode": "output_half_pixel"} if w.opset >= 16 else {}),
+        )  # fmt: skip
+        told = w.add("ScatterND", [told, at, seen])
+        begin = end
+    told = w.add("Reshape", [told, w.ints(-1, places, channels, side, side)])
+    w.add("Cast", [told], out=node.output.name, to=NUMBERS[node.output.dtype])
+
+
 DETECT: dict[str, Export] = {
     "peak_boxes": _peak_boxes,
     "deformable_attention": _deformable_attention,
     "nms": _nms,
+    "pyramid_roi_align": _pyramid_roi_align,
 }

@@ -15,19 +15,25 @@ from tessella.nn import prototxt
 from tessella.nn.zoo import (
     centernet,
     d_fine,
+    mask_rcnn,
     retinanet,
     rf_detr,
+    smp_network,
     standard,
     timm_network,
     user_module,
 )
 from tessella.nn.zoo import dense as pixelwise
-from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, STANDARD, describe
+from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, MASKS, STANDARD, describe
 from tessella.nn.zoo.lenet import LeNet
+from tessella.tasks.instances.head import CELLS
 
 TIMM = "timm/"
-_ANSWERS: dict[str, Answering] = {"dense": "pixels", "boxes": "boxes"}  # by kind
-_FOR = {"picture": "for the picture", "pixels": "for each pixel", "boxes": "for boxes"}
+_ANSWERS: dict[str, Answering] = {"dense": "pixels", "boxes": "boxes", "masks": "masks"}  # by kind
+_FOR = {
+    "picture": "for the picture", "pixels": "for each pixel", "boxes": "for boxes",
+    "masks": "for boxes with masks",
+}  # fmt: skip
 CLASSES = 1000  # of a network that nobody trained
 CLASSES_OF_BOXES = 80  # of one that answers with boxes
 Scalar = str | int | float | bool | None
@@ -70,6 +76,7 @@ def network(
         source=source,
         dense=answers == "pixels",
         boxes=answers == "boxes",
+        masks=answers == "masks",
     )
     _check(record)
     return record
@@ -79,8 +86,8 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
 
     Logits are ``[N, classes]``, or those of each pixel where the record is ``dense``; with
-    ``boxes`` it answers with boxes, and with its loss where it is given targets, too. The weights
-    are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
+    ``boxes`` or ``masks`` it answers with these, and with its loss where it is given targets, too.
+    The weights are drawn from torch's default generator, so ``torch.manual_seed`` decides them.
 
     Args:
         pretrained: start from the weights that the network's library publishes; a head of another
@@ -99,6 +106,11 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
         raise pixelwise.unpublished(network.name)
     if kind == "lenet":
         return LeNet(**sizes, **area)
+    if network.name in smp_network.NETWORKS:
+        options = network.options
+        return smp_network.build(
+            network.name, **sizes, **area, options=options, pretrained=pretrained
+        )
     if kind == "dense":
         options = network.options
         return pixelwise.build(network.name, **sizes, options=options, pretrained=pretrained)
@@ -111,6 +123,9 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
         return retinanet.build(
             network.name, **sizes, **area, options=options, pretrained=pretrained
         )
+    if kind == "masks":
+        options = network.options
+        return mask_rcnn.build(**sizes, **area, options=options, pretrained=pretrained)
     if kind == "boxes":
         return centernet.build(**sizes, options=network.options, pretrained=pretrained)
     if kind == "standard":
@@ -145,7 +160,7 @@ def untrained(
     shape = shape if shape and len(shape) == 3 and all(isinstance(n, int) for n in shape) else None
     channels, size = (None, None) if shape is None else (shape[0], shape[1:])
     answers = _ANSWERS.get(_kind(name), "picture")
-    classes = CLASSES_OF_BOXES if answers == "boxes" else CLASSES
+    classes = CLASSES_OF_BOXES if answers in ("boxes", "masks") else CLASSES
     record = network(name, classes=classes, channels=channels, size=size, answers=answers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -162,6 +177,8 @@ def _kind(name: str) -> str:
         return "dense"
     if name in BOXES:
         return "boxes"
+    if name in MASKS:
+        return "masks"
     if name.startswith(TIMM):
         return "timm"
     if name.endswith(".prototxt"):
@@ -173,7 +190,7 @@ def _kind(name: str) -> str:
 
 def _unknown(name: str) -> UsageError:
     others = timm_network.names()
-    ours = [*STANDARD, *DENSE, *BOXES]
+    ours = [*STANDARD, *DENSE, *BOXES, *MASKS]
     known = [*ours, *(TIMM + n for n in others)]
     near = [TIMM + name] if name in others else []
     near += difflib.get_close_matches(name.lower().replace("-", ""), known, n=4, cutoff=0.7)
@@ -228,7 +245,7 @@ def _check(network: Network) -> None:
             seen=network.name,
             fix=f"use {', '.join(ANSWERING[network.answers])}, or a network of your own",
         )
-    if kind in ("lenet", "standard", "dense", "boxes"):
+    if kind in ("lenet", "standard", "dense", "boxes", "masks"):
         _check_standard(network)
     elif kind == "prototxt" and network.options:
         raise UsageError(
@@ -270,17 +287,19 @@ def _check_output(module: nn.Module, network: Network) -> None:
     module.train(training)
     shape = list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
     fix = "return one number a class, without softmax"
-    if network.boxes:
+    if network.boxes or network.masks:
         places = y.shape[1] if isinstance(y, torch.Tensor) and y.dim() == 3 else "P"
-        tail: list[Any] = [places, 4 + network.classes]
+        masks = CELLS if network.masks else 0
+        tail: list[Any] = [places, 4 + network.classes + masks]
         fix = "return x0 y0 x1 y1 in fractions of the input and a probability a class for each box"
+        fix += f", and {masks} of its cells" if masks else ""
     else:
         tail = [network.classes, *([network.height, network.width] if network.dense else [])]
     if shape != [1, *tail]:
+        kind = "masks" if network.masks else "boxes" if network.boxes else "logits"
         wanted = ", ".join(map(str, ["N", *tail]))
         raise UsageError(
-            f"{network.name} does not return {'boxes' if network.boxes else 'logits'} of shape "
-            f"[{wanted}]",
+            f"{network.name} does not return {kind} of shape [{wanted}]",
             seen=f"{shape} for an input of shape {list(x.shape)}",
             fix=fix,
         )

@@ -124,6 +124,30 @@ DENSE: dict[str, Description] = {
         "Howard et al., Searching for MobileNetV3, arXiv:1905.02244",
         32,
     ),
+    "unet_backbone": _dense(
+        "U-Net on a backbone",
+        2015,
+        "Ronneberger et al., U-Net: convolutional networks for biomedical image segmentation, "
+        "arXiv:1505.04597",
+        32,
+        "backbone",
+    ),
+    "deeplabv3plus": _dense(
+        "DeepLabV3+",
+        2018,
+        "Chen et al., Encoder-decoder with atrous separable convolution for semantic image "
+        "segmentation, arXiv:1802.02611",
+        32,
+        "backbone",
+    ),
+    "segformer": _dense(
+        "SegFormer",
+        2021,
+        "Xie et al., SegFormer: simple and efficient design for semantic segmentation with "
+        "transformers, arXiv:2105.15203",
+        32,
+        "backbone",
+    ),
 }
 
 
@@ -182,9 +206,22 @@ BOXES: dict[str, Description] = {
     **{f"retinanet_r{layers}": _retinanet(layers) for layers in (18, 50)},
 }
 
+# Networks that answer with boxes and a mask for each.
+MASKS: dict[str, Description] = {
+    "mask_rcnn": Description(
+        title="Mask R-CNN",
+        year=2017,
+        paper="He et al., Mask R-CNN, arXiv:1703.06870",
+        size=640,
+        channels=3,
+        smallest_size=32,
+        options=("anchor", "backbone", "detections", "proposals", "width"),
+    )
+}
+
 # The networks by what their outputs are for.
 ANSWERING: dict[Answering, dict[str, Description]] = {
-    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES
+    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES, "masks": MASKS
 }  # fmt: skip
 
 
@@ -195,7 +232,7 @@ def names() -> tuple[str, ...]:
 
 def describe(name: str) -> Description:
     """The description of a standard network; raises ``UsageError`` with the known names."""
-    known = {**STANDARD, **DENSE, **BOXES}
+    known = {**STANDARD, **DENSE, **BOXES, **MASKS}
     if name not in known:
         raise UsageError(
             "only the standard networks have a description",

@@ -6,15 +6,14 @@ of nine boxes around it, the anchors, which classes they show and how they diffe
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tessella.core.errors import UsageError
+from tessella.nn.zoo import anchors, standard
 from tessella.nn.zoo import boxes as overlap
-from tessella.nn.zoo import standard
 from tessella.operations.reference.detect import nms
 from tessella.tasks.detection.head import MOST
 
@@ -26,7 +25,6 @@ RATIOS = (0.5, 1.0, 2.0)
 CANDIDATES = 1000  # pairs of a box and a class of each level that are looked at
 LEAST = 0.05  # and their least score
 LIMIT = 0.5  # overlap of two boxes of a class of which one goes
-FARTHEST = math.log(1000 / 16)  # how much larger than its anchor a box may be, as a logarithm
 
 
 class RetinaNet(nn.Module):
@@ -44,8 +42,9 @@ class RetinaNet(nn.Module):
     def __init__(self, network: Any, channels: int, size: tuple[int, int]) -> None:
         super().__init__()
         self.network, self.classes = network, int(network.head.classification_head.num_classes)
-        anchors, self.places = _anchors(network, channels, size)
-        self.register_buffer("anchors", anchors, persistent=False)
+        generator = network.anchor_generator
+        around, self.places = anchors.anchors(network.backbone, generator, channels, size)
+        self.register_buffer("anchors", around, persistent=False)
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
         """Boxes; in training [loss, mean overlap] of targets [N, M, 6] (``tasks.detection``).
@@ -62,19 +61,19 @@ class RetinaNet(nn.Module):
 
     def _boxes(self, logits_NAK: Tensor, moves_NA4: Tensor, height: int, width: int) -> Tensor:
         """The surest boxes in fractions of the picture, those apart that say the same."""
-        scores, anchors, kinds = [], [], []
+        scores, found, kinds = [], [], []
         begin = 0
         for count in self.places:
             level = logits_NAK[:, begin : begin + count].flatten(1)
             best = level.topk(min(CANDIDATES, level.shape[1]))
             scores.append(best.values)
-            anchors.append(torch.div(best.indices, self.classes, rounding_mode="floor") + begin)
+            found.append(torch.div(best.indices, self.classes, rounding_mode="floor") + begin)
             kinds.append(best.indices % self.classes)
             begin += count
-        found_NP, kind_NP = torch.cat(anchors, 1), torch.cat(kinds, 1)
+        found_NP, kind_NP = torch.cat(found, 1), torch.cat(kinds, 1)
         score_NP = torch.cat(scores, 1).float().sigmoid()
         moves_NP4 = moves_NA4.gather(1, found_NP[:, :, None].expand(-1, -1, 4)).float()
-        boxes = _moved(moves_NP4, nn.functional.embedding(found_NP, self.anchors))
+        boxes = anchors.moved(moves_NP4, nn.functional.embedding(found_NP, self.anchors))
         sides = torch.tensor([width, height, width, height], device=boxes.device)
         boxes = boxes.clamp(min=0).minimum(sides)
         # one operation where a graph is captured; elsewhere what it consists of
@@ -106,7 +105,7 @@ class RetinaNet(nn.Module):
             if len(boxes):
                 owner = self.network.proposal_matcher(_iou(boxes, self.anchors))
                 learns = owner >= 0
-                made = _moved(moves_A4[learns], self.anchors[learns])
+                made = anchors.moved(moves_A4[learns], self.anchors[learns])
                 overlaps.append(overlap.iou_and_giou(made, boxes[owner[learns]])[0])
             things.append({"boxes": boxes, "labels": labels})
             owners.append(owner)
@@ -117,35 +116,11 @@ class RetinaNet(nn.Module):
         return torch.stack([losses["classification"] + losses["bbox_regression"], mean])
 
 
-def _moved(moves_4: Tensor, anchors_4: Tensor) -> Tensor:
-    """Boxes x0 y0 x1 y1 of how they differ from their anchors, [..., 4] each."""
-    low, high = anchors_4[..., :2], anchors_4[..., 2:]
-    sides = high - low
-    middle = moves_4[..., :2] * sides + (low + sides / 2)
-    half = moves_4[..., 2:].clamp(max=FARTHEST).exp() * sides / 2
-    return torch.cat([middle - half, middle + half], -1)
-
-
 def _iou(boxes_M4: Tensor, anchors_A4: Tensor) -> Tensor:
     from torchvision.ops import box_iou
 
     found: Tensor = box_iou(boxes_M4, anchors_A4)
     return found
-
-
-def _anchors(network: Any, channels: int, size: tuple[int, int]) -> tuple[Tensor, tuple[int, ...]]:
-    """All anchors of a picture in pixels, [A, 4], and how many of them each level has."""
-    from torchvision.models.detection.image_list import ImageList
-
-    training = network.training
-    picture = torch.zeros(1, channels, *size)
-    with torch.no_grad():
-        maps = list(network.eval().backbone(picture).values())
-    network.train(training)
-    (anchors,) = network.anchor_generator(ImageList(picture, [size]), maps)
-    each = network.anchor_generator.num_anchors_per_location()
-    counts = tuple(n * m.shape[2] * m.shape[3] for n, m in zip(each, maps, strict=True))
-    return anchors, counts
 
 
 def build(
@@ -188,36 +163,6 @@ def build(
     network = retinanet.RetinaNet(backbone, classes, anchor_generator=generator)
     del network.transform  # pictures come resized and normalized
     if pretrained:
-        _load_published(network, name, channels)
+        heads = ("head.classification_head.cls_logits.",)
+        standard.load_detector(network, PUBLISHED, name, channels, heads)
     return RetinaNet(network, channels, (height, width))
-
-
-def _load_published(network: Any, name: str, channels: int) -> None:
-    """What torchvision's authors learned from COCO; the last layer of classes stays random."""
-    from torchvision import models
-
-    if name not in PUBLISHED:
-        raise UsageError(
-            "nobody publishes weights for this network",
-            seen=name,
-            fix=f"use {', '.join(PUBLISHED)}, or start from one of your checkpoints",
-        )
-    weights = models.get_model_weights(PUBLISHED[name]).DEFAULT
-    published = standard.fetch(weights, name)
-    own = network.state_dict()
-    first = "backbone.body.conv1.weight"
-    published[first] = standard.spread_channels(published[first], channels)
-    for place in [k for k in published if k.endswith("running_var")]:
-        # theirs adds nothing to a variance that is frozen, where torch's batch norm adds 1e-5
-        published[place] = (published[place] - 1e-5).clamp(min=0)
-    head = "head.classification_head.cls_logits."
-    fitting = {k: v for k, v in published.items() if k in own and v.shape == own[k].shape}
-    fitting = {k: v for k, v in fitting.items() if not k.startswith(head)}
-    left_out = {k for k in own.keys() - fitting.keys() if not k.endswith("num_batches_tracked")}
-    if odd := {k for k in left_out if not k.startswith(head)}:
-        raise UsageError(
-            f"the published weights of {name} do not fit this torchvision's",
-            seen=", ".join(sorted(odd)[:5]),
-            fix="update torchvision, or train from random weights",
-        )
-    network.load_state_dict(fitting, strict=False)

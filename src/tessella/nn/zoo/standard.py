@@ -196,3 +196,42 @@ def fold_input_transform(published: Weights) -> Weights:
         "conv1.conv.weight": weight * scale.view(1, 3, 1, 1),
         "conv1.bn.running_mean": published["conv1.bn.running_mean"] - response,
     }
+
+
+def load_detector(
+    network: nn.Module, known: dict[str, str], name: str, channels: int, heads: tuple[str, ...]
+) -> None:
+    """What torchvision's authors learned from COCO; the last layers of classes stay random.
+
+    Args:
+        known: torchvision's names of the networks that have such weights, by ours.
+        heads: how the names of the last layers' weights begin.
+
+    Raises:
+        UsageError: nobody publishes weights for this network, or they cannot be had.
+    """
+    from torchvision import models
+
+    if name not in known:
+        raise UsageError(
+            "nobody publishes weights for this network",
+            seen=name,
+            fix=f"use {', '.join(known)}, or start from one of your checkpoints",
+        )
+    published = fetch(models.get_model_weights(known[name]).DEFAULT, name)
+    own = network.state_dict()
+    first = "backbone.body.conv1.weight"
+    published[first] = spread_channels(published[first], channels)
+    for place in [k for k in published if k.endswith("running_var")]:
+        # theirs adds nothing to a variance that is frozen, where torch's batch norm adds 1e-5
+        published[place] = (published[place] - 1e-5).clamp(min=0)
+    fitting = {k: v for k, v in published.items() if k in own and v.shape == own[k].shape}
+    fitting = {k: v for k, v in fitting.items() if not k.startswith(heads)}
+    left_out = {k for k in own.keys() - fitting.keys() if not k.endswith("num_batches_tracked")}
+    if odd := {k for k in left_out if not k.startswith(heads)}:
+        raise UsageError(
+            f"the published weights of {name} do not fit this torchvision's",
+            seen=", ".join(sorted(odd)[:5]),
+            fix="update torchvision, or train from random weights",
+        )
+    network.load_state_dict(fitting, strict=False)

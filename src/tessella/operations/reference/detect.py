@@ -166,6 +166,83 @@ def nms(
     return F.pad(torch.cat(told, 2), (0, most - len(told)), value=-1)
 
 
+def pyramid_roi_align(
+    value: Tensor,
+    boxes: Tensor,
+    levels: Tensor,
+    *,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    side: int,
+    samples: int,
+) -> Tensor:
+    """What a network's maps show in each box, [N, P, channels, side, side].
+
+    A box is cut into side · side cells, and a cell is the mean of samples · samples points of its
+    level's map, bilinear between pixels; half a pixel and more outside of the map nothing is seen.
+    A box is as wide and as high as a pixel of its map at least. As torchvision's ``roi_align`` with
+    ``aligned=False``, for each box of the level that it names.
+
+    Args:
+        value: [N, S, channels]: the pixels of maps one behind another, row by row.
+        boxes: [N, P, 4]: x0 y0 x1 y1 in pixels of the picture.
+        levels: [N, P], int64: the map that each box looks at.
+        sizes: height and width of each level's map, one behind another.
+        strides: how many pixels of the picture a pixel of each map is.
+
+    Source: He et al., Mask R-CNN, arXiv:1703.06870.
+    """
+    (images, pixels, channels), places = value.shape, boxes.shape[1]
+    if value.is_meta:
+        return value.new_empty(images, places, channels, side, side)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    known = levels.clamp(0, len(strides) - 1)
+    height = width = stride = first = torch.zeros_like(known)  # [N, P] each
+    begin = 0
+    # no table: a CUDA graph could not bring one to the device
+    for level, (h, w, s) in enumerate(zip(sizes[::2], sizes[1::2], strides, strict=True)):
+        mine = known == level
+        height, width = torch.where(mine, h, height), torch.where(mine, w, width)
+        stride, first = torch.where(mine, s, stride), torch.where(mine, begin, first)
+        begin += h * w
+    scaled = boxes.to(wide) / stride[:, :, None]
+    low = scaled[..., :2]
+    cell = (scaled[..., 2:] - low).clamp(min=1) / side
+    step = (torch.arange(side * samples, device=value.device, dtype=wide) + 0.5) / samples
+    ends = torch.stack([width, height], 2)
+    at = low[..., None] + cell[..., None] * step  # [N, P, x and y, side · samples]
+    last = (ends[..., None] - 1).to(wide)
+    seen = (at >= -1) & (at <= last + 1)  # of a number that is none: not
+    at = torch.where(seen, at, 0).clamp(min=0).minimum(last)
+    before = at.floor()
+    far = (at - before) * seen
+    near = seen.to(wide) - far
+    after = (before + 1).minimum(last)
+    rows_2 = torch.stack([before[:, :, 1], after[:, :, 1]], 3).long() * width[:, :, None, None]
+    columns_2 = torch.stack([before[:, :, 0], after[:, :, 0]], 3).long()
+    (right, down), (left, up) = far.unbind(2), near.unbind(2)
+    across, along = torch.stack([left, right], 3), torch.stack([up, down], 3)
+    first = first + torch.arange(images, device=value.device)[:, None] * pixels
+
+    def cells(of_rows: Tensor, of_columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of a cell's points, [N, P, side, side, points], of rows and of columns."""
+        parts = (images, places, side, 2 * samples)
+        grid = (images, places, side, side, 2 * samples, 2 * samples)
+        return (
+            of_rows.reshape(parts)[:, :, :, None, :, None].expand(grid),
+            of_columns.reshape(parts)[:, :, None, :, None, :].expand(grid),
+        )
+
+    row, column = cells(rows_2, columns_2)
+    one, other = cells(along, across)
+    index = (row + column + first[:, :, None, None, None, None]).flatten(4).flatten(0, 3)
+    weight = (one * other / samples**2).flatten(4).flatten(0, 3)
+    table = value.to(wide).reshape(images * pixels, channels)
+    made = F.embedding_bag(index, table, per_sample_weights=weight, mode="sum")
+    made = made.reshape(images, places, side, side, channels).permute(0, 1, 4, 2, 3)
+    return made.to(value.dtype).contiguous()
+
+
 def _suppressed(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     boxes, scores = shapes["boxes"], shapes["scores"]
     if len(boxes) != 3 or len(scores) != 3 or attrs["most"] < 1:
@@ -175,6 +252,23 @@ def _suppressed(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
         differs(shapes, "boxes", (n, places, 4)),
         differs(shapes, "scores", (n, scores[1], places)),
         differs(shapes, "groups", (n, places)),
+    )
+
+
+def _regions(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    value, boxes = shapes["value"], shapes["boxes"]
+    sizes, strides = tuple(attrs["sizes"]), tuple(attrs["strides"])
+    if len(value) != 3 or len(boxes) != 3 or value[0] != boxes[0]:
+        return f"takes pixels N×S×channels and boxes N×P×4, not {value} and {boxes}"
+    if not strides or len(sizes) != 2 * len(strides):
+        return f"{len(strides)} levels, and sizes {sizes}"
+    if min(*sizes, *strides, attrs["side"], attrs["samples"]) < 1:
+        return "a size, a stride, a side or samples of less than 1"
+    if value[1] != sum(h * w for h, w in zip(sizes[::2], sizes[1::2], strict=True)):
+        return f"{value[1]} pixels are not those of maps of the sizes {sizes}"
+    n, places = boxes[:2]
+    return first_of(
+        differs(shapes, "boxes", (n, places, 4)), differs(shapes, "levels", (n, places))
     )
 
 
@@ -221,6 +315,13 @@ ROWS = (
         aten="nms.default",
         rule=_suppressed,
     ),
+    row(
+        pyramid_roi_align,
+        "value boxes levels",
+        "sizes strides side samples",
+        aten="pyramid_roi_align.default",
+        rule=_regions,
+    ),
 )
 
 _LIBRARY = torch.library.Library("tessella", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -235,6 +336,11 @@ for _schema, _meaning in (
         "nms(Tensor boxes, Tensor scores, Tensor? groups=None, *, float iou_threshold,"
         " float? score_threshold, int most) -> Tensor",
         nms,
+    ),
+    (
+        "pyramid_roi_align(Tensor value, Tensor boxes, Tensor levels, *, int[] sizes,"
+        " int[] strides, int side, int samples) -> Tensor",
+        pyramid_roi_align,
     ),
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
@@ -254,6 +360,11 @@ def _kept_shape(boxes: Tensor, scores: Tensor, *_: object, most: int, **__: obje
     return scores.new_empty(*scores.shape[:2], most, dtype=torch.int64)
 
 
+def _regions_shape(value: Tensor, boxes: Tensor, *_: Tensor, side: int, **__: object) -> Tensor:
+    return value.new_empty(*boxes.shape[:2], value.shape[2], side, side)
+
+
+torch.library.register_fake("tessella::pyramid_roi_align", _regions_shape, lib=_LIBRARY)
 torch.library.register_fake("tessella::nms", _kept_shape, lib=_LIBRARY)
 torch.library.register_fake("tessella::peak_boxes", _shape, lib=_LIBRARY)
 torch.library.register_fake("tessella::deformable_attention", _seen_shape, lib=_LIBRARY)

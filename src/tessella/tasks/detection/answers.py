@@ -31,7 +31,7 @@ def thresholds(record: TaskRecord, classes: int) -> npt.NDArray[np.float64]:
     return np.array(known) if len(known) == classes else np.full(classes, USUAL)
 
 
-def _told(
+def told(
     output: Outputs, least_K: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Row, class and score of the boxes of [D, 4 + K] that reach their threshold, best first."""
@@ -56,15 +56,15 @@ def answer(
         least_K = np.full(classes, query.threshold)
     answers = []
     for number, output in enumerate(outputs):
-        rows, kinds, scores = _told(output, least_K)
+        rows, kinds, scores = told(output, least_K)
         boxes = output[rows, :4].astype(np.float64)
         if query.views:
             boxes = query.views[number].in_picture(boxes)
-        told = zip(kinds.tolist(), scores.tolist(), boxes.tolist(), strict=True)
+        each = zip(kinds.tolist(), scores.tolist(), boxes.tolist(), strict=True)
         answers.append(
             [
                 {"index": k, "label": labels[k] if named else None, "score": score, "box": box}
-                for k, score, box in list(told)[: query.top]
+                for k, score, box in list(each)[: query.top]
             ]
         )
     return answers
@@ -88,26 +88,33 @@ def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.boo
 
 
 def _has(one: Outputs, other: Outputs, record: TaskRecord) -> bool:
+    return bool(alike(one, other, record)[0].any(axis=1).all())
+
+
+def alike(
+    one: Outputs, other: Outputs, record: TaskRecord
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Whether boxes that one tells say what those of the other do; and the rows of both."""
     least_K = thresholds(record, one.shape[1] - 4)
-    rows, classes, scores = _told(one, least_K + CLOSE)
-    others, their, theirs = _told(other, least_K - CLOSE)
-    alike = overlap(one[rows, :4].astype(np.float64), other[others, :4].astype(np.float64)) >= ALIKE
-    alike &= (classes[:, None] == their) & (abs(scores[:, None] - theirs) <= CLOSE)
-    return bool(alike.any(axis=1).all())
+    rows, classes, scores = told(one, least_K + CLOSE)
+    others, their, theirs = told(other, least_K - CLOSE)
+    near = overlap(one[rows, :4].astype(np.float64), other[others, :4].astype(np.float64)) >= ALIKE
+    near &= (classes[:, None] == their) & (abs(scores[:, None] - theirs) <= CLOSE)
+    return near, rows, others
 
 
 def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
-    _, classes, scores = _told(output, thresholds(record, len(labels)))
-    told = [f"{labels[k]} {s:.2f}" for k, s in zip(classes.tolist(), scores.tolist(), strict=True)]
-    more = [f"{len(told) - SHOWN} more"] if len(told) > SHOWN else []
-    return ", ".join(told[:SHOWN] + more) or "(none)"
+    _, classes, scores = told(output, thresholds(record, len(labels)))
+    words = [f"{labels[k]} {s:.2f}" for k, s in zip(classes.tolist(), scores.tolist(), strict=True)]
+    more = [f"{len(words) - SHOWN} more"] if len(words) > SHOWN else []
+    return ", ".join(words[:SHOWN] + more) or "(none)"
 
 
 def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
     counts = Counter(target["labels"]).most_common()
-    told = [labels[k] if n == 1 else f"{n} × {labels[k]}" for k, n in counts]
-    more = [f"{len(told) - SHOWN} classes more"] if len(told) > SHOWN else []
-    return ", ".join(told[:SHOWN] + more) or "(none)"
+    words = [labels[k] if n == 1 else f"{n} × {labels[k]}" for k, n in counts]
+    more = [f"{len(words) - SHOWN} classes more"] if len(words) > SHOWN else []
+    return ", ".join(words[:SHOWN] + more) or "(none)"
 
 
 def drawn(picture: Pixels, answer: Any) -> Pixels:
@@ -120,7 +127,7 @@ def drawn(picture: Pixels, answer: Any) -> Pixels:
     size = max(0.35, min(made.shape[:2]) / 900)
     for a in reversed(answer):  # the surest last, over the others
         x0, y0, x1, y1 = (round(v) for v in a["box"])
-        color, name = _color(a["index"]), _name(a)
+        color, name = color_of(a["index"]), name_of(a)
         cv2.rectangle(made, (x0, y0), (max(x0, x1 - 1), max(y0, y1 - 1)), color, thick)
         (wide, high), low = cv2.getTextSize(name, cv2.FONT_HERSHEY_SIMPLEX, size, thick)
         y = y0 - low if y0 - low - high >= 0 else min(y0 + high + low, made.shape[0] - low)
@@ -133,7 +140,7 @@ def drawn(picture: Pixels, answer: Any) -> Pixels:
 
 def things(answer: Any) -> tuple[Thing, ...]:
     return tuple(
-        Thing(box=tuple(a["box"]), name=_name(a), color=_color(a["index"])) for a in answer
+        Thing(box=tuple(a["box"]), name=name_of(a), color=color_of(a["index"])) for a in answer
     )
 
 
@@ -143,15 +150,15 @@ def marked(target: dict[str, Any], labels: tuple[str, ...]) -> tuple[Thing, ...]
         Thing(
             box=(x0, y0, x1, y1),
             name=f"{labels[k]} (crowd)" if crowd else labels[k],
-            color=_color(k),
+            color=color_of(k),
         )
         for (x0, y0, x1, y1), k, crowd in each
     )
 
 
-def _name(one: dict[str, Any]) -> str:
+def name_of(one: dict[str, Any]) -> str:
     return f"{one['index'] if one['label'] is None else one['label']} {one['score']:.2f}"
 
 
-def _color(index: int) -> tuple[int, int, int]:
+def color_of(index: int) -> tuple[int, int, int]:
     return COLORS[index % len(COLORS)]

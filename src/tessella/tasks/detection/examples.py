@@ -51,11 +51,18 @@ def find(request: Request) -> Found:
 
 
 def stored(target: Picture, file: str, record: Preprocess) -> dict[str, Any]:
+    return placed(target, file, record)[0]
+
+
+def placed(target: Picture, file: str, record: Preprocess) -> tuple[dict[str, Any], list[int]]:
     """The boxes where ``core.preprocess.fit`` places their picture.
 
     ``areas`` are those of masks, or else of boxes, in the picture's own pixels; ``zoom`` is how
     many of these a pixel of the fitted picture shows. ``view``: what an evaluated network sees of
     the fitted picture, top, left, height and width.
+
+    Returns:
+        What the dataset holds, and which of the picture's things are seen at all.
     """
     size = size_of(file)
     if isinstance(size, str):
@@ -72,7 +79,7 @@ def stored(target: Picture, file: str, record: Preprocess) -> dict[str, Any]:
     cut, share = inside(boxes, frame)
     kept = np.flatnonzero(share > 0).tolist()
     moves = still(record)
-    return {
+    made = {
         "boxes": (cut[kept] + [place.left, place.top, place.left, place.top]).tolist(),
         "labels": [target.things[i].label for i in kept],
         "crowds": [target.things[i].crowd or bool(share[i] < VISIBLE) for i in kept],
@@ -81,6 +88,7 @@ def stored(target: Picture, file: str, record: Preprocess) -> dict[str, Any]:
         "size": [record.height, record.width],
         "view": [moves.top, moves.left, moves.height, moves.width],
     }
+    return made, kept
 
 
 def inside(
@@ -238,7 +246,8 @@ class BoxSets:
         """
         made = []
         for place, i in enumerate(indices.tolist()):
-            made.append(self._seen(i, None if moves is None else moves[place])[:, :FIELDS])
+            seen, _ = self.seen(i, self.still(i) if moves is None else moves[place])
+            made.append(seen[:, :FIELDS])
         out = np.zeros((len(made), max((len(m) for m in made), default=0), FIELDS), np.float32)
         out[:, :, 4] = NOTHING
         for row, boxes in zip(out, made, strict=True):
@@ -250,13 +259,16 @@ class BoxSets:
 
         An area is the share that is seen of the thing's, in pixels of the picture's own.
         """
-        return self._seen(index, None)
+        return self.seen(index, self.still(index))[0]
 
-    def _seen(self, index: int, moves: Moves | None) -> Floats:
+    def still(self, index: int) -> Moves:
+        """What an evaluated network sees of an image."""
+        top, left, height, width = self.views[index].tolist()
+        return Moves(top=top, left=left, height=height, width=width)
+
+    def seen(self, index: int, moves: Moves) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """The boxes of an image as ``evaluated`` has them, moved; and of which row each is made."""
         mine = slice(self.starts[index], self.starts[index + 1])
-        if moves is None:
-            top, left, height, width = self.views[index].tolist()
-            moves = Moves(top=top, left=left, height=height, width=width)
         height, width = self.sizes[index].tolist()
         moved, made_of = moves.boxes(self.boxes[mine], (height, width))
         cut, share = inside(moved, (0.0, 0.0, float(moves.width), float(moves.height)))
@@ -266,7 +278,8 @@ class BoxSets:
         crowds = self.crowds[mine][made_of] | (share < VISIBLE)
         areas = self.areas[mine][made_of] * share
         columns = (cut, *(v[:, None] for v in (self.labels[mine][made_of], crowds, areas)))
-        return np.asarray(np.concatenate(columns, axis=1, dtype=np.float64)[kept])
+        rows = np.concatenate(columns, axis=1, dtype=np.float64)[kept]
+        return np.asarray(rows), self.starts[index] + made_of[kept]
 
 
 def _numbers(values: pa.Array) -> npt.NDArray[Any]:

@@ -35,12 +35,17 @@ def finish(outputs: Tensor, numbers: Numbers) -> Tensor:
     They stand in no order. Of more, a box of no score is all zeros: which of many such ones is told
     depends on who sorts.
     """
+    return surest(outputs, outputs[..., 4:].amax(2))
+
+
+def surest(outputs: Tensor, scores_BP: Tensor) -> Tensor:
+    """The ``MOST`` rows of [B, P, …] with the highest scores; all of fewer, and zeros."""
     places = outputs.shape[1]
     if places <= MOST:
         return F.pad(outputs, (0, 0, 0, MOST - places)) if places < MOST else outputs
-    order = outputs[..., 4:].amax(2).topk(MOST).indices
-    told = outputs.gather(1, order[:, :, None].expand(-1, -1, outputs.shape[2]))
-    return told * (told[..., 4:].amax(2, keepdim=True) > 0)
+    best = scores_BP.topk(MOST)
+    told = outputs.gather(1, best.indices[:, :, None].expand(-1, -1, outputs.shape[2]))
+    return told * (best.values[:, :, None] > 0)
 
 
 def aligned(made: Tensor, right: Tensor) -> Tensor:
@@ -49,6 +54,11 @@ def aligned(made: Tensor, right: Tensor) -> Tensor:
     A few boxes may be others: where the next score is a tie with the last, or two boxes of which
     one suppresses the other.
     """
+    return paired(made, right, right.shape[-1])
+
+
+def paired(made: Tensor, right: Tensor, columns_told: int) -> Tensor:
+    """As ``aligned``, of rows whose first so many columns are a box and its scores."""
     if right.dim() != 3 or made.shape != right.shape or right.shape[1] != MOST:
         return made  # those of somebody else's plan
     # 1 s of the processor to import, and every process that builds a network imports this file
@@ -59,9 +69,10 @@ def aligned(made: Tensor, right: Tensor) -> Tensor:
         if not (one.isfinite().all() and wanted.isfinite().all()):
             into.copy_(one)
             continue
-        cost = torch.cdist(one, wanted, p=torch.inf)
+        told = wanted[:, :columns_told]
+        cost = torch.cdist(one[:, :columns_told], told, p=torch.inf)
         rows, columns = map(torch.from_numpy, linear_sum_assignment(cost.numpy()))
-        score = wanted[:, 4:].amax(1)
+        score = told[:, 4:].amax(1)
         apart = cost[rows, columns] > ANOTHER
         tied = score[columns] <= score.min() + TIE * score.max()
         if int((apart & ~tied).sum()) <= OTHERS:

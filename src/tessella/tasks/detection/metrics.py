@@ -6,7 +6,7 @@ Counted by faster-coco-eval, whose numbers are those of pycocotools in a tenth o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -95,8 +95,16 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
 
 def measure(rows_NR: Rows, targets: BoxSets, labels: tuple[str, ...]) -> Evaluation:
     """The ``Evaluation`` of rows N×(MOST · FIELDS)."""
-    truth, told = _truth(targets, len(labels)), _told(rows_NR, targets)
-    counted = _counted(truth, told)
+    truth, told = things(targets, len(labels)), _told(rows_NR, targets)
+    if not len(told):  # nothing would be counted: a box of score 0 that hits nothing
+        told = np.array([[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    return evaluation(counted(truth, told, "bbox"), truth, labels)
+
+
+def evaluation(
+    counted: dict[str, Any], truth: dict[str, Any], labels: tuple[str, ...]
+) -> Evaluation:
+    """What COCO's tables say of the things of a split."""
     precision, recall, scores = (counted[n] for n in ("precision", "recall", "scores"))
 
     def mean(values: npt.NDArray[np.float64]) -> float | None:
@@ -122,7 +130,7 @@ def measure(rows_NR: Rows, targets: BoxSets, labels: tuple[str, ...]) -> Evaluat
     )
     of_size = {n: mean(precision[:, :, :, i, ALL]) for i, n in enumerate(SIZES, start=1)}
     return Evaluation(
-        count=len(rows_NR),
+        count=len(truth["images"]),
         map=mean(precision[:, :, :, EVERY_SIZE, ALL]) or 0.0,
         map50=mean(precision[HALF, :, :, EVERY_SIZE, ALL]) or 0.0,
         map75=mean(precision[THREE_QUARTERS, :, :, EVERY_SIZE, ALL]) or 0.0,
@@ -174,23 +182,26 @@ def _scales(targets: BoxSets) -> npt.NDArray[np.float64]:
     return np.asarray(sides, np.float64)
 
 
-def _truth(targets: BoxSets, classes: int) -> dict[str, Any]:
+def things(targets: BoxSets, classes: int) -> dict[str, Any]:
     """The things of a split in COCO's form."""
     scales = _scales(targets)
-    things: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for image in range(len(targets)):
         boxes = targets.evaluated(image)
         placed = boxes[:, :4] * scales[image]
         placed[:, 2:] -= placed[:, :2]
         for box, (label, crowd, area) in zip(placed.tolist(), boxes[:, 4:].tolist(), strict=True):
-            things.append({
-                "id": len(things) + 1, "image_id": image, "category_id": int(label),
+            found.append({
+                "id": len(found) + 1, "image_id": image, "category_id": int(label),
                 "bbox": box, "area": area, "iscrowd": int(crowd),
             })  # fmt: skip
     return {
-        "images": [{"id": image} for image in range(len(targets))],
+        "images": [
+            {"id": image, "height": height, "width": width}
+            for image, (height, width) in enumerate(targets.views[:, 2:].tolist())
+        ],
         "categories": [{"id": k} for k in range(classes)],
-        "annotations": things,
+        "annotations": found,
     }
 
 
@@ -204,18 +215,30 @@ def _told(rows_NR: Rows, targets: BoxSets) -> npt.NDArray[np.float64]:
     return np.asarray(flat[flat[:, 5] > 0])
 
 
-def _counted(truth: dict[str, Any], told: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """COCO's tables: precision [T, R, K, A, M], scores of the same, recall [T, K, A, M]."""
+def counted(
+    truth: dict[str, Any],
+    told: npt.NDArray[np.float64] | list[dict[str, Any]],
+    of: Literal["bbox", "segm"],
+    zooms: npt.NDArray[np.float64] | None = None,
+) -> dict[str, Any]:
+    """COCO's tables: precision [T, R, K, A, M], scores of the same, recall [T, K, A, M].
+
+    Args:
+        told: what the network answers, as COCO takes it; not nothing.
+        zooms: by image, what brings areas that were told to the truth's unit.
+    """
     from faster_coco_eval import COCO, COCOeval_faster
 
     known = COCO(truth)
-    if not len(told):  # nothing would be counted: a box of score 0 that hits nothing
-        told = np.array([[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    run = COCOeval_faster(known, known.loadRes(told), "bbox", print_function=_silent)
+    answers = known.loadRes(told)
+    if zooms is not None:
+        for one in answers.dataset["annotations"]:
+            one["area"] = float(one["area"]) * zooms[one["image_id"]]
+    run = COCOeval_faster(known, answers, of, print_function=_silent)
     run.evaluate()
     run.accumulate()
-    counted: dict[str, Any] = run.eval
-    return counted
+    found: dict[str, Any] = run.eval
+    return found
 
 
 def _silent(*_: object) -> None:

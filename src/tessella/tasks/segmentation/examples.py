@@ -157,7 +157,7 @@ def stored(target: MaskFile | Picture, file: str, record: Preprocess) -> dict[st
             said = (target.height, target.width)
             raise DataError("the annotations are for another size", seen=f"{said}, not {size}")
         mask = painted(target)
-    return target_of(_fitted(mask, record))
+    return target_of(fitted(mask, record))
 
 
 def target_of(mask: Mask) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def read_mask(file: str) -> Mask:
         raise DataError("the mask is no PNG that can be read", seen=str(error)[:80]) from error
 
 
-def _fitted(mask: Mask, record: Preprocess) -> Mask:
+def fitted(mask: Mask, record: Preprocess) -> Mask:
     """The mask where ``core.preprocess.fit`` places its picture; padding has no class."""
     place = placement(mask.shape[0], mask.shape[1], record)
     left, top, right, bottom = place.box
