@@ -52,6 +52,14 @@ class Targets(Protocol):
         ...
 
 
+class Cuttable(Targets, Protocol):
+    """The targets of a task whose things can be pasted into other pictures."""
+
+    def things(self, index: int) -> npt.NDArray[np.float64]:
+        """The boxes x0 y0 x1 y1 of an image's things in pixels of the fitted image, [M, 4]."""
+        ...
+
+
 class Examples(Protocol):
     """``examples.py``: how targets look on disk and in a dataset.
 
@@ -60,6 +68,7 @@ class Examples(Protocol):
 
     NAMES: str  # what a dataset's names are: classes, of which there can be too few, or numbers
     SMOOTHED: bool  # whether the loss smooths its targets: ``LossSettings.smoothing``
+    JOINED: tuple[str, ...]  # the settings of ``Augment`` that join its pictures: mosaic, paste
 
     def find(self, request: Request) -> Found:
         """The images of a source with their targets, checked.
