@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -25,6 +26,8 @@ from tessella.tasks.segmentation.examples import target_of
 from tessella.training.prepare import describe_run
 
 HEIGHT, WIDTH, PICTURES, THINGS = 60, 80, 12, 4
+NEAR = 0.8  # of a pixel
+FINE = 4  # pixels of the check for one of a picture, so that parts of a pixel are seen
 RECORD = Preprocess(height=HEIGHT, width=WIDTH, channels=1, depth=16)
 EVERYTHING = Augment(mosaic=1.0, paste=1.0)
 
@@ -59,6 +62,22 @@ TARGETS = DETECTION.targets(
 )
 
 
+def finely(pieces: tuple[Piece, ...]) -> np.ndarray:
+    """The joined picture [H · FINE, W · FINE], of which each pixel has a thing's value or none."""
+    large = [np.kron(PICTURES_16[p.index], np.ones((FINE, FINE, 1), np.uint16)) for p in pieces]
+    sides = ("x", "y", "left", "top", "right", "bottom")
+    moved = [replace(p, **{n: FINE * getattr(p, n) for n in sides}) for p in pieces]
+    return joined(moved, large, nearest=True)[:, :, 0]
+
+
+def _around(mask: np.ndarray) -> np.ndarray:
+    """The box around what is set, in pixels of a picture; of nothing one that holds for all."""
+    y, x = np.nonzero(mask)
+    if not len(x):
+        return np.array([np.inf, np.inf, -np.inf, -np.inf])
+    return np.array([x.min(), y.min(), x.max() + 1, y.max() + 1]) / FINE
+
+
 def zooms(pieces: tuple[Piece, ...]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     for piece in pieces:
@@ -73,15 +92,16 @@ def zooms(pieces: tuple[Piece, ...]) -> dict[int, list[float]]:
 )
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_each_thing_is_where_its_colour_is(settings: Augment, mirrored: bool) -> None:
-    whole, hidden, crowds = 0, 0, 0
-    for seed in range(25):
+    whole, crowds = 0, 0
+    pixel = np.ones((FINE, FINE), np.uint8)
+    for seed in range(6):
         for index in range(PICTURES):
             pieces = drawn_pieces(settings, RECORD, (seed, 3), index, TARGETS)
-            shown = joined(pieces, [PICTURES_16[p.index] for p in pieces], nearest=True)[:, :, 0]
+            shown = finely(pieces)
             moves = Moves(top=0, left=0, height=HEIGHT, width=WIDTH, pieces=pieces)
             if mirrored:  # and cut: the other moves see one picture
                 moves = replace(moves, top=7, left=9, height=40, width=50, mirror=True, flip=True)
-                shown = shown[7:47, 9:59][::-1, ::-1]
+                shown = shown[7 * FINE : 47 * FINE, 9 * FINE : 59 * FINE][::-1, ::-1]
             boxes = TARGETS.batch(np.array([index]), [moves])[0].astype(np.float64)
             boxes[:, [0, 2]] *= moves.width
             boxes[:, [1, 3]] *= moves.height
@@ -89,27 +109,31 @@ def test_each_thing_is_where_its_colour_is(settings: Augment, mirrored: bool) ->
             seen = np.unique(shown[shown > 0]).astype(int) // 1000 - 1
             for label in {*labels.tolist(), *seen.tolist()}:
                 rows = boxes[labels == label]
-                y, x = np.nonzero(shown == 1000 * (label + 1))
-                if not len(rows):  # at most slivers are left out
-                    assert min(np.ptp(x), np.ptp(y)) < 2 or len(x) < 4, (seed, index, label)
-                    hidden += 1
+                mine = (shown == 1000 * (label + 1)).astype(np.uint8)
+                if not len(rows):  # less than a pixel is no thing
+                    x0, y0, x1, y1 = _around(mine)
+                    assert min(x1 - x0, y1 - y0) <= 1 + NEAR
                     continue
                 # where a thing is there twice, its boxes together have all of its pixels
                 low, high = rows[:, :2].min(0), rows[:, 2:4].max(0)
-                if not len(x):  # of less than two pixels
-                    assert (rows[:, 2:4] - rows[:, :2]).min() < 2
-                    continue
-                found = np.array([x.min(), y.min(), x.max() + 1, y.max() + 1])
-                np.testing.assert_allclose([*low, *high], found, atol=1.01)
+                every, sure = _around(mine), _around(cv2.morphologyEx(mine, cv2.MORPH_OPEN, pixel))
                 (zoom, *others) = zooms(pieces)[label // THINGS]
-                if len(rows) == 1 and not others:
+                if not others:  # nor is it shown again, perhaps as a sliver that is left out
+                    assert (low <= sure[:2] + NEAR).all()
+                    assert (high >= sure[2:] - NEAR).all()
+                if not (mirrored and settings.paste):  # a box that is cut again may be too large
+                    assert (low >= every[:2] - NEAR).all()
+                    assert (high <= every[2:] + NEAR).all()
+                if others:
+                    continue
+                if len(rows) == 1 and not (mirrored and settings.paste):
                     x0, y0, x1, y1 = ROWS[label // THINGS]["boxes"][label % THINGS]
-                    share = len(x) / ((x1 - x0) * (y1 - y0) * zoom**2)
-                    if abs(share - VISIBLE) > 0.12:  # a pixel more or less
+                    share = mine.sum() / ((x1 - x0) * (y1 - y0) * (FINE * zoom) ** 2)
+                    if abs(share - VISIBLE) > 0.05:
                         assert bool(rows[0, 5]) == (share < VISIBLE)
                     whole, crowds = whole + 1, crowds + int(rows[0, 5])
-    assert whole > 500
-    assert crowds > 10
+    assert whole > 100
+    assert crowds > 5
 
 
 def test_pixels_and_masks_of_a_mosaic_move_alike() -> None:
@@ -118,7 +142,7 @@ def test_pixels_and_masks_of_a_mosaic_move_alike() -> None:
     rows = [target_of(mask.astype(np.uint8)) for mask in masks]
     column = pa.chunked_array([pa.array(rows, SEGMENTATION.column())])
     targets = SEGMENTATION.targets(column, PICTURES * THINGS + 1)
-    settings = Augment(mosaic=1.0, rotation=10, scale=0.2, flip=True)
+    settings = Augment(mosaic=1.0, flip=True, flip_vertical=True)
     record = replace(RECORD, crop=(48, 64))
     for index in range(PICTURES):
         pieces = drawn_pieces(settings, record, (5, 1), index, targets)
@@ -126,12 +150,10 @@ def test_pixels_and_masks_of_a_mosaic_move_alike() -> None:
         pixels, moves = made_of(index, pieces, PICTURES_16.__getitem__, settings, record, (5, 1))
         (mask,) = targets.batch(np.array([index]), [moves])
         assert mask.shape == pixels.shape[:2] == (48, 64)
-        edges = np.zeros(mask.shape, bool)  # where a neighbour has another class
-        for axis in (0, 1):
-            for step in (-1, 1):
-                edges |= np.roll(mask, step, axis) != mask
-        same = np.abs(pixels[:, :, 0].astype(int) - 1000 * mask) <= 2
-        assert same[~edges][1:-1].mean() > 0.99
+        near = np.ones((5, 5), np.uint8)
+        edges = cv2.dilate(mask, near) != cv2.erode(mask, near)
+        same = np.abs(pixels[:, :, 0].astype(int) - 1000 * mask.astype(int)) <= 2
+        assert same[~edges].mean() > 0.99
 
 
 # --- as a part of loading -----------------------------------------------------------------------

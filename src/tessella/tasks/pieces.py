@@ -13,6 +13,7 @@ Floats = npt.NDArray[np.float64]
 Pixels = npt.NDArray[Any]
 
 CHANNELS = 4  # that OpenCV warps at once
+SLIVER = 0.5  # pixels: an edge that stands out by less beside a later piece is not seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +103,10 @@ def _uncovered(box: Floats, over_M4: Floats) -> tuple[Floats, float]:
     for x0, y0, x1, y1 in over_M4:
         rows, columns = (ys >= y0) & (ys < y1), (xs >= x0) & (xs < x1)
         free[np.ix_(rows[:-1], columns[:-1])] = False
-    rows, columns = np.flatnonzero(free.any(1)), np.flatnonzero(free.any(0))
-    if not len(rows):
+    if not free.any():
         return np.zeros(4), 0.0
     area = float(np.diff(ys) @ free @ np.diff(xs))
+    visible = free & np.outer(np.diff(ys) >= SLIVER, np.diff(xs) >= SLIVER)
+    visible = visible if visible.any() else free
+    rows, columns = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
     return np.array([xs[columns[0]], ys[rows[0]], xs[columns[-1] + 1], ys[rows[-1] + 1]]), area
