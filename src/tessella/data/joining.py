@@ -1,7 +1,7 @@
 """Which pictures of a split are joined to one, and how: mosaics, and things that are pasted.
 
-Like all augmentation this is a function of (seed, epoch, index): ``drawn_pieces``. A mosaic and what
-is pasted are both ``tasks.Piece``s, of which ``tasks.joined`` makes the pixels, and each task's
+Like all augmentation this is a function of (seed, epoch, index): ``drawn_pieces``. A mosaic and
+what is pasted are both ``tasks.Piece``s, of which ``tasks.joined`` makes the pixels, and each task's
 targets their own. The other changes then see one picture.
 
 Source: mosaics, A. Bochkovskiy et al., YOLOv4 (2020); pasted things, G. Ghiasi et al., Simple
@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tessella.artifacts.run import Augment
+from tessella.core.errors import UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess
 from tessella.data.augment import IMAGE_STREAM, JOIN_STREAM, augmented, generator, joins
-from tessella.tasks import Moves, Piece, Targets, joined
+from tessella.tasks import Moves, Piece, Targets, Task, joined
 from tessella.tasks.task import Cuttable
 
 CENTRE = 0.25, 0.75  # where the four pictures of a mosaic meet, in shares of its sides
@@ -38,6 +39,22 @@ def settings_at(settings: Augment, *, epoch: int, epochs: float) -> Augment:
     if epoch < settings.join_until * epochs:
         return settings
     return replace(settings, mosaic=0.0, paste=0.0)
+
+
+def check_joins(settings: Augment, task: Task) -> None:
+    """Refuse to join images of a task that has no use for it.
+
+    Raises:
+        UsageError: says which settings the task knows.
+    """
+    asked = [name for name in ("mosaic", "paste") if getattr(settings, name)]
+    if set(asked) - set(task.examples.JOINED):
+        can = " and ".join(task.examples.JOINED)
+        raise UsageError(
+            f"images of {task.name} cannot be joined so",
+            seen=", ".join(f"{name}={getattr(settings, name):g}" for name in asked),
+            fix=f"use {can} only" if can else "leave mosaic and paste out",
+        )
 
 
 def drawn_pieces(

@@ -304,6 +304,14 @@ class Answers(Protocol):
         """What a target has at places in the picture as it is stored."""
         ...
 
+    def taught(self, picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+        """A picture of a training, HWC RGB of 8 bits, with its target drawn over it, if that has
+        places in it.
+
+        ``target`` is one of ``Targets.batch``.
+        """
+        ...
+
 
 class Charts(Protocol):
     """``charts.py``: what the studio may draw."""

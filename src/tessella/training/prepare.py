@@ -12,6 +12,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, RunInfo, extend_run, write_run
 from tessella.core.errors import DataError, UsageError
 from tessella.core.record import digest, to_plain
+from tessella.data.joining import check_joins
 from tessella.nn import zoo
 from tessella.tasks import of, targets_of
 from tessella.training.parallel import check_devices
@@ -137,14 +138,7 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
             seen=f"mixup={recipe.augment.mixup}, cutmix={recipe.augment.cutmix}",
             fix="leave mixup and cutmix out",
         )
-    asked = [name for name in ("mosaic", "paste") if getattr(recipe.augment, name)]
-    if set(asked) - set(task.examples.JOINED):
-        can = " and ".join(task.examples.JOINED)
-        raise UsageError(
-            f"images of {task.name} cannot be joined so",
-            seen=", ".join(f"{name}={getattr(recipe.augment, name):g}" for name in asked),
-            fix=f"use {can} only" if can else "leave mosaic and paste out",
-        )
+    check_joins(recipe.augment, task)
     if task.head.ANSWERS == "pixels" and recipe.grow_from < 1:
         raise UsageError(
             f"images of {task.name} cannot grow: each pixel has a class of its own",
