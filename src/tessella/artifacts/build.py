@@ -177,7 +177,9 @@ class BuildRequest:
             return
         if not 0 <= self.budget < 100:
             raise UsageError(
-                "a budget is percentage points of accuracy", seen=self.budget, fix="0 to 100"
+                "a budget is percentage points of the task's score",
+                seen=self.budget,
+                fix="0 to 100",
             )
         if self.data is None:
             raise UsageError(

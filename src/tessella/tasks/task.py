@@ -222,6 +222,8 @@ class Report(Protocol):
 class Metrics(Protocol):
     """``metrics.py``: how good the answers of a split are."""
 
+    COUNTED: bool  # whether the score is the share of images whose one class has most
+
     def width(self, classes: int) -> int:
         """R."""
         ...
@@ -283,6 +285,12 @@ class Answers(Protocol):
 
     def said(self, output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
         """One image's finished output in a few words."""
+        ...
+
+    def changes(
+        self, one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord
+    ) -> str:
+        """What the second of two finished outputs of an image says otherwise, in a few words."""
         ...
 
     def truth(self, target: Any, labels: tuple[str, ...]) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import datetime
 from pathlib import Path
 
-import numpy as np
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset
@@ -214,10 +213,10 @@ class _Train:
             return
         self._shown = now
         count = len(dataset.train)
-        picks = np.linspace(0, count - 1, min(SEEN, count)).astype(int) if count else []
+        picks = {n * count // SEEN for n in range(SEEN)} if count else set[int]()
         self._seen.clear()
         with self._seen:
-            for index in dict.fromkeys(int(i) for i in picks):
+            for index in sorted(picks):
                 source = pictures.trained_address(dataset, recipe.dataset, index, recipe.augment)
                 with parts.box("thumb"):
                     parts.picture(source, f"Training image {index + 1}, changed")

@@ -18,6 +18,7 @@ VERB = "detect"
 HEADER: tuple[str, ...] = ("class", "score", "x0", "y0", "x1", "y1")
 USUAL = 0.3  # the least score that counts, where nothing was measured on a validation split
 ALIKE, CLOSE = 0.9, 0.02  # overlap and score: two boxes with so much, and so little, say the same
+PARTNER = 0.5  # the least overlap of what may be the same thing
 SHOWN = 6
 COLORS = (
     (230, 25, 75), (60, 180, 75), (0, 130, 200), (245, 130, 48), (145, 30, 180), (0, 160, 160),
@@ -102,6 +103,36 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     told = [f"{labels[k]} {s:.2f}" for k, s in zip(classes.tolist(), scores.tolist(), strict=True)]
     more = [f"{len(told) - SHOWN} more"] if len(told) > SHOWN else []
     return ", ".join(told[:SHOWN] + more) or "(none)"
+
+
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    """Boxes that vanished, appeared, moved, or have another class or score.
+
+    Two boxes are one that overlap by a half, those of one class first.
+    """
+    least_K = thresholds(record, len(labels))
+    (rows, kinds, scores), (others, theirs, their) = _told(one, least_K), _told(other, least_K)
+    common = overlap(one[rows, :4].astype(np.float64), other[others, :4].astype(np.float64))
+    left, words = list(range(len(others))), list[str]()
+    for place, (kind, score) in enumerate(zip(kinds.tolist(), scores.tolist(), strict=True)):
+        name = f"{labels[kind]} {score:.2f}"
+        near = [j for j in left if common[place, j] >= PARTNER]
+        if not near:
+            words.append(f"{name} vanished")
+            continue
+        best = max(near, key=lambda j: (theirs[j] == kind, common[place, j]))
+        shared = common[place, best]
+        left.remove(best)
+        now = f"{their[best]:.2f}"
+        if theirs[best] != kind:
+            words.append(f"{name} → {labels[theirs[best]]} {now}")
+        elif shared < ALIKE:
+            words.append(f"{name} moved (overlap {shared:.2f})")
+        elif abs(score - their[best]) > CLOSE:
+            words.append(f"{name} → {now}")
+    words += [f"{labels[theirs[j]]} {their[j]:.2f} appeared" for j in left]
+    more = [f"{len(words) - SHOWN} more"] if len(words) > SHOWN else []
+    return ", ".join(words[:SHOWN] + more)
 
 
 def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:

@@ -257,7 +257,7 @@ class BoxSets:
     def things(self, index: int) -> Floats:
         """The boxes of an image's things, without crowds, in pixels of the fitted image, [M, 4]."""
         mine = self._rows_of(index)
-        return self.boxes[mine[~self.crowds[mine]]]
+        return np.asarray(self.boxes[mine[~self.crowds[mine]]])
 
     def _rows_of(self, index: int) -> npt.NDArray[np.int64]:
         return np.arange(self.starts[index], self.starts[index + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import cv2
@@ -62,6 +63,18 @@ def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.boo
 
 def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return _described(output.argmax(0), labels)
+
+
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    """The share of pixels with another class, and the most frequent changes."""
+    old, new = (output.argmax(0).ravel() for output in (one, other))
+    pairs = Counter(zip(old[old != new].tolist(), new[old != new].tolist(), strict=True))
+    share = 100 * sum(pairs.values()) / old.size
+    told = [
+        f"{labels[a]} → {labels[b]} {100 * n / old.size:.2f} %"
+        for (a, b), n in pairs.most_common(SHOWN)
+    ]
+    return f"{share:.2f} % of the pixels have another class: {', '.join(told)}" if pairs else ""
 
 
 def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
