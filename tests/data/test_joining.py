@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Augment, Recipe
+from tessella.artifacts.run import Augment, Recipe, Run
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.data import loading
@@ -23,7 +24,9 @@ from tessella.data.loading import Batch, batches
 from tessella.tasks import Moves, Piece, joined, named
 from tessella.tasks.detection.examples import VISIBLE
 from tessella.tasks.segmentation.examples import target_of
+from tessella.training.loop import train
 from tessella.training.prepare import describe_run
+from tests.support.training import losses
 
 HEIGHT, WIDTH, PICTURES, THINGS = 60, 80, 12, 4
 NEAR = 0.8  # of a pixel
@@ -201,6 +204,24 @@ def test_threads_processes_and_a_late_start_make_the_same_batches(
             np.testing.assert_array_equal(one.labels.numpy(), other.labels.numpy())
     again = drawn(dataset, epoch=3)
     assert any((a.labels != b.labels).any() for a, b in zip(again, usual, strict=True))
+
+
+def test_a_resumed_training_joins_the_same_pictures(dataset: Dataset, tmp_path: Path) -> None:
+    """Of which the last epoch has none: the losses are those of a training that was not stopped."""
+    recipe = Recipe(
+        network="unet", dataset=str(dataset.path), epochs=3, batch_size=5, seed=4,
+        augment=Augment(mosaic=0.8, join_until=0.5), network_options={"width": 4}, keep_last=9,
+    )  # fmt: skip
+    whole = train(recipe, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for later in Run(tmp_path / "cut").checkpoints()[1:]:
+        shutil.rmtree(later.path)
+    resumed = train(recipe, tmp_path / "cut", resume=True)
+    assert losses(resumed) == losses(whole)
+    other = replace(recipe, augment=Augment(mosaic=0.8, join_until=1.0))
+    longer = losses(train(other, tmp_path / "longer"))
+    assert longer[:4] == losses(whole)[:4]
+    assert longer[4:] != losses(whole)[4:]
 
 
 def test_the_last_epochs_join_nothing() -> None:

@@ -1,8 +1,8 @@
 """Which pictures of a split are joined to one, and how: mosaics, and things that are pasted.
 
 Like all augmentation this is a function of (seed, epoch, index): ``drawn_pieces``. A mosaic and
-what is pasted are both ``tasks.Piece``s, of which ``tasks.joined`` makes the pixels, and each task's
-targets their own. The other changes then see one picture.
+what is pasted are both ``tasks.Piece``s, of which ``tasks.joined`` makes the pixels, and the
+targets of each task their own. The other changes then see one picture.
 
 Source: mosaics, A. Bochkovskiy et al., YOLOv4 (2020); pasted things, G. Ghiasi et al., Simple
 Copy-Paste (2021), here with their boxes, as a dataset of boxes has no outlines; an end of both

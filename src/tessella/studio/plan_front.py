@@ -94,8 +94,8 @@ class _Front:
         info, receipt = self._info, self._info.exact.receipt
         return (
             f"{receipt.metric} on {receipt.samples:,} samples, {info.evaluations} evaluations; "
-            f"allowed to lose {info.budget:g} points of it. Times of whole plans at batch {info.batch}. "
-            "Click a point to open its plan."
+            f"allowed to lose {info.budget:g} points of it. Times of whole plans at batch "
+            f"{info.batch}. Click a point to open its plan."
         )
 
     def _notes(self) -> list[str]:
