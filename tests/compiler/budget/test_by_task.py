@@ -21,7 +21,7 @@ from tessella.data.importing import ImportSettings, import_images
 from tessella.graph import capture
 from tessella.quickstart.scattered import write_scattered
 from tessella.tasks import named
-from tests.compiler.budget.test_search import Table, run
+from tests.support.budgets import Table, run
 
 SIDE, CLASSES = 12, 3
 BATCH = DimRange(min=1, opt=8, max=8)
