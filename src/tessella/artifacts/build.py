@@ -69,7 +69,7 @@ class BuildRequest:
         "NAME=PRECISION of a layer, by its result in show --passes --graph; repeatable.", "--layer"
     )
     budget: float | None = option(
-        "Points of accuracy that the plan may lose: each layer's precision is chosen."
+        "Points of accuracy, map or miou to lose at most: each layer's precision is chosen."
     )
     data: str | None = option("budget: the dataset that judges.")
     front: str | None = option("budget: write all plans of the table into this folder, too.")
