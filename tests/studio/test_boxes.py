@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from base64 import b64decode
 from collections.abc import Iterator
@@ -9,16 +10,22 @@ from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
+import cv2
 import numpy as np
 import pytest
+from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tessella import api
 from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Augment
 from tessella.core.events import silent
+from tessella.core.preprocess import decode
+from tessella.core.record import canonical_json, to_plain
 from tessella.data.importing import ImportSettings, import_images
+from tessella.data.joining import drawn_pieces, made_of
 from tessella.quickstart.scattered import write_scattered
 from tessella.studio.boxes import svg
 from tessella.tasks import named, targets_of
@@ -69,6 +76,38 @@ def test_a_dataset_s_pictures_have_their_boxes(detecting: Served) -> None:
     wanted = sorted(box for boxes in boxes_of(detecting.root, "train") for box in boxes)
     assert len(overlays) == 6
     assert seen == [pytest.approx(box, abs=0.01) for box in wanted]
+
+
+def test_a_training_is_shown_as_it_sees_its_pictures(detecting: Served) -> None:
+    """A mosaic with its boxes, which frame what its own targets say; a wrong setting is told."""
+    dataset = Dataset(detecting.root / "datasets" / "digits")
+    record, targets = dataset.preprocess, targets_of(dataset.train)
+    changes = Augment(mosaic=1.0)
+
+    def pixels_of(index: int) -> np.ndarray:
+        return decode(dataset.train[index].content, record)
+
+    pieces = drawn_pieces(changes, record, (0, 0), 4, targets)
+    seen, moves = made_of(4, pieces, pixels_of, changes, record, (0, 0))
+    query = {"dataset": "datasets/digits", "index": 4}
+    with closing(detecting.client()) as client:
+        told = canonical_json(to_plain(changes))
+        response = client.get("/pictures/trained", params={**query, "changes": told})
+        shown = np.asarray(Image.open(io.BytesIO(response.content))).astype(int)
+        for wrong in ('{"mosaic": 3}', "[]", '{"cut": 1}', "{"):
+            refused = client.get("/pictures/trained", params={**query, "changes": wrong})
+            assert (refused.status_code, "Traceback" in refused.text) == (400, False)
+        page = client.get("/train", params={"dataset": "datasets/digits"}).text
+    assert page.count("/pictures/trained") >= 6
+    framed = np.zeros(shown.shape[:2], bool)
+    for x0, y0, x1, y1, _, _ in targets.batch(np.array([4]), [moves])[0] * [64, 64, 64, 64, 1, 1]:
+        left, top, right, bottom = round(x0), round(y0), round(x1) - 1, round(y1) - 1
+        framed[top : bottom + 1, [left, right]] = framed[[top, bottom], left : right + 1] = True
+    differs = (shown != seen).any(axis=2)
+    assert len(pieces) == 4
+    assert differs.any()
+    assert differs.sum() > 0.7 * framed.sum()
+    assert not (differs & ~cv2.dilate(framed.astype(np.uint8), np.ones((3, 3))).astype(bool)).any()
 
 
 @pytest.mark.browser

@@ -75,8 +75,9 @@ def compile(
         precisions: another one for single layers, by the names that ``compiler.layers`` lists;
             behind it ``+2:4`` may stand (``int8+2:4``): two of each four weights are then left.
         calibration: for int8 and fp8: what ``calibrate`` made, its file, or the data that it gets.
-        budget: percentage points of top-1 accuracy on ``data`` that the plan may lose: the fastest
-            one that does not is searched, with a precision for each layer. See ``pareto``.
+        budget: percentage points of the task's score on ``data`` (top-1 accuracy, ``map``,
+            ``miou``, …) that the plan may lose: the fastest one that does not is searched, with a
+            precision for each layer. See ``pareto``.
         input: ``uint8`` for a plan that takes images as bytes [N, H, W, C] of the network's size,
             as decoders give them, and scales them itself: a quarter of the bytes to send.
         preprocess: how images become the input; a checkpoint says so itself.
@@ -105,7 +106,7 @@ def pareto(
     *,
     data: JudgingData,
     budget: float = 0.3,
-    metric: compiler.budget.Metric = compiler.budget.top1,
+    metric: compiler.budget.Metric | None = None,
     batch: Batch = (1, 8, 32),
     target: str | None = None,
     precision: str = "fp32",
@@ -133,7 +134,8 @@ def pareto(
             ``compiler.budget.of_tensors(inputs, labels)``.
         budget: percentage points of the metric below float32 that the chosen plan may lose. With 0
             it changes no answer.
-        metric: of outputs by name and labels: higher is better, and 1 is a hundred points.
+        metric: of outputs by name and labels: higher is better, and 1 is a hundred points. By
+            default the score of the data's task: top-1 accuracy, ``map``, ``miou``, ``r2``.
         precision: the least exact that a layer may get; ``fp32``: all that suit the target.
         calibration: as for ``compile``; by default a dataset's training split, else a part of
             ``data`` that does not judge.
@@ -273,7 +275,7 @@ def _search(call: CompileCall, emit: Emit) -> compiler.Front:
         else lambda batch: batch,
         finish=lambda plan: call.with_imports(finished(plan, emit)),
         budget=arguments["budget"],
-        metric=arguments.get("metric", compiler.budget.top1),
+        metric=arguments.get("metric"),
         least=request.precision,
         calibration=_calibration(network, calibration, target, kinds, emit),
         input=request.input,

@@ -14,7 +14,7 @@ from tessella.artifacts.dataset import Dataset, Split
 from tessella.compiler.samples import COUNT, CalibrationSet, labelled, of_split
 from tessella.core.device import torch_device
 from tessella.core.errors import DataError, UsageError
-from tessella.core.task import CLASSIFICATION, TaskRecord
+from tessella.core.task import TaskRecord
 
 Data = Dataset | Split | str | Path
 Batches = Sequence[Mapping[str, torch.Tensor]]
@@ -75,15 +75,14 @@ def judging(network: Opened, data: JudgingData) -> compiler.Labelled:
         dataset = data if isinstance(data, Dataset) else Dataset(data)
         labels = labels or dataset.classes
         data = split_of(dataset, "val", labels, network.task)
-    if data.task.name != CLASSIFICATION.name:
-        raise UsageError(
-            "a budget counts points of accuracy, and this dataset is for another task",
-            seen=data.task.name,
-            fix="compile with precision= and judge the plan with verify, or give data= as "
-            "compiler.budget.of_tensors(inputs, labels) and a metric= of your own to pareto",
+    if data.task.name != network.task.name:
+        raise DataError(
+            "the samples have another task than the model",
+            seen=f"{data.task.name}, the model's is {network.task.name}",
+            fix="use the dataset that the model was trained on, or one like it",
         )
     (image,) = inputs
-    return labelled(data, record, image.name, labels)
+    return labelled(data, record, image.name, labels, network.task)
 
 
 def split_of(data: Data, split: str, labels: tuple[str, ...], task: TaskRecord) -> Split:

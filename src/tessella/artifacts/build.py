@@ -69,7 +69,7 @@ class BuildRequest:
         "NAME=PRECISION of a layer, by its result in show --passes --graph; repeatable.", "--layer"
     )
     budget: float | None = option(
-        "Points of accuracy that the plan may lose: each layer's precision is chosen."
+        "Points of accuracy, map or miou to lose at most: each layer's precision is chosen."
     )
     data: str | None = option("budget: the dataset that judges.")
     front: str | None = option("budget: write all plans of the table into this folder, too.")
@@ -177,7 +177,9 @@ class BuildRequest:
             return
         if not 0 <= self.budget < 100:
             raise UsageError(
-                "a budget is percentage points of accuracy", seen=self.budget, fix="0 to 100"
+                "a budget is percentage points of the task's score",
+                seen=self.budget,
+                fix="0 to 100",
             )
         if self.data is None:
             raise UsageError(

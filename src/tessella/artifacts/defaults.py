@@ -170,7 +170,8 @@ def describe_defaults(recipe: Recipe, given: Mapping[str, Any]) -> str | None:
         said.append(f"{policy.name} after {100 * policy.warmup:g} % warm-up")
     if "label_smoothing" not in given and recipe.label_smoothing:
         said.append(f"label smoothing {recipe.label_smoothing:g}")
-    changes = {name: value for name, value in vars(recipe.augment).items() if value}
+    usual = vars(Augment())
+    changes = {name: v for name, v in vars(recipe.augment).items() if v != usual[name]}
     if changes and "augment" not in given:
         said.append(", ".join(f"{name} {value:g}" for name, value in changes.items()))
     if not said:

@@ -12,13 +12,16 @@ SHOWN = 20  # that are printed with a plan
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """A sample that the plan classifies otherwise than float32 does.
+    """A sample to which the plan gives another answer than float32 does.
 
     Attributes:
         index: position of the sample in the data.
         path: the sample's file, empty where there is none.
-        label, before, after: the true class, the class by float32, the class by the plan.
-        probability_before, probability: softmax probabilities of ``before`` and ``after``.
+        label, before, after: the true answer, float32's and the plan's; classes of a
+            classification.
+        probability_before, probability: softmax probabilities of ``before`` and ``after``; None of
+            other tasks.
+        change: what became another, in words: boxes that vanished, pixels of another class.
     """
 
     index: int
@@ -26,10 +29,14 @@ class Flip:
     label: str
     before: str
     after: str
-    probability_before: float
-    probability: float
+    probability_before: float | None = None
+    probability: float | None = None
+    change: str = ""
 
     def __str__(self) -> str:
+        if self.probability_before is None or self.probability is None:
+            said = self.change or f"{self.before} → {self.after}"
+            return f"{self.path or self.index}: {self.label}; {said}"
         return (
             f"{self.path or self.index}: {self.label}; {self.before} "
             f"({self.probability_before:.3f}) → {self.after} ({self.probability:.3f})"
@@ -80,7 +87,7 @@ class Receipt:
     def __str__(self) -> str:
         lines = [
             f"{self.metric}: {100 * self.after:.2f} on {self.samples:,} samples, "
-            f"{100 * self.before:.2f} in float32: loses {self.loss:.2f} points "
+            f"{100 * self.before:.2f} in float32: loses {self.loss:.2f} points of {self.metric} "
             f"({self.low:.2f} to {self.high:.2f} with 95 % confidence), "
             f"allowed {self.budget:g}; {self.flipped} answers changed"
             f"{'' if self.p_value is None else f', p = {self.p_value:.2g}'}"

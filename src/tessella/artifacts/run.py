@@ -57,6 +57,12 @@ class Augment:
         mixup: blend each image and its label with another's, by a share from Beta(mixup, mixup);
             0.2 is usual.
         cutmix: put a window of another image into each, and blend the labels likewise; 1 is usual.
+        mosaic: the share of the images that are joined of four, of boxes and of masks; 0.5 to 1 is
+            usual.
+        paste: the share of the images that get things of another image, cut out with their boxes;
+            of boxes.
+        join_until: the share of the training, 0 to 1, in which images are joined or pasted into:
+            the last epochs are to show images as they are.
     """
 
     flip: bool = False
@@ -67,6 +73,9 @@ class Augment:
     color: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    mosaic: float = 0.0
+    paste: float = 0.0
+    join_until: float = 0.85
 
     def __post_init__(self) -> None:
         if not (0 <= self.rotation <= 180 and 0 <= self.scale < 1):
@@ -76,6 +85,12 @@ class Augment:
             )
         if not (0 <= self.noise <= 1 and 0 <= self.color <= 1):
             raise UsageError("noise and color are 0 to 1", seen=f"{self.noise}, {self.color}")
+        shares = self.mosaic, self.paste, self.join_until
+        if not all(0 <= share <= 1 for share in shares):
+            raise UsageError(
+                "mosaic, paste and join_until are shares, 0 to 1",
+                seen=", ".join(f"{share}" for share in shares),
+            )
         if min(self.mixup, self.cutmix) < 0:
             raise UsageError(
                 "mixup and cutmix are not negative", seen=f"{self.mixup}, {self.cutmix}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,14 +12,19 @@ import numpy as np
 import torch
 
 from tessella.artifacts.dataset import Split
+from tessella.compiler.budget.by_task import TaskScore
 from tessella.compiler.budget.judging import Labelled
 from tessella.compiler.calibration import METHOD, Tensors
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
-from tessella.data.loading import batches
+from tessella.core.task import TaskRecord
+from tessella.data.loading import batches, in_torch
+from tessella.tasks import of, targets_of
 
 COUNT = 512  # NVIDIA's reference for ImageNet takes 500
 BATCH_SIZE = 32
+ANSWER_BYTES = 1 << 30  # of one plan's answers; some are compared at a time
+LEAST_SAMPLES = 64
 KEPT_BYTES = 1 << 30  # of decoded images, which a search looks at some twenty times
 
 
@@ -57,8 +63,31 @@ def of_split(
     return [{name: batch.images.to(device)} for batch in islice(drawn, limit)]
 
 
-def labelled(split: Split, record: Preprocess, name: str, classes: Sequence[str]) -> Labelled:
-    """A split as samples with labels; images become input ``name`` when they are looked at."""
+class _Targets:
+    """The targets of a split as a metric of the user's gets them: read when they are asked for."""
+
+    def __init__(self, split: Split) -> None:
+        self._targets = targets_of(split)
+
+    def __getitem__(self, places: list[int]) -> torch.Tensor:
+        made: torch.Tensor = in_torch(self._targets.batch(np.array(places, np.int64)))
+        return made
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+
+def labelled(
+    split: Split, record: Preprocess, name: str, classes: Sequence[str], task: TaskRecord
+) -> Labelled:
+    """A split as samples with labels; images become input ``name`` when they are looked at.
+
+    Of large answers, as one score for each class and pixel, ``ANSWER_BYTES`` are kept: so many
+    samples judge, at even distances.
+
+    Args:
+        task: that of the network whose answers they judge.
+    """
     kept: dict[int, torch.Tensor] = {}
     most = KEPT_BYTES // (4 * int(np.prod(record.input_shape)))
 
@@ -70,10 +99,15 @@ def labelled(split: Split, record: Preprocess, name: str, classes: Sequence[str]
             kept[place] = made
         return made
 
-    return Labelled(
+    counted = of(task).metrics.COUNTED
+    head = of(task).head
+    answer = head.shape(len(split.info.class_counts), record.input_shape[1:])
+    samples = Labelled(
         read=lambda places: {name: torch.stack([image(p) for p in places])},
-        labels=torch.from_numpy(split.labels.copy()),
+        labels=_Targets(split),
         places=tuple(range(len(split))),
         paths=tuple(example.path for example in split),
         classes=tuple(classes),
+        score=None if counted else TaskScore(split, task, classes),
     )
+    return samples.spread(max(LEAST_SAMPLES, ANSWER_BYTES // (4 * math.prod(answer))))

@@ -15,7 +15,7 @@ from tessella.core.preprocess import Preprocess, full_scale
 from tessella.tasks import Moves, turn
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601
-ORDER_STREAM, IMAGE_STREAM, MIX_STREAM = 0, 1, 2
+ORDER_STREAM, IMAGE_STREAM, MIX_STREAM, JOIN_STREAM = 0, 1, 2, 3
 
 
 def generator(seed: int, epoch: int, stream: int, index: int = 0) -> np.random.Generator:
@@ -30,7 +30,14 @@ def generator(seed: int, epoch: int, stream: int, index: int = 0) -> np.random.G
 
 def only_cuts(settings: Augment) -> bool:
     """Whether images are cut and mirrored only, which the GPU can do."""
-    return not (settings.rotation or settings.scale or settings.color or settings.noise)
+    return not (
+        settings.rotation or settings.scale or settings.color or settings.noise or joins(settings)
+    )
+
+
+def joins(settings: Augment) -> bool:
+    """Whether some images are made of several."""
+    return bool(settings.join_until and (settings.mosaic or settings.paste))
 
 
 def drawn_moves(settings: Augment, record: Preprocess, rng: np.random.Generator) -> Moves:

@@ -25,7 +25,9 @@ from tessella.core.decoding import text_of
 from tessella.core.errors import TrainError
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess
-from tessella.tasks import Moves, still
+from tessella.tasks import Moves, Piece, still
+
+Pieces = tuple[Piece, ...]
 
 SHARED_BYTES = 8 << 20  # of a process, unless one image is larger
 # of an order; no image of a dataset comes near it, but one that hangs must not hang the training
@@ -63,9 +65,17 @@ class Fillers:
         return len(self._pool.idle)
 
     def fill(
-        self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
+        self,
+        split: Split,
+        indices: Sequence[int],
+        wanted: Wanted,
+        out: Pixels,
+        pieces: Sequence[Pieces],
     ) -> dict[int, Moves]:
         """Put images of a split into ``out``, [N, H, W, C].
+
+        Args:
+            pieces: what each image is joined of; none: it is one picture.
 
         Returns:
             by place how each was moved, without those that could not be read: who asks reads them
@@ -78,8 +88,8 @@ class Fillers:
         most = max(1, SHARED_BYTES // out[0].nbytes)
         with self._pool.one() as filler:
             for first in range(0, len(indices), most):
-                some = indices[first : first + most]
-                found = filler.fill(split, some, wanted, out[first : first + most])
+                some = slice(first, first + most)
+                found = filler.fill(split, indices[some], wanted, out[some], pieces[some])
                 made |= {first + place: moves for place, moves in found.items()}
         return made
 
@@ -114,7 +124,12 @@ class _Filler:
             raise
 
     def fill(
-        self, split: Split, indices: Sequence[int], wanted: Wanted, out: Pixels
+        self,
+        split: Split,
+        indices: Sequence[int],
+        wanted: Wanted,
+        out: Pixels,
+        pieces: Sequence[Pieces],
     ) -> dict[int, Moves]:
         """As that of ``Fillers``."""
         shared = self._shared(out)
@@ -127,13 +142,22 @@ class _Filler:
                 "shape": out.shape,
                 "memory": self._descriptor,
                 "nbytes": 0 if self._memory is None else len(self._memory),
-                "images": [(index, *split.where(index)) for index in indices],
+                "images": [
+                    {
+                        "index": index,
+                        "pieces": [asdict(piece) for piece in joined],
+                        "files": {
+                            str(i): split.where(i) for i in {index, *(p.index for p in joined)}
+                        },
+                    }
+                    for index, joined in zip(indices, pieces, strict=True)
+                ],
             }
         )
         out[:] = shared
         unmoved, left = still(wanted.record), set(reply["left"])
         return {
-            place: unmoved if moved is None else Moves(**moved)
+            place: unmoved if moved is None else Moves(**(moved | {"pieces": pieces[place]}))
             for place, moved in enumerate(reply["moves"])
             if place not in left
         }

@@ -35,43 +35,50 @@ def _answer(order: Order, _: bytes, __: Budget) -> tuple[Order, None]:
     change = _change(order, record)
     left: list[int] = []
     moves: list[Moved] = []
-    for place, (index, path, device, inode, begin, nbytes) in enumerate(order["images"]):
+    for place, image in enumerate(order["images"]):
         moved: Moved = None
         try:
-            content = os.pread(_file(path, device, inode), nbytes, begin)
-            pixels = stored_pixels(content, record)
-            out[place], moved = change(fitted(content, record) if pixels is None else pixels, index)
+            out[place], moved = change(image)
         except Exception:  # the parent tries it itself, and says what is wrong
             left.append(place)
         moves.append(moved)
     return {"left": left, "moves": moves}, None
 
 
-Change = Callable[[Pixels, int], tuple[Pixels, Moved]]
+Change = Callable[[dict[str, Any]], tuple[Pixels, Moved]]
 
 
 def _change(order: Order, record: Preprocess) -> Change:
-    """What is done to fitted pixels, given the image's number."""
+    """What is made of an image of the order, and how it was moved."""
+
+    def pixels_of(image: dict[str, Any], index: int) -> Pixels:
+        path, device, inode, begin, nbytes = image["files"][str(index)]
+        content = os.pread(_file(path, device, inode), nbytes, begin)
+        pixels = stored_pixels(content, record)
+        return fitted(content, record) if pixels is None else pixels
+
     if order["whole"]:
-        return lambda pixels, _: (pixels, None)
+        return lambda image: (pixels_of(image, image["index"]), None)
     if order["changes"] is None:
-        return lambda pixels, _: (centre_crop(pixels, record), None)
-    augment, settings = _augment(), _settings(**order["changes"])
+        return lambda image: (centre_crop(pixels_of(image, image["index"]), record), None)
+    joining, settings = _joining(), _settings(**order["changes"])
     seed, epoch = order["drawn_from"]
 
-    def changed(pixels: Pixels, index: int) -> tuple[Pixels, Moved]:
-        rng = augment.generator(seed, epoch, augment.IMAGE_STREAM, index)
-        made, moves = augment.augmented(pixels, settings, record, rng)
-        return made, asdict(moves)
+    def changed(image: dict[str, Any]) -> tuple[Pixels, Moved]:
+        pieces = tuple(joining.Piece(**piece) for piece in image["pieces"])
+        pixels = functools.cache(functools.partial(pixels_of, image))
+        drawn_from = seed, epoch
+        made, moves = joining.made_of(image["index"], pieces, pixels, settings, record, drawn_from)
+        return made, {name: v for name, v in asdict(moves).items() if name != "pieces"}
 
     return changed
 
 
 @functools.cache
-def _augment() -> Any:
+def _joining() -> Any:
     """The module of changes, with OpenCV in one thread."""
     importlib.import_module("cv2").setNumThreads(1)
-    return importlib.import_module("tessella.data.augment")
+    return importlib.import_module("tessella.data.joining")
 
 
 def _settings(**changes: Any) -> Any:

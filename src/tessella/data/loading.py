@@ -35,11 +35,12 @@ from tessella.core.preprocess import (
     raw_head,
     stored_pixels,
 )
-from tessella.data.augment import IMAGE_STREAM, ORDER_STREAM, augmented, generator, only_cuts
+from tessella.data.augment import ORDER_STREAM, generator, only_cuts
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.filling import Fillers, Wanted
+from tessella.data.joining import drawn_pieces, made_of
 from tessella.device.scaling import Scaling
-from tessella.tasks import Moves, still, targets_of
+from tessella.tasks import Moves, Piece, still, targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
 AT_ONCE = 16  # images that a thread prepares before it takes the next task
@@ -257,7 +258,9 @@ class _Loader:
         wanted = Wanted(self._record, whole, self._changes, self._drawn_from)
         in_a_row = len(rows) == rows[-1] + 1 - rows[0]
         out = made[rows[0] : rows[-1] + 1] if in_a_row else np.empty_like(made[rows])
-        moves = fillers.fill(self._split, begun.indices[rows].tolist(), wanted, out)
+        indices = begun.indices[rows].tolist()
+        pieces = [self._pieces(index) for index in indices]
+        moves = fillers.fill(self._split, indices, wanted, out, pieces)
         if not in_a_row:
             made[rows] = out
         if not isinstance(begun.moves, Cuts):
@@ -321,13 +324,18 @@ class _Loader:
         return self._split.read_each(indices, head, [one.reshape(-1).data for one in out])
 
     def _changed(self, index: int) -> tuple[Pixels, Moves]:
-        pixels = self._pixels_of(index)
         if self._changes is None:
-            return centre_crop(pixels, self._record), self._still
-        return augmented(pixels, self._changes, self._record, self._draws(index))
+            return centre_crop(self._pixels_of(index), self._record), self._still
+        return made_of(
+            index, self._pieces(index), self._pixels_of, self._changes, self._record,
+            self._drawn_from,
+        )  # fmt: skip
 
-    def _draws(self, index: int) -> np.random.Generator:
-        return generator(*self._drawn_from, IMAGE_STREAM, index)
+    def _pieces(self, index: int) -> tuple[Piece, ...]:
+        """What an image is joined of; none: it is one picture."""
+        if self._changes is None:
+            return ()
+        return drawn_pieces(self._changes, self._record, self._drawn_from, index, self._targets)
 
 
 @dataclass

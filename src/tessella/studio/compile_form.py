@@ -113,7 +113,7 @@ class CompileForm:
             self._points = self._add(
                 ui.number("Points it may lose", value=0.3, min=0, max=99,
                           on_change=self._changed).props("step=any"),
-                "Percentage points of top-1 accuracy; 0: no answer may change.",
+                "",
             )  # fmt: skip
             self._judge = self._add(
                 ui.select({}, label="Judged by", on_change=self._changed),
@@ -242,6 +242,9 @@ class CompileForm:
         self._hint(self._precision, budget if how == "budget" else PRECISIONS[value][1])
         self._precision.props["label"] = "Least exact" if how == "budget" else "Precision"
         self._hint(self._method, METHODS[self._method.value])
+        judge = self._datasets.get(self._judge.value or "")
+        score = "the score" if judge is None else judge.info.task.score
+        self._hint(self._points, f"Percentage points of {score}; 0: no answer may change.")
         self._points.set_visibility(how == "budget")
         self._judge.set_visibility(how == "budget")
         self._lock.set_visibility(how == "lock")

@@ -25,8 +25,8 @@ _BF16 = tuple(name for name in GPU_TARGETS if has(name, "bf16_mma"))
 _FP8 = tuple(name for name in GPU_TARGETS if has(name, "fp8_mma"))
 WAYS: dict[How, tuple[str, str]] = {
     "one": ("Precision", "Every layer in the precision that you choose."),
-    "budget": ("Budget", "The fastest plan that loses at most so much accuracy: each layer gets a "
-               "precision of its own, judged by your data."),
+    "budget": ("Budget", "The fastest plan that loses at most so many points of its task's score: "
+               "each layer gets a precision of its own, judged by your data."),
     "lock": ("Like a plan", "Decided as another plan was: nothing is measured, and the same "
              "checkpoint gives the same bytes."),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter
@@ -17,15 +18,18 @@ from nicegui.element import Element
 from starlette.responses import FileResponse, Response
 
 from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Augment
 from tessella.core.decoding import Decoder
-from tessella.core.errors import UsageError
+from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode, to_depth
+from tessella.core.record import canonical_json, from_plain, parse_json, to_plain
+from tessella.data.joining import check_joins, drawn_pieces, made_of
 from tessella.studio import parts
 from tessella.studio.boxes import boxed
 from tessella.studio.uploads import Uploads
 from tessella.studio.workspace import Workspace, open_dataset
-from tessella.tasks import of
+from tessella.tasks import of, targets_of
 
 # An SVG is a program: as an image its scripts do not run, and opened alone this keeps them still.
 _STILL = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
@@ -48,6 +52,13 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         content = stored_file(opened, split, index)
         pixels = decoder(content, opened.preprocess, name=f"image {index}")
         return _png(to_depth(pixels, 8), _KEEP)
+
+    @routes.get("/trained")
+    def trained(dataset: str, index: int, changes: str, epoch: int = 0, v: str = "") -> Response:
+        """An image of the training split as an epoch of a training with these changes shows it."""
+        opened = open_dataset(workspace.path(dataset))
+        plain = parse_json(changes.encode(), where="changes")
+        return _png(seen_in_training(opened, index, plain, epoch, decoder))
 
     @routes.get("/resize")
     def resize(
@@ -95,6 +106,43 @@ def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
     """The URL of an image of a dataset."""
     stamp = dataset.info.content_hash[:12]
     return parts.address("/pictures/example", dataset=ref, split=split, index=index, v=stamp)
+
+
+def trained_address(dataset: Dataset, ref: str, index: int, changes: Augment) -> str:
+    """The URL of a training image as a training with these changes shows it."""
+    told = canonical_json(to_plain(changes))
+    stamp = dataset.info.content_hash[:12]
+    return parts.address("/pictures/trained", dataset=ref, index=index, changes=told, v=stamp)
+
+
+def seen_in_training(
+    dataset: Dataset, index: int, plain: Any, epoch: int, decoder: Decoder
+) -> Pixels:
+    """A training image after the changes of an epoch, HWC of 8 bits, its target drawn over it.
+
+    Raises:
+        UsageError: changes that are none, or that the dataset's task does not know.
+    """
+    try:
+        settings = from_plain(Augment, plain, where="changes")
+    except ArtifactError as error:
+        raise UsageError(error.wrong, seen=error.seen) from error
+    if not 0 <= epoch < 1 << 32:
+        raise UsageError("an epoch is a number from 0", seen=epoch)
+    task, record, split = of(dataset.info.task), dataset.preprocess, dataset.split("train")
+    check_joins(settings, task)
+    stored_file(dataset, "train", index)  # says which images there are
+    targets, drawn_from = targets_of(split), (0, epoch)
+
+    def pixels_of(number: int) -> Pixels:
+        return decoder(split[number].content, record, name=f"image {number}")
+
+    pieces = drawn_pieces(settings, record, drawn_from, index, targets)
+    pixels, moves = made_of(index, pieces, pixels_of, settings, record, drawn_from)
+    shown = to_depth(pixels, 8)
+    shown = np.repeat(shown[:, :, :1], 3, axis=2) if shown.shape[2] < 3 else shown[:, :, :3]
+    target = targets.batch(np.array([index], np.int64), [moves])[0]
+    return task.answers.taught(shown, target, dataset.classes)
 
 
 def thumb(dataset: Dataset, ref: str, split: str, index: int, title: str = "") -> Element:

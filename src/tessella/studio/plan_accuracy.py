@@ -40,6 +40,12 @@ class ChangedAnswer:
     before: str
     after: str
     index: int | None = None
+    change: str = ""
+
+    @property
+    def told(self) -> str:
+        """What changed, in the task's words where it has some."""
+        return self.change or f"{self.before} → {self.after}"
 
 
 class Flip(TypedDict):
@@ -110,7 +116,10 @@ class Accuracy:
             [
                 (f"{receipt.metric}, this plan", f"{100 * receipt.after:.2f} %"),
                 ("in float32", f"{100 * receipt.before:.2f} %"),
-                (f"points lost, of {receipt.budget:g} allowed", f"{receipt.loss:.2f}"),
+                (
+                    f"points of {receipt.metric} lost, of {receipt.budget:g} allowed",
+                    f"{receipt.loss:.2f}",
+                ),
                 ("95 % lie between", interval(receipt)),
                 (f"answers changed of {receipt.samples:,}", f"{receipt.flipped:,}"),
             ]
@@ -129,8 +138,9 @@ class Accuracy:
                 ChangedAnswer(
                     path=f.path,
                     truth=f.label,
-                    before=f"{f.before} {100 * f.probability_before:.0f} %",
-                    after=f"{f.after} {100 * f.probability:.0f} %",
+                    before=_with_share(f.before, f.probability_before),
+                    after=_with_share(f.after, f.probability),
+                    change=f.change,
                     index=f.index,
                 )
                 for f in receipt.flips
@@ -143,8 +153,8 @@ class Accuracy:
         if not flips:
             return
         if not self._thumbnails(flips[:FLIPS]):
-            columns = [parts.Column(title=t) for t in ("image", "truth", "before", "plan")]
-            parts.table(columns, [(f.path, f.truth, f.before, f.after) for f in flips[:FLIPS]])
+            columns = [parts.Column(title=t) for t in ("image", "truth", "before → plan")]
+            parts.table(columns, [(f.path, f.truth, f.told) for f in flips[:FLIPS]])
         if count > min(len(flips), FLIPS):
             text("p", f"… and {count - min(len(flips), FLIPS):,} more").classes("muted small")
 
@@ -221,6 +231,10 @@ class Accuracy:
                     parts.note(now.error or "The comparison was stopped.", "bad")
 
 
+def _with_share(answer: str, probability: float | None) -> str:
+    return answer if probability is None else f"{answer} {100 * probability:.0f} %"
+
+
 def interval(receipt: Receipt) -> str:
     """The 95 % confidence interval of the loss, in points."""
     return f"{receipt.low:.2f} … {receipt.high:.2f}".replace("-", "−")
@@ -249,7 +263,7 @@ def _flip(flip: ChangedAnswer, dataset: Dataset, ref: str, places: dict[str, int
         box = parts.box("thumb")
     with box:
         text("b", flip.truth).classes("cut small")
-        text("div", f"{flip.before} → {flip.after}").props["title"] = (
+        text("div", flip.told).props["title"] = (
             f"{flip.path}: {flip.before} before, {flip.after} by this plan"
         )
 

@@ -94,8 +94,8 @@ class _Front:
         info, receipt = self._info, self._info.exact.receipt
         return (
             f"{receipt.metric} on {receipt.samples:,} samples, {info.evaluations} evaluations; "
-            f"allowed to lose {info.budget:g} points. Times of whole plans at batch {info.batch}. "
-            "Click a point to open its plan."
+            f"allowed to lose {info.budget:g} points of it. Times of whole plans at batch "
+            f"{info.batch}. Click a point to open its plan."
         )
 
     def _notes(self) -> list[str]:
@@ -103,7 +103,8 @@ class _Front:
         if info.resolution <= info.budget:
             return []
         return [
-            f"{info.exact.receipt.samples:,} samples cannot resolve {info.budget:g} points: a plan "
+            f"{info.exact.receipt.samples:,} samples cannot resolve {info.budget:g} points of "
+            f"{info.exact.receipt.metric}: a plan "
             f"that changes none of their answers may still lose {info.resolution:.2f} (95 %)."
         ]
 
@@ -150,7 +151,9 @@ class _Front:
         most = max(p.nbytes for _, p in self._points) or 1
         slowest = max(p.time_us for _, p in self._points) or 1.0
         columns = [parts.Column(title="plan", classes="nowrap")]
-        columns += [parts.Column(title=t, classes="r") for t in ("metric", "loss", "95 %", "flips")]
+        metric = self._info.exact.receipt.metric
+        titles = (f"{metric}, %", "points lost", "95 %", "answers changed")
+        columns += [parts.Column(title=t, classes="r") for t in titles]
         columns += [parts.Column(title=t) for t in ("time", "bytes", "layers")]
         rows: list[tuple[parts.Cell, ...]] = []
         for name, point in self._points:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessella.core.preprocess import Preprocess
+from tessella.tasks.pieces import Piece
 
 Floats = npt.NDArray[np.float64]
 
@@ -17,6 +18,7 @@ class Moves:
     """The moves of a fitted picture, in this order.
 
     Attributes:
+        pieces: the pictures that were joined to it; none: it is one picture as it was.
         angle, zoom: a rotation about the centre in degrees, and a scale; the border is mirrored.
         top, left, height, width: the part of it that the network sees.
         mirror, flip: left and right changed places, and above and below.
@@ -30,6 +32,7 @@ class Moves:
     zoom: float = 1.0
     mirror: bool = False
     flip: bool = False
+    pieces: tuple[Piece, ...] = ()
 
     def mask(self, mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """A mask [H, W] moved with its picture; every pixel keeps a class that was there."""

@@ -52,6 +52,14 @@ class Targets(Protocol):
         ...
 
 
+class Cuttable(Targets, Protocol):
+    """The targets of a task whose things can be pasted into other pictures."""
+
+    def things(self, index: int) -> npt.NDArray[np.float64]:
+        """The boxes x0 y0 x1 y1 of an image's things in pixels of the fitted image, [M, 4]."""
+        ...
+
+
 class Examples(Protocol):
     """``examples.py``: how targets look on disk and in a dataset.
 
@@ -60,6 +68,7 @@ class Examples(Protocol):
 
     NAMES: str  # what a dataset's names are: classes, of which there can be too few, or numbers
     SMOOTHED: bool  # whether the loss smooths its targets: ``LossSettings.smoothing``
+    JOINED: tuple[str, ...]  # the settings of ``Augment`` that join its pictures: mosaic, paste
 
     def find(self, request: Request) -> Found:
         """The images of a source with their targets, checked.
@@ -213,6 +222,8 @@ class Report(Protocol):
 class Metrics(Protocol):
     """``metrics.py``: how good the answers of a split are."""
 
+    COUNTED: bool  # whether the score is the share of images whose one class has most
+
     def width(self, classes: int) -> int:
         """R."""
         ...
@@ -276,6 +287,12 @@ class Answers(Protocol):
         """One image's finished output in a few words."""
         ...
 
+    def changes(
+        self, one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord
+    ) -> str:
+        """What the second of two finished outputs of an image says otherwise, in a few words."""
+        ...
+
     def truth(self, target: Any, labels: tuple[str, ...]) -> str:
         """One image's target in a few words."""
         ...
@@ -293,6 +310,14 @@ class Answers(Protocol):
 
     def marked(self, target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
         """What a target has at places in the picture as it is stored."""
+        ...
+
+    def taught(self, picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+        """A picture of a training, HWC RGB of 8 bits, with its target drawn over it, if that has
+        places in it.
+
+        ``target`` is one of ``Targets.batch``.
+        """
         ...
 
 

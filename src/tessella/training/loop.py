@@ -28,6 +28,7 @@ from tessella.core.events import (
 from tessella.core.memory import free_bytes
 from tessella.core.task import CLASSIFICATION
 from tessella.data.filling import Fillers
+from tessella.data.joining import settings_at
 from tessella.data.loading import Batch, batches, steps_per_epoch
 from tessella.tasks import of
 from tessella.training.diagnosis import diagnosis
@@ -215,7 +216,7 @@ class Training:
                 start=start,
                 rank=self._world.rank,
                 world=self._world.size,
-                augment=self._recipe.augment,
+                augment=settings_at(self._recipe.augment, epoch=epoch, epochs=self._recipe.epochs),
                 training=True,
                 workers=self._workers,
                 for_gpu=self._world.device.type == "cuda",

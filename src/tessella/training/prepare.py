@@ -12,6 +12,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, RunInfo, extend_run, write_run
 from tessella.core.errors import DataError, UsageError
 from tessella.core.record import digest, to_plain
+from tessella.data.joining import check_joins
 from tessella.nn import zoo
 from tessella.tasks import of, targets_of
 from tessella.training.parallel import check_devices
@@ -137,6 +138,7 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
             seen=f"mixup={recipe.augment.mixup}, cutmix={recipe.augment.cutmix}",
             fix="leave mixup and cutmix out",
         )
+    check_joins(recipe.augment, task)
     if task.head.ANSWERS == "pixels" and recipe.grow_from < 1:
         raise UsageError(
             f"images of {task.name} cannot grow: each pixel has a class of its own",

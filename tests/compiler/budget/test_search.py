@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan, load_plan, to_bytes
 from tessella.compiler import budget as budgets
-from tessella.compiler.budget import Built, Front, Labelled, mixes, search
+from tessella.compiler.budget import Front, Labelled, mixes, search
 from tessella.compiler.budget.judging import CALIBRATION_SHARE
 from tessella.compiler.budget.mixes import Unit
 from tessella.compiler.pipeline import optimized
@@ -23,34 +22,11 @@ from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, interpret
 from tessella.graph.graph import Graph
+from tests.support.budgets import Table, run
 from tests.support.digits import BATCH, Net
 
 ANY = TensorSpec(name="image", dtype="float32", shape=(DimRange(min=1, opt=16, max=16), 1, 8, 8))
 ABOUT = compiler.About(built_from="digits", rebuild="tessella compile digits")
-PRICES = {"fp32": 100.0, "bf16": 60.0, "int8": 30.0}
-
-
-@dataclass
-class Table:
-    """Every layer costs the same in one precision: nothing is measured."""
-
-    names: Sequence[str] = ()
-    asked: list[str] = field(default_factory=list)
-
-    def layers_us(self, precision: str, units: Sequence[Unit]) -> dict[str, float]:
-        self.names = [name for unit in units for name in unit.layers]
-        self.asked.append(precision)
-        return {
-            name: PRICES[precision if precision in (*unit.kinds, "fp32") else "fp32"]
-            for unit in units
-            for name in unit.layers
-        }
-
-    def total_us(self, mix: Mapping[str, str]) -> float:
-        return sum(PRICES[mix.get(name, "fp32")] for name in self.names)
-
-    def plans_us(self, built: Sequence[Built], sample: object) -> list[float]:
-        return [self.total_us(one.mix) for one in built]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +44,6 @@ def fragile(net: Net) -> Net:
 @functools.cache
 def graph_of(net: nn.Module) -> Graph:
     return capture(net, (ANY,), outputs=("scores",))
-
-
-def run(plan: Plan):
-    engine = runtime.load(plan)
-    return lambda batch: engine(**batch)
 
 
 def searched(net: nn.Module, data: Labelled, budget: float, cache: Path, **settings) -> Front:

@@ -93,10 +93,10 @@ class Front:
         head = (
             "",
             "point",
-            "metric",
-            "loss",
+            f"{self.exact.receipt.metric} %",
+            "points lost",
             "95 %",
-            "flips",
+            "changed",
             "time_us",
             "speed",
             "bytes",
@@ -124,7 +124,8 @@ class Front:
         ]
         if self.resolution > self.budget:
             notes.append(
-                f"these samples cannot resolve a budget of {self.budget:g} points: a plan that "
+                f"these samples cannot resolve a budget of {self.budget:g} points of "
+                f"{receipt.metric}: a plan that "
                 f"changes none of their answers may still lose {self.resolution:.2f} (95 %)"
             )
             if self.budget > 0:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessella.artifacts.receipt import MAX_FLIPS, Flip, Receipt
@@ -14,11 +19,48 @@ from tessella.core.errors import CompileError, UsageError
 Tensors = Mapping[str, torch.Tensor]
 Predict = Callable[[Tensors], Tensors]
 Metric = Callable[[Tensors, torch.Tensor], float]
+Rows = npt.NDArray[np.float32]
 
 CALIBRATION = 512  # samples at most that are taken off for it
 CALIBRATION_SHARE = 4  # and at most one of so many
 ERROR = 0.05  # the chance that an interval misses
 RESAMPLES = 400  # of the bootstrap, for metrics of which nothing is known
+LEAST_RESAMPLES, SECONDS = 60, 10.0  # and of a task's score, of which one may take long: a receipt
+
+
+class Score(Protocol):
+    """How a task judges answers, whose places are those of samples in their source."""
+
+    @property
+    def name(self) -> str: ...
+
+    def rows(self, outputs: Tensors, places: Sequence[int]) -> Rows:
+        """What the task keeps of each answer, [N, R]."""
+        ...
+
+    def score(self, rows_NR: Rows, places: Sequence[int]) -> float:
+        """Higher is better, 1 is a hundred points."""
+        ...
+
+    def changed(self, before: Tensors, after: Tensors) -> list[int]:
+        """The answers, by their place in the outputs, that say something else."""
+        ...
+
+    def aligned(self, before: Tensors, after: Tensors) -> Tensors:
+        """The outputs ``after`` so that their numbers can be compared with those before."""
+        ...
+
+    def flip(self, place: int, before: torch.Tensor, after: torch.Tensor) -> Flip:
+        """What became of one answer."""
+        ...
+
+
+class Labels(Protocol):
+    """Right answers: int64 [N], or whatever a metric takes."""
+
+    def __getitem__(self, places: list[int], /) -> torch.Tensor: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +70,18 @@ class Labelled:
     Attributes:
         read: the inputs by name of the samples at these places of the source, stacked.
         labels: int64 [N], or whatever the metric takes: one row a sample of the source.
+        score: how the samples' task judges, where no other metric does; None: top-1.
         places: which of the source's samples these are.
         paths: of the source's samples, for people.
         classes: names of the labels, for people.
     """
 
     read: Callable[[Sequence[int]], Tensors]
-    labels: torch.Tensor
+    labels: Labels
     places: tuple[int, ...]
     paths: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    score: Score | None = None
 
     @property
     def truth(self) -> torch.Tensor:
@@ -100,10 +144,10 @@ def of_tensors(
 
 def top1(outputs: Tensors, labels: torch.Tensor) -> float:
     """The share of samples whose first output is highest at their label."""
-    return float((_first(outputs).argmax(1) == labels).double().mean())
+    return float((first_of(outputs).argmax(1) == labels).double().mean())
 
 
-def _first(outputs: Tensors) -> torch.Tensor:
+def first_of(outputs: Tensors) -> torch.Tensor:
     return next(iter(outputs.values()))
 
 
@@ -134,23 +178,76 @@ class Judge:
 
     Attributes:
         data: the samples; before: the float32 network's answers to them.
-        metric: of outputs and labels, higher is better, 1 is a hundred points.
+        metric: of outputs and labels, higher is better, 1 is a hundred points; None: the score of
+            the data's task, or top-1.
     """
 
     data: Labelled
     before: Tensors
-    metric: Metric = top1
+    metric: Metric | None = None
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        if self._task is not None:
+            return self._task.name
+        return getattr(self._metric, "__name__", "metric")
+
+    @property
+    def _task(self) -> Score | None:
+        return self.data.score if self.metric is None else None
+
+    @property
+    def _metric(self) -> Metric:
+        return top1 if self.metric is None else self.metric
+
+    @functools.cached_property
+    def worth(self) -> float:
+        """The metric of the float32 answers."""
+        return self.paired(self.before)(None)[0]
 
     def loss(self, after: Tensors) -> float:
         """Percentage points of the metric below float32; negative: better."""
-        truth = self.data.truth
-        return 100 * (self.metric(self.before, truth) - self.metric(after, truth))
+        return 100 * (self.worth - self.paired(after)(None)[1])
+
+    def paired(self, after: Tensors) -> Callable[[torch.Tensor | None], tuple[float, float]]:
+        """The metric of the float32 answers and of others, for some of the samples or all."""
+        pair, task = (self.before, after), self._task
+        if task is None:
+            truth, metric = self.data.truth, self._metric
+
+            def by_metric(drawn: torch.Tensor | None) -> tuple[float, float]:
+                if drawn is None:
+                    return metric(pair[0], truth), metric(pair[1], truth)
+                one, two = ({n: t[drawn] for n, t in outputs.items()} for outputs in pair)
+                return metric(one, truth[drawn]), metric(two, truth[drawn])
+
+            return by_metric
+        kept = self._rows, self._rows if after is self.before else self._rows_of(after)
+
+        def by_task(drawn: torch.Tensor | None) -> tuple[float, float]:
+            chosen = range(len(self.data)) if drawn is None else drawn.tolist()
+            places = [self.data.places[i] for i in chosen]
+            one, two = (task.score(rows[list(chosen)], places) for rows in kept)
+            return one, two
+
+        return by_task
+
+    @functools.cached_property
+    def _rows(self) -> Rows:
+        return self._rows_of(self.before)
+
+    def _rows_of(self, outputs: Tensors) -> Rows:
+        assert self._task is not None
+        return self._task.rows(outputs, self.data.places)
 
     def flipped(self, after: Tensors) -> list[int]:
-        """The samples, by their place in ``data``, whose highest score is another one."""
+        """The samples, by their place in ``data``, whose answer is another one."""
+        if self._task is not None:
+            return self._task.changed(self.before, after)
         if not self._scores():
             return []
-        changed = _first(self.before).argmax(1) != _first(after).argmax(1)
+        changed = first_of(self.before).argmax(1) != first_of(after).argmax(1)
         return changed.nonzero().flatten().tolist()
 
     def within(self, after: Tensors, budget: float) -> bool:
@@ -161,44 +258,58 @@ class Judge:
 
     def receipt(self, after: Tensors, budget: float) -> Receipt:
         """All that is to be said of a plan's answers."""
-        flipped, truth = self.flipped(after), self.data.truth
+        flipped = self.flipped(after)
         low, high = self._interval(after)
+        before, now = self.paired(after)(None)
         return Receipt(
-            metric=getattr(self.metric, "__name__", "metric"),
+            metric=self.name,
             samples=len(self.data),
-            before=self.metric(self.before, truth),
-            after=self.metric(after, truth),
-            loss=self.loss(after),
+            before=before,
+            after=now,
+            loss=100 * (before - now),
             low=low,
             high=high,
-            p_value=None if self.metric is not top1 else mcnemar(*self._changes(after)),
+            p_value=mcnemar(*self._changes(after)) if self._counts else None,
             budget=budget,
             flipped=len(flipped),
             flips=tuple(self._flip(i, after) for i in flipped[:MAX_FLIPS]),
         )
 
     def resolution(self) -> float:
-        """The points that even a plan which changes no answer may lose, for all one can know."""
+        """The points that even a plan which changes no answer may lose, for all one can know.
+
+        Of a task's score: as if a sample could lose its whole share of it, as in a mean.
+        """
+        if self._task is not None:
+            return paired_interval(0, 0, len(self.data))[1]
         return self._interval(self.before)[1]
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the metric is the share of samples that are right."""
+        return self._task is None and self._metric is top1
 
     def _scores(self) -> bool:
         """Whether the first output has a score for each class."""
-        scores = _first(self.before)
+        scores = first_of(self.before)
         return scores.dim() == 2 and scores.shape[1] > 1 and scores.is_floating_point()
 
     def _interval(self, after: Tensors) -> tuple[float, float]:
-        if self.metric is not top1:
+        if not self._counts:
             return _bootstrap(self, after)
         return paired_interval(*self._changes(after), len(self.data))
 
     def _changes(self, after: Tensors) -> tuple[int, int]:
         """How many right answers became wrong, and wrong ones right."""
-        old, new = (_first(o).argmax(1) == self.data.truth for o in (self.before, after))
+        old, new = (first_of(o).argmax(1) == self.data.truth for o in (self.before, after))
         return int((old & ~new).sum()), int((~old & new).sum())
 
     def _flip(self, index: int, after: Tensors) -> Flip:
-        old, new = (_first(o)[index].double() for o in (self.before, after))
         classes, place = self.data.classes, self.data.places[index]
+        if self._task is not None:
+            pair = (first_of(o)[index].float() for o in (self.before, after))
+            return self._task.flip(place, *pair)
+        old, new = (first_of(o)[index].double() for o in (self.before, after))
 
         def name(label: int) -> str:
             return classes[label] if 0 <= label < len(classes) else str(label)
@@ -272,14 +383,14 @@ def _root(grows: Callable[[float], float], value: float) -> float:
 def _bootstrap(judge: Judge, after: Tensors) -> tuple[float, float]:
     """Efron's percentile interval of the paired loss, over samples drawn again."""
     generator = torch.Generator().manual_seed(0)
-    count, truth = len(judge.data), judge.data.truth
-    losses = []
-    for _ in range(RESAMPLES):
+    count, paired = len(judge.data), judge.paired(after)
+    begun, losses = time.perf_counter(), list[float]()
+    for done in range(RESAMPLES):
+        late = done >= LEAST_RESAMPLES and time.perf_counter() - begun > SECONDS
+        if late and judge.data.score is not None:
+            break
         drawn = torch.randint(count, (count,), generator=generator)
-        old, new = (
-            judge.metric({n: t[drawn] for n, t in o.items()}, truth[drawn])
-            for o in (judge.before, after)
-        )
+        old, new = paired(drawn)
         losses.append(100 * (old - new))
     edges = torch.tensor([ERROR / 2, 1 - ERROR / 2], dtype=torch.float64)
     low, high = torch.tensor(losses, dtype=torch.float64).quantile(edges).tolist()

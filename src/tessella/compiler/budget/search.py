@@ -29,7 +29,6 @@ from tessella.compiler.budget.judging import (
     Predict,
     Tensors,
     answers,
-    top1,
 )
 from tessella.compiler.budget.mixes import Mix, Unit
 from tessella.compiler.budget.path import Move, greedy, mix_of, reach, repair
@@ -81,7 +80,8 @@ class _Probe:
             return
         self.loss[key] = self.judge.loss(after)
         self.changed[key] = bool(self.judge.flipped(after))
-        self.emit(phase("evaluate", f"{_named(mix)}: loses {self.loss[key]:.2f} points"))
+        lost = f"{self.loss[key]:.2f} points of {self.judge.name}"
+        self.emit(phase("evaluate", f"{_named(mix)}: loses {lost}"))
 
 
 def search(
@@ -94,7 +94,7 @@ def search(
     feed: Callable[[Tensors], Tensors] = lambda batch: batch,
     finish: Callable[[Plan], Plan] = lambda plan: plan,
     budget: float,
-    metric: Metric = top1,
+    metric: Metric | None = None,
     least: str = "fp32",
     calibration: Calibration | None = None,
     costs: Costs | None = None,
@@ -112,7 +112,8 @@ def search(
         feed: inputs of the network as plans take them, where that is not the same.
         finish: what is done with a plan before it is run and handed out.
         budget: percentage points of the metric below the float32 plan. With 0 no answer may change.
-        metric: of outputs by name and labels; higher is better, 1 is a hundred points.
+        metric: of outputs by name and labels; higher is better, 1 is a hundred points. By default
+            the score of the data's task, or top-1.
         least: the least exact precision that a layer may get; ``fp32``: all that suit the target.
         costs: what things cost, instead of measuring it here.
 
@@ -177,7 +178,7 @@ class _Search:
     feed: Callable[[Tensors], Tensors]
     finish: Callable[[Plan], Plan]
     budget: float
-    metric: Metric
+    metric: Metric | None
     kinds: Sequence[str]
     calibration: Calibration
     costs: Costs
@@ -237,7 +238,8 @@ class _Search:
     def _probed(self, units: Sequence[Unit], path: Sequence[Move]) -> _Probe:
         """Judge mixes along the path: for the budget, for smaller ones, and whole networks."""
         before = answers(interpreter(self.exact, self.target), self.data, CHUNK)
-        if not math.isfinite(worth := self.metric(before, self.data.truth)):
+        judge = Judge(data=self.data, before=before, metric=self.metric)
+        if not math.isfinite(worth := judge.worth):
             raise UsageError(
                 "the metric is no number for the float32 network",
                 seen=worth,
@@ -247,7 +249,7 @@ class _Search:
             exact=self.exact,
             target=self.target,
             calibration=self.calibration,
-            judge=Judge(data=self.data, before=before, metric=self.metric),
+            judge=judge,
             emit=self.emit,
         )
         for rung in sorted({b for b in LADDER if b < self.budget} | {self.budget}):

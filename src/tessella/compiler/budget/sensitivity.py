@@ -57,7 +57,7 @@ def measure(
             except CompileError as error:
                 found.refused[unit.layers[0], kind] = str(error)
             else:
-                found.damage[index, kind] = divergence(before, after)
+                found.damage[index, kind] = _damage(before, after, data)
         emit(progress("sensitivity", index + 1, len(units)))
     return found
 
@@ -85,6 +85,14 @@ def interpreter(graph: Graph, target: str) -> Predict:
     return predict
 
 
+def _damage(before: Tensors, after: Tensors, data: Labelled) -> float:
+    """How far answers are from float32's; those of a task may have an order of their own."""
+    if data.score is None:
+        return divergence(before, after)
+    made = data.score.aligned(before, after)
+    return sum(_error(before[name].double(), made[name].double()) for name in before)
+
+
 def divergence(before: Tensors, after: Tensors) -> float:
     """How far answers are from each other; 0 where they are equal.
 
@@ -98,4 +106,8 @@ def _divergence(before: torch.Tensor, after: torch.Tensor) -> float:
     if before.dim() == 2 and before.shape[1] > 1:
         p, q = (probabilities(t).clamp_min(1e-30) for t in (before, after))
         return float((p * (p.log() - q.log())).sum(1).mean().clamp_min(0))
+    return _error(before, after)
+
+
+def _error(before: torch.Tensor, after: torch.Tensor) -> float:
     return float((after - before).square().sum() / before.square().sum().clamp_min(1e-30))

@@ -9,12 +9,12 @@ from pathlib import Path
 from nicegui import ui
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe, Run
+from tessella.artifacts.run import Augment, Recipe, Run
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import digest
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
-from tessella.studio import charts, parts
+from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.path_field import PathField
 from tessella.studio.quick import ask
@@ -27,6 +27,7 @@ from tessella.tasks import of
 # Shown until the command line has answered with its own list; DIGITS' users look for these first.
 STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
 SOURCES = {"standard": "Standard", "timm": "timm", "run": "Previous", "file": "Own file"}
+SEEN = 8  # training images of the preview
 DRAW_AFTER_S = 0.5  # of no typing
 MISSING = "Choose another on the Data page, or open Train from the steps above."
 
@@ -69,6 +70,7 @@ class _Train:
         begun = flat(start) | ({"epochs": epochs} if epochs > 0 else {}) if start else None
         self._drawing: asyncio.Task[None] | None = None
         self._ready = False
+        self._shown: tuple[str, Augment] | None = None
         with parts.box("split"):
             with parts.box("stack"):
                 with parts.card("Network and data"):
@@ -90,6 +92,8 @@ class _Train:
                     with parts.card("Network"):
                         self._summary = text("p", "").classes("muted small")
                         self._drawn = ui.element("div").classes("stack")
+                with parts.card("What the network will see", "training images, changed at random"):
+                    self._seen = parts.box("thumbs")
                 with parts.card("How to do the same"):
                     self._command = parts.Command()
                     with ui.expansion("All commands") as self._all_box:
@@ -199,6 +203,23 @@ class _Train:
         ]
         self._curve.options["series"][0]["data"] = points
         self._curve.update()
+        self._show_seen(recipe)
+
+    def _show_seen(self, recipe: Recipe) -> None:
+        """Some training images as the first epoch would show them, with boxes and masks."""
+        dataset = self._datasets[recipe.dataset]
+        now = recipe.dataset, recipe.augment
+        if now == self._shown:
+            return
+        self._shown = now
+        count = len(dataset.train)
+        picks = {n * count // SEEN for n in range(SEEN)} if count else set[int]()
+        self._seen.clear()
+        with self._seen:
+            for index in sorted(picks):
+                source = pictures.trained_address(dataset, recipe.dataset, index, recipe.augment)
+                with parts.box("thumb"):
+                    parts.picture(source, f"Training image {index + 1}, changed")
 
     def _source_changed(self) -> None:
         self._show_source()

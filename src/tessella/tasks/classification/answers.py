@@ -52,6 +52,10 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return labels[int(output.argmax())]
 
 
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    return " → ".join(said(output, labels, record) for output in (one, other))
+
+
 def truth(target: int, labels: tuple[str, ...]) -> str:
     return labels[target]
 
@@ -66,3 +70,7 @@ def things(answer: Any) -> tuple[Thing, ...]:
 
 def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
     return ()
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    return picture

@@ -18,6 +18,7 @@ from tessella.tasks.moves import Moves
 
 NAMES = "classes"
 SMOOTHED = True
+JOINED: tuple[str, ...] = ()
 
 
 def find(request: Request) -> Found:

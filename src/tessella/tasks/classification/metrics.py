@@ -15,6 +15,8 @@ from tessella.core.record import to_plain
 from tessella.tasks.classification.examples import Labels
 from tessella.tasks.task import Rows, Targets
 
+COUNTED = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassReport:

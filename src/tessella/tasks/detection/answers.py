@@ -18,11 +18,13 @@ VERB = "detect"
 HEADER: tuple[str, ...] = ("class", "score", "x0", "y0", "x1", "y1")
 USUAL = 0.3  # the least score that counts, where nothing was measured on a validation split
 ALIKE, CLOSE = 0.9, 0.02  # overlap and score: two boxes with so much, and so little, say the same
+PARTNER = 0.5  # the least overlap of what may be the same thing
 SHOWN = 6
 COLORS = (
     (230, 25, 75), (60, 180, 75), (0, 130, 200), (245, 130, 48), (145, 30, 180), (0, 160, 160),
     (240, 50, 230), (128, 128, 0), (170, 110, 40), (0, 0, 160),
 )  # fmt: skip
+GREY = 160, 160, 160  # of crowds
 
 
 def thresholds(record: TaskRecord, classes: int) -> npt.NDArray[np.float64]:
@@ -110,6 +112,36 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return ", ".join(words[:SHOWN] + more) or "(none)"
 
 
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    """Boxes that vanished, appeared, moved, or have another class or score.
+
+    Two boxes are one that overlap by a half, those of one class first.
+    """
+    least_K = thresholds(record, len(labels))
+    (rows, kinds, scores), (others, theirs, their) = _told(one, least_K), _told(other, least_K)
+    common = overlap(one[rows, :4].astype(np.float64), other[others, :4].astype(np.float64))
+    left, words = list(range(len(others))), list[str]()
+    for place, (kind, score) in enumerate(zip(kinds.tolist(), scores.tolist(), strict=True)):
+        name = f"{labels[kind]} {score:.2f}"
+        near = [j for j in left if common[place, j] >= PARTNER]
+        if not near:
+            words.append(f"{name} vanished")
+            continue
+        best = max(near, key=lambda j: (theirs[j] == kind, common[place, j]))
+        shared = common[place, best]
+        left.remove(best)
+        now = f"{their[best]:.2f}"
+        if theirs[best] != kind:
+            words.append(f"{name} → {labels[theirs[best]]} {now}")
+        elif shared < ALIKE:
+            words.append(f"{name} moved (overlap {shared:.2f})")
+        elif abs(score - their[best]) > CLOSE:
+            words.append(f"{name} → {now}")
+    words += [f"{labels[theirs[j]]} {their[j]:.2f} appeared" for j in left]
+    more = [f"{len(words) - SHOWN} more"] if len(words) > SHOWN else []
+    return ", ".join(words[:SHOWN] + more)
+
+
 def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
     counts = Counter(target["labels"]).most_common()
     words = [labels[k] if n == 1 else f"{n} × {labels[k]}" for k, n in counts]
@@ -162,3 +194,18 @@ def name_of(one: dict[str, Any]) -> str:
 
 def color_of(index: int) -> tuple[int, int, int]:
     return COLORS[index % len(COLORS)]
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    """The picture with a thin frame around each thing; that of a crowd is grey."""
+    import cv2
+
+    made = np.ascontiguousarray(picture).copy()
+    height, width = made.shape[:2]
+    for x0, y0, x1, y1, label, crowd in target.tolist():
+        if label < 0:
+            continue
+        low = round(x0 * width), round(y0 * height)
+        high = max(low[0], round(x1 * width) - 1), max(low[1], round(y1 * height) - 1)
+        cv2.rectangle(made, low, high, GREY if crowd else _color(int(label)), 1)
+    return made

@@ -22,9 +22,11 @@ from tessella.core.errors import DataError
 from tessella.core.preprocess import Preprocess, placement
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Floats, Moves, still
+from tessella.tasks.pieces import Piece, seen_in
 
 NAMES = "classes"
 SMOOTHED = False
+JOINED: tuple[str, ...] = ("mosaic", "paste")
 VISIBLE = 0.3  # of a thing's area: where less is seen, nobody could say what it is
 LEAST = 1.0  # pixels of a side that the network sees
 APART = 0.5  # intersection over union: boxes of two equal pictures with less contradict
@@ -261,6 +263,7 @@ class BoxSets:
         """
         return self.seen(index, self.still(index))[0]
 
+<<<<<<< HEAD
     def still(self, index: int) -> Moves:
         """What an evaluated network sees of an image."""
         top, left, height, width = self.views[index].tolist()
@@ -269,17 +272,54 @@ class BoxSets:
     def seen(self, index: int, moves: Moves) -> tuple[Floats, npt.NDArray[np.int64]]:
         """The boxes of an image as ``evaluated`` has them, moved; and of which row each is made."""
         mine = slice(self.starts[index], self.starts[index + 1])
+=======
+    def things(self, index: int) -> Floats:
+        """The boxes of an image's things, without crowds, in pixels of the fitted image, [M, 4]."""
+        mine = self._rows_of(index)
+        return np.asarray(self.boxes[mine[~self.crowds[mine]]])
+
+    def _rows_of(self, index: int) -> npt.NDArray[np.int64]:
+        return np.arange(self.starts[index], self.starts[index + 1])
+
+    def _seen(self, index: int, moves: Moves | None) -> Floats:
+        if moves is None:
+            top, left, height, width = self.views[index].tolist()
+            moves = Moves(top=top, left=left, height=height, width=width)
+        rows = self._rows_of(index)
+        boxes, left_over = self.boxes[rows], np.ones(len(rows))
+        if moves.pieces:
+            rows, boxes, left_over = self._joined(moves.pieces)
+>>>>>>> moves
         height, width = self.sizes[index].tolist()
-        moved, made_of = moves.boxes(self.boxes[mine], (height, width))
+        moved, made_of = moves.boxes(boxes, (height, width))
         cut, share = inside(moved, (0.0, 0.0, float(moves.width), float(moves.height)))
-        kept = share > 0
+        kept, rows, share = share > 0, rows[made_of], share * left_over[made_of]
         cut[:, [0, 2]] /= moves.width
         cut[:, [1, 3]] /= moves.height
+<<<<<<< HEAD
         crowds = self.crowds[mine][made_of] | (share < VISIBLE)
         areas = self.areas[mine][made_of] * share
         columns = (cut, *(v[:, None] for v in (self.labels[mine][made_of], crowds, areas)))
         rows = np.concatenate(columns, axis=1, dtype=np.float64)[kept]
         return np.asarray(rows), self.starts[index] + made_of[kept]
+=======
+        crowds = self.crowds[rows] | (share < VISIBLE)
+        columns = (
+            cut,
+            *(v[:, None] for v in (self.labels[rows], crowds, self.areas[rows] * share)),
+        )
+        return np.asarray(np.concatenate(columns, axis=1, dtype=np.float64)[kept])
+>>>>>>> moves
+
+    def _joined(
+        self, pieces: Sequence[Piece]
+    ) -> tuple[npt.NDArray[np.int64], Floats, npt.NDArray[np.float64]]:
+        """What a joined picture shows: rows, the boxes around what is seen, and shares of it."""
+        rows = [self._rows_of(piece.index) for piece in pieces]
+        found = [seen_in(pieces, place, self.boxes[mine]) for place, mine in enumerate(rows)]
+        boxes, shares = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        kept = (boxes[:, 2:] - boxes[:, :2] >= LEAST).all(axis=1)
+        return np.concatenate(rows)[kept], boxes[kept], shares[kept]
 
 
 def _numbers(values: pa.Array) -> npt.NDArray[Any]:

@@ -25,6 +25,7 @@ SIZES = ("small", "medium", "large")  # below 32², below 96², and above, in pi
 HALF_SURE = 0.5  # the score and the overlap from which a box counts in an image's loss
 HALF, THREE_QUARTERS = 0, 5  # of the overlaps 0.50, 0.55, … 0.95
 EVERY_SIZE, ALL = 0, -1  # places of COCO's tables: areas, and most boxes a picture
+COUNTED = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,13 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return truth(tuple(np.flatnonzero(_present(output, record)).tolist()), labels)
 
 
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    """Classes with a sign: those that are there now, and those that are no longer."""
+    old, new = (_present(output[None], record)[0] for output in (one, other))
+    places = np.flatnonzero(old != new).tolist()
+    return ", ".join(f"{'+' if new[k] else '−'}{labels[k]}" for k in places)
+
+
 def truth(target: tuple[int, ...], labels: tuple[str, ...]) -> str:
     return " + ".join(labels[k] for k in target) or "(none)"
 
@@ -96,3 +103,7 @@ def things(answer: Any) -> tuple[Thing, ...]:
 
 def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
     return ()
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    return picture

@@ -19,6 +19,7 @@ from tessella.tasks.moves import Moves
 
 NAMES = "classes"
 SMOOTHED = True
+JOINED: tuple[str, ...] = ()
 Target = tuple[int, ...]
 SEPARATORS = "|;,"  # between labels in a cell
 BETWEEN = "+"  # between labels in a folder's name

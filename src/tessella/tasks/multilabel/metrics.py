@@ -18,6 +18,7 @@ from tessella.core.record import to_plain
 from tessella.tasks.task import Rows, Targets
 
 CHUNK = 4096  # images whose targets are unfolded at a time
+COUNTED = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,13 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return truth(tuple(output.tolist()), labels)
 
 
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    std = scale(record.numbers, "std", len(one))
+    apart = np.abs(one.astype(np.float64) - other.astype(np.float64)) > CLOSE * std
+    numbers = zip(labels, one.tolist(), other.tolist(), apart.tolist(), strict=True)
+    return ", ".join(f"{name} {old:.4g} → {new:.4g}" for name, old, new, far in numbers if far)
+
+
 def truth(target: Sequence[float | None], labels: tuple[str, ...]) -> str:
     """The numbers by name. A missing one is NaN, in a stranger's dataset perhaps nothing."""
     known = ("unknown" if v is None or math.isnan(v) else f"{v:.6g}" for v in target)
@@ -64,3 +71,7 @@ def things(answer: Any) -> tuple[Thing, ...]:
 
 def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
     return ()
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    return picture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import cv2
 import numpy as np
 import numpy.typing as npt
 
@@ -63,6 +65,18 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return _described(output.argmax(0), labels)
 
 
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    """The share of pixels with another class, and the most frequent changes."""
+    old, new = (output.argmax(0).ravel() for output in (one, other))
+    pairs = Counter(zip(old[old != new].tolist(), new[old != new].tolist(), strict=True))
+    share = 100 * sum(pairs.values()) / old.size
+    told = [
+        f"{labels[a]} → {labels[b]} {100 * n / old.size:.2f} %"
+        for (a, b), n in pairs.most_common(SHOWN)
+    ]
+    return f"{share:.2f} % of the pixels have another class: {', '.join(told)}" if pairs else ""
+
+
 def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
     return _described(decoded(target["mask"]), labels)
 
@@ -83,3 +97,13 @@ def things(answer: Any) -> tuple[Thing, ...]:
 
 def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
     return ()
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    """The picture, half of which each class but the first colours; white is without a class."""
+    hues = np.arange(256) * 137.5 % 180  # neighbours are far apart
+    hsv = np.stack([hues, np.full(256, 220), np.full(256, 255)], axis=1).astype(np.uint8)
+    colors = cv2.cvtColor(hsv[None], cv2.COLOR_HSV2RGB)[0]
+    colors[IGNORED] = 255
+    blended = (picture.astype(np.uint16) + colors[target]) // 2
+    return np.where(target[:, :, None] == 0, picture, blended).astype(np.uint8)

@@ -27,11 +27,13 @@ from tessella.core.pictures import MAX_PIXELS, read_pixels
 from tessella.core.preprocess import Preprocess, placement
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves
+from tessella.tasks.pieces import Piece, joined
 
 Mask = npt.NDArray[np.uint8]
 
 NAMES = "classes"
 SMOOTHED = True
+JOINED: tuple[str, ...] = ("mosaic",)
 IGNORED = 255
 BACKGROUND = "background"  # of annotations that name things only
 IMAGES, MASKS = ("images", "image"), ("masks", "mask", "labels", "annotations")
@@ -292,12 +294,24 @@ class Masks:
         Raises:
             DataError: a mask holds the number of no class, or has another size than the others.
         """
-        masks = [self._mask(i) for i in indices.tolist()]
-        if moves is not None:
-            masks = [move.mask(mask) for move, mask in zip(moves, masks, strict=True)]
+        if moves is None:
+            masks = [self._mask(i) for i in indices.tolist()]
+        else:
+            pairs = zip(indices.tolist(), moves, strict=True)
+            masks = [
+                move.mask(self._joined(move.pieces) if move.pieces else self._mask(i))
+                for i, move in pairs
+            ]
         if len({mask.shape for mask in masks}) > 1:
             raise DataError("the masks of a batch differ in size", fix="import the dataset again")
         return np.stack(masks)
+
+    def _joined(self, pieces: Sequence[Piece]) -> Mask:
+        masks = [self._mask(piece.index) for piece in pieces]
+        if len({mask.shape for mask in masks}) > 1:
+            raise DataError("the masks of a split differ in size", fix="import the dataset again")
+        parts = [mask[:, :, None] for mask in masks]
+        return np.asarray(joined(pieces, parts, nearest=True)[:, :, 0], np.uint8)
 
     def _mask(self, index: int) -> Mask:
         mask = decoded(self._masks[index].as_py())

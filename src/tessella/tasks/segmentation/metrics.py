@@ -15,6 +15,8 @@ from tessella.core.record import to_plain
 from tessella.tasks.segmentation.examples import IGNORED
 from tessella.tasks.task import Rows, Targets
 
+COUNTED = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassReport:

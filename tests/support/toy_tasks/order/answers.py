@@ -34,6 +34,10 @@ def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
     return f"{float(output[0]):.4f}"
 
 
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    return " → ".join(said(output, labels, record) for output in (one, other))
+
+
 def truth(target: Any, labels: tuple[str, ...]) -> str:
     return f"{target[0]:g}"
 
@@ -48,3 +52,7 @@ def things(answer: Any) -> tuple[Thing, ...]:
 
 def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
     return ()
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    return picture

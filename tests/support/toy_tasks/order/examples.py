@@ -1,6 +1,7 @@
 """A number for each picture, as regression has it."""
 
 from tessella.tasks.regression.examples import (
+    JOINED,
     NAMES,
     SMOOTHED,
     blank,
@@ -17,6 +18,6 @@ from tessella.tasks.regression.examples import (
 )
 
 __all__ = [
-    "NAMES", "SMOOTHED", "blank", "column", "contradiction", "feature", "find", "lacking", "occurs",
-    "renumbered", "stored", "strata", "targets",
+    "JOINED", "NAMES", "SMOOTHED", "blank", "column", "contradiction", "feature", "find", "lacking",
+    "occurs", "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip
