@@ -294,7 +294,8 @@ def drop_zone(
     chooser.on(
         "sending",
         lambda e: track.show(
-            e.args["sent"] / max(1, e.args["nbytes"]), f"{e.args['name']}: {nbytes(e.args['sent'])}"
+            e.args["sent"] / max(1, e.args["nbytes"]),
+            f"{e.args['name']}: {nbytes(e.args['sent'])} of {nbytes(e.args['nbytes'])}",
         ),
         js_handler=detail,
     )
