@@ -25,7 +25,7 @@ class Form(Protocol):
     """What is drawn on the pictures of a task: a module."""
 
     @property
-    def NAME(self) -> str: ...  # noqa: N802
+    def NAME(self) -> str: ...
 
     def checked(self, content: Any, classes: int, size: tuple[int, int], /) -> Sequence[Any]: ...
 

@@ -1,4 +1,4 @@
-"""Boxes that people draw on pictures of a detection: checked, as the dataset has them, for others."""
+"""Boxes that people draw on pictures of a detection: checked, read from a dataset, written."""
 
 from __future__ import annotations
 

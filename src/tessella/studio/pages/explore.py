@@ -300,7 +300,7 @@ class _Classify:
 
 
 def _read_report(file: Path) -> Report:
-    """A report, read and parsed beside the event loop: that of 1,000 classes has a million counts."""
+    """A report, parsed beside the event loop: that of 1,000 classes has a million counts."""
     return cast(Report, parse_json(file.read_bytes(), where=str(file)))
 
 

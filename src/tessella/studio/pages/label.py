@@ -244,7 +244,8 @@ class _Editor:
                     refs = {n: self._context.workspace.ref(p) for n, p in files.items()}
                     spec = commands.import_images(
                         refs["train"], f"datasets/{name}", self._dataset.preprocess,
-                        task=self._dataset.info.task.name, val_folder=refs.get("val"), test_folder=refs.get("test"),
+                        task=self._dataset.info.task.name, val_folder=refs.get("val"),
+                        test_folder=refs.get("test"),
                     )  # fmt: skip
                     command.show(commands.shown(spec))
 

@@ -1,7 +1,7 @@
 // Boxes over a picture, drawn with a mouse, a finger or the keyboard.
 // A box is {box: [x0, y0, x1, y1], label, crowd, score}; one with a score is a network's proposal.
 window.boxing = (() => {
-  const { ARROWS, COLORS, limit } = editing;
+  const { ARROWS, COLORS, limit, next } = editing;
 
   function tool(frame, { content }) {
     const { svg, select, width, height, classes } = frame;
@@ -125,7 +125,7 @@ window.boxing = (() => {
       return true;
     }
     function choose(step) {
-      if (all.length) chosen = (chosen + step + all.length) % all.length;
+      if (all.length) chosen = next(chosen, step, all.length);
       draw();
     }
 

@@ -10,6 +10,9 @@ window.editing = (() => {
 
   const limit = (value, most) => Math.min(most, Math.max(0, value));
 
+  // The next of so many, or the one before; from none (-1) the first, or the last.
+  const next = (here, step, count) => (here < 0 && step < 0 ? count - 1 : (here + step + count) % count);
+
   // A picture that is worked on. The tool has `read()` and `write(value)`, what can be undone; `plain()` and
   // `from(plain)`, what is saved; `draw()`; `act(event)`, which says whether it knew a key; and perhaps
   // `unmark()`, which takes back a step of what is not finished and says whether there was one.
@@ -159,7 +162,7 @@ window.editing = (() => {
     if (document.querySelector(".editor[data-dirty]")) event.preventDefault();
   });
   return {
-    ARROWS, COLORS, limit, open,
+    ARROWS, COLORS, limit, next, open,
     propose: (id, found) => frames.get(id)?.tool.propose(found),
     saved: (id) => frames.get(id)?.saved(),
     refused: (id) => { const frame = frames.get(id); if (frame) frame.state.textContent = "not saved"; },

@@ -3,7 +3,7 @@
 // over earlier ones. One with `proposed` is a network's and counts when it is accepted. Things are never changed, but
 // replaced, so that a list of them is a state that undoing can come back to.
 window.masking = (() => {
-  const { ARROWS, COLORS, limit } = editing;
+  const { ARROWS, COLORS, limit, next } = editing;
   const NO_CLASS = 255; // pixels from which nothing is learned
   const TOOLS = { v: "Choose", a: "Outline", b: "Brush", e: "Eraser" };
   const SPECK = 6; // pixels on the screen within which a click means a point
@@ -89,19 +89,19 @@ window.masking = (() => {
       const made = runs.cropped(bits, width, height);
       if (!made) return;
       if (!erases && chosen < 0) return set([...things, thing(Number(select.value), made)], things.length);
-      const next = [];
+      const kept = [];
       let choice = chosen;
       things.forEach((one, index) => {
         const meant = chosen < 0 ? isSure(one) : index === chosen;
         const mask = meant ? maskOf(one) : null;
-        if (!mask || (erases && !meets(mask, made))) return next.push(one);
+        if (!mask || (erases && !meets(mask, made))) return kept.push(one);
         const all = runs.full(mask, width, height);
         runs.each(made, (x, y) => { all[y * width + x] = erases ? 0 : 1; });
         const left = runs.cropped(all, width, height);
-        if (left) next.push({ label: one.label, mask: left, proposed: one.proposed });
+        if (left) kept.push({ label: one.label, mask: left, proposed: one.proposed });
         else choice = -1;
       });
-      set(next, choice);
+      set(kept, choice);
     }
     const meets = (a, b) => a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h;
 
@@ -247,13 +247,13 @@ window.masking = (() => {
       set(replaced(chosen, made), chosen, point + 1);
     }
     function choose(step) {
-      if (things.length) [chosen, point] = [(chosen + step + things.length) % things.length, -1];
+      if (things.length) [chosen, point] = [next(chosen, step, things.length), -1];
       using = "v";
       draw();
     }
     function choosePoint(step) {
       const count = things[chosen]?.points?.length;
-      if (count) point = (point + step + count) % count;
+      if (count) point = next(point, step, count);
       draw();
     }
 
