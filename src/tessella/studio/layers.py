@@ -49,16 +49,19 @@ class Look(TypedDict):
     layer: Layer | None
 
 
+Ask = Callable[[int], Awaitable[Look]]
+
+
 class Layers:
-    """A list of layers and the chosen one beside it.
+    """A list of layers and the chosen one beside it; the next picture leaves both in place.
 
     Args:
         look: the list, and the first layer.
-        ask: gives another layer by its place in the list.
-        pictures: the URL under which their PNG files are.
+        ask: gives a layer of the present picture by its place in the list.
+        pictures: the URL under which the present picture's PNG files are.
     """
 
-    def __init__(self, look: Look, ask: Callable[[int], Awaitable[Look]], pictures: str) -> None:
+    def __init__(self, look: Look, ask: Ask, pictures: str) -> None:
         self._layers, self._ask, self._pictures = look["layers"], ask, pictures
         count = f"{len(self._layers)} layers, {look['parameters']:,} parameters"
         text("p", count).classes("muted small num")
@@ -66,9 +69,15 @@ class Layers:
             with parts.box("list layer-list"):
                 self._items = [self._item(i, layer) for i, layer in enumerate(self._layers)]
             self._detail = ui.element("div").classes("stack")
-        self._here = 0
+        self.here = 0  # the place of the chosen one
         if look["layer"] is not None:
             self._items[0].classes("here")
+            self._show(look["layer"])
+
+    def again(self, look: Look, ask: Ask, pictures: str) -> None:
+        """Show what the chosen layer makes of another picture."""
+        self._ask, self._pictures = ask, pictures
+        if look["layer"] is not None and look["layer"]["name"] == self._layers[self.here]["name"]:
             self._show(look["layer"])
 
     def _item(self, index: int, layer: Line) -> ui.element:
@@ -83,12 +92,16 @@ class Layers:
         return item
 
     async def _choose(self, index: int) -> None:
-        self._items[self._here].classes(remove="here")
+        self._items[self.here].classes(remove="here")
         self._items[index].classes("here")
-        self._here = index
+        self.here, ask = index, self._ask
         with parts.errors_shown():
-            layer = (await self._ask(index))["layer"]
-            if layer is not None and index == self._here and not self._detail.is_deleted:
+            layer = (await ask(index))["layer"]
+            if (
+                layer is not None
+                and (index, ask) == (self.here, self._ask)
+                and not self._detail.is_deleted
+            ):
                 self._show(layer)
 
     def _show(self, layer: Layer) -> None:

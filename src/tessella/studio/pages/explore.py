@@ -152,6 +152,9 @@ class _Classify:
     def __init__(self, context: Context, chosen: Checkpoint, layers: ui.element) -> None:
         self._context, self._checkpoint, self._layers = context, chosen, layers
         self._ref = context.workspace.ref(chosen.path)
+        self._shown: Layers | None = None
+        self._image: Path | None = None  # the last one that was asked about
+        self._layers_command: parts.Command
         with parts.card(PROMPTS.get(of(chosen.info.task).answers.VERB, "Ask about a picture")):
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
             self._examples()
@@ -271,32 +274,38 @@ class _Classify:
     async def _show_layers(self, image: Path) -> None:
         key = digest([self._ref, image.parent.name])[:24]
         folder = self._context.workspace.own("layers", key)
-        self._layers.clear()
-        with self._layers:
-            waiting = text("p", "Looking into every layer …").classes("muted small")
-        problem = None
+        if (shown := self._shown) is None:
+            self._layers.clear()
+            with self._layers:
+                text("p", "Looking into the layers …").classes("muted small")
+        self._image = image
 
         async def ask(index: int) -> Look:
             asked: dict[str, object] = {"image": str(image), "layers": str(folder), "layer": index}
             return cast(Look, await self._context.answers.ask(self._opened(), asked))
 
         try:
-            look = await ask(0)
+            look, problem = await ask(0 if shown is None else shown.here), None
         except TessellaError as error:
-            problem = str(error)
-        if waiting.is_deleted:
+            look, problem = None, str(error)
+        if self._layers.is_deleted or self._image != image:  # another picture came
+            return
+        here = self._context.workspace.ref(image)
+        trust = bool(self._trust.value)
+        line = commands.shown(commands.show_layers(self._ref, here, out="layers", trust_code=trust))
+        pictures = f"/pictures/own/layers/{key}"
+        if look is not None and self._shown is not None:
+            self._shown.again(look, ask, pictures)
+            self._layers_command.show(line)
             return
         self._layers.clear()
+        self._shown = None
         with self._layers:
-            if problem is not None:
-                parts.note(problem, "bad")
+            if look is None:
+                parts.note(str(problem), "bad")
                 return
-            Layers(look, ask, f"/pictures/own/layers/{key}")
-            here = self._context.workspace.ref(image)
-            spec = commands.show_layers(
-                self._ref, here, out="layers", trust_code=bool(self._trust.value)
-            )
-            parts.Command(commands.shown(spec))
+            self._shown = Layers(look, ask, pictures)
+            self._layers_command = parts.Command(line)
 
 
 def _read_report(file: Path) -> Report:

@@ -164,7 +164,12 @@ class _Editor:
         with dialog("Saved in another window meanwhile") as asking:
             text("p", f"Version {error.version} of this picture is newer than what you began with. "
                  "Yours is not saved yet, and nothing was overwritten.")  # fmt: skip
-            there = {"dataset": ref, "split": split, "index": index, "version": error.version}
+            there: dict[str, str | int] = {
+                "dataset": ref,
+                "split": split,
+                "index": index,
+                "version": error.version,
+            }
             to = parts.address("/label", **there)
             parts.plain_button(
                 f"Look at version {error.version}", lambda: ui.navigate.to(to, new_tab=True),
