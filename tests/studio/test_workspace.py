@@ -82,3 +82,13 @@ def test_paths_are_completed_as_typed_and_hidden_ones_only_by_their_dot(tmp_path
     for number in range(20):
         (tmp_path / f"many{number:02d}").mkdir()
     assert len(completions("many", tmp_path)) == MOST_SHOWN
+
+
+def test_a_name_that_is_suggested_is_free(tmp_path):
+    space = Workspace(tmp_path)
+    assert space.free_name("dataset", "größe v1.2 (neu)") == "größe-v1-2-neu"
+    (tmp_path / "datasets" / "shapes").mkdir(parents=True)
+    (tmp_path / "datasets" / "shapes-2").mkdir()
+    assert space.free_name("dataset", "shapes") == "shapes-3"
+    assert space.new_path("dataset", space.free_name("dataset", "shapes"))
+    assert space.free_name("dataset", "...") == ""

@@ -107,6 +107,12 @@ class Workspace:
             raise UsageError(f"this {kind} exists already", seen=name, fix="choose another name")
         return path
 
+    def free_name(self, kind: Kind, name: str) -> str:
+        """A name that a new artifact may have, made of any text; empty where it has no letters."""
+        plain = plain_name(name)
+        path = self.root / f"{kind}s" / plain
+        return self.free_path(path).name if plain and path.exists() else plain
+
     def free_path(self, path: Path) -> Path:
         """A path like this one that nothing has yet: ``runs/flowers-2``."""
         ends = (f"-{number}" for number in count(2))

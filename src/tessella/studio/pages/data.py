@@ -336,7 +336,7 @@ class _New:
         if found is not None:
             self._example = f"path:{found}"
         if not self._values.name and folder.is_dir():
-            self._name.set_value(plain_name(folder.name))
+            self._name.set_value(self._context.workspace.free_name("dataset", folder.name))
         self._changed()
 
     async def _example_uploaded(self, upload: str, name: str) -> None:
@@ -348,7 +348,8 @@ class _New:
             folder = await asyncio.to_thread(self._context.uploads.images, upload)
             self._folder.put(self._context.workspace.ref(folder))
             if not self._values.name:
-                self._name.set_value(plain_name(Path(name).stem))
+                free = self._context.workspace.free_name("dataset", name.removesuffix(".zip"))
+                self._name.set_value(free)
             await self._find_example()
             ui.notify(f"{name} is here. Press Import.", type="positive")
 
