@@ -101,7 +101,7 @@ def _chooser(context: Context, runs: dict[str, Run], ref: str, chosen: Checkpoin
             "  (best)" if point.path == best else ""
         )
     with parts.card("Checkpoint"):
-        shown = {r: f"{Path(r).name} ({item.recipe.network})" for r, item in runs.items()}
+        shown = context.run_names(runs)
         parts.field(
             ui.select(shown, value=ref, label="Run",
                       on_change=lambda e: ui.navigate.to(parts.address("/explore", run=e.value)))
