@@ -98,6 +98,23 @@ def test_views_are_written_for_the_studio(tmp_path):
     assert again.input_shape == (1, 3, 8, 8)
 
 
+def test_one_layer_is_drawn_as_with_all_others(tmp_path):
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(1, 3, 8, 8)
+    report = inspect.write_views(net, x, tmp_path / "all")
+    known = inspect.WeightViews()
+    for index in (0, 4, 0):
+        look = inspect.write_view(net, x, tmp_path / "one", index, weights=known)
+        assert look.layer == report.layers[index]
+        for name in (look.layer.activation_picture, look.layer.weight_picture):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "all" / name).read_bytes()
+    lines = [(v.name, v.type, v.output_shape, v.parameters) for v in report.layers]
+    assert [(v.name, v.type, v.output_shape, v.parameters) for v in look.layers] == lines
+    assert look.parameters == report.parameters
+    assert len(list((tmp_path / "one").iterdir())) == 4
+    assert inspect.write_view(net, x, tmp_path / "one", 99, weights=known).layer is None
+
+
 def test_views_of_a_whole_network(tmp_path):
     net = zoo.build(zoo.network("lenet", classes=10))
     report = inspect.write_views(net, torch.rand(1, 1, 28, 28), tmp_path / "views")

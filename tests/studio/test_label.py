@@ -17,7 +17,8 @@ from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.data.importing import ImportSettings, import_images
 from tessella.quickstart.scattered import write_scattered
-from tessella.studio.drawn import Drawn, checked, stored
+from tessella.studio.drawn import Drawn
+from tessella.studio.drawn_boxes import checked, stored
 from tests.support.studio.browsing import enter, fit, press, resize, see, until
 from tests.support.studio.served import Served, serve, stop
 
@@ -129,7 +130,7 @@ def test_boxes_are_drawn_moved_relabelled_deleted_and_saved(labelled: Served, ch
     # a network's proposal is dashed, and not saved before it is accepted
     number = chromium.find_element(By.CSS_SELECTOR, ".editor").get_attribute("id")
     proposed = "[[1, 2, 9, 12, 0, 0.75], [40, 2, 50, 12, 0, 0.5]]"
-    chromium.execute_script(f"labelling.propose({str(number)[1:]}, {proposed})")
+    chromium.execute_script(f"editing.propose({str(number)[1:]}, {proposed})")
     until(lambda: len(chromium.find_elements(By.CSS_SELECTOR, "[stroke-dasharray='6 4']")) == 2)
     keys("n", Keys.ENTER)
     until(lambda: len(chromium.find_elements(By.CSS_SELECTOR, "[stroke-dasharray='6 4']")) == 1)

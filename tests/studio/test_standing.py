@@ -63,3 +63,20 @@ def test_a_job_says_whom_it_waits_for_and_a_terminals_run_is_no_job(store, tmp_p
     aborted = store.abort(needed.id)
     assert standing(store, aborted, feed) == "aborted"
     assert log_line(aborted) == "It printed nothing."
+
+
+def test_what_has_ended_says_how_long_it_took_and_a_server_since_when_it_serves(store, tmp_path):
+    feed = Feed(tmp_path / "events.jsonl")
+    job = store.claim(store.submit(JobSpec(name="s", kind="serve", argv=("serve",))).id)
+    log = EventLog(feed.path)
+    log(phase("serving", "http://127.0.0.1:8000"))
+    feed.read()
+    assert standing(store, job, feed) == "http://127.0.0.1:8000 · for 0 s"
+    store.abort(job.id)
+    store.settle(job.id, "aborted")
+    assert standing(store, store.job(job.id), feed) == "http://127.0.0.1:8000 · stopped after 0 s"
+    trained = store.claim(store.submit(spec("mine")).id)
+    store.settle(trained.id, "aborted")
+    line = training_line(store, store.job(trained.id), feed, "aborted")
+    assert line.endswith("aborted after 0 s")
+    log.close()

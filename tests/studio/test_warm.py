@@ -65,20 +65,21 @@ def test_one_process_answers_all_and_a_failure_is_no_end(checkpoint, tmp_path):
         with pytest.raises(NoAnswer, match="not a request"):
             await answers.ask(opened, {"image": picture, "top": 10**9})
         folder = tmp_path / "layers"
-        await asyncio.gather(
+        looked, _ = await asyncio.gather(
             answers.ask(opened, {"image": picture, "layers": str(folder)}),
             answers.ask(opened, {"image": picture, "top": 1}),
         )
-        again = json.loads((folder / "layers.json").read_text())
-        await answers.ask(opened, {"image": picture, "layers": str(folder)})
-        assert json.loads((folder / "layers.json").read_text()) == again
+        await answers.ask(opened, {"image": picture, "layers": str(folder), "layer": 2})
+        with pytest.raises(NoAnswer, match="not a request"):
+            await answers.ask(opened, {"image": picture, "layers": str(folder), "layer": -1})
+        assert {f.name[:4] for f in folder.iterdir()} == {"0000", "0002"}
         started = time.perf_counter()
         assert await answers.ask(opened, {"image": picture, "top": 4}) == first
         took_s = time.perf_counter() - started
         assert answers.pids() == [pid]
         await answers.close()
         assert not psutil.pid_exists(pid)
-        return first, again, took_s
+        return first, looked, took_s
 
     first, layers, took_s = asyncio.run(story())
     expected = reference(checkpoint)
@@ -86,7 +87,7 @@ def test_one_process_answers_all_and_a_failure_is_no_end(checkpoint, tmp_path):
     assert_close(
         torch.tensor([found[name] for name in CLASSES]).double(), expected, rtol=1e-5, atol=1e-6
     )
-    assert layers["layers"][0]["name"] == "conv1"
+    assert layers["layers"][0]["name"] == layers["layer"]["name"] == "conv1"
     assert took_s < 1.0  # a fresh process takes 4 s
 
 

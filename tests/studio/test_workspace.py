@@ -4,9 +4,11 @@ import sys
 import pytest
 
 from tessella.core.errors import UsageError
+from tessella.studio.context import Context
+from tessella.studio.labels import Label, Labels
 from tessella.studio.path_field import MOST_SHOWN, completions
-from tessella.studio.workspace import Workspace
-from tests.support.studio.workspaces import make_dataset, make_workspace
+from tessella.studio.workspace import Workspace, readable
+from tests.support.studio.workspaces import make_dataset, make_run, make_workspace
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,30 @@ def test_paths_are_completed_as_typed_and_hidden_ones_only_by_their_dot(tmp_path
     for number in range(20):
         (tmp_path / f"many{number:02d}").mkdir()
     assert len(completions("many", tmp_path)) == MOST_SHOWN
+
+
+def test_a_name_that_is_suggested_is_free(tmp_path):
+    space = Workspace(tmp_path)
+    assert space.free_name("dataset", "größe v1.2 (neu)") == "größe-v1-2-neu"
+    (tmp_path / "datasets" / "shapes").mkdir(parents=True)
+    (tmp_path / "datasets" / "shapes-2").mkdir()
+    assert space.free_name("dataset", "shapes") == "shapes-3"
+    assert space.new_path("dataset", space.free_name("dataset", "shapes"))
+    assert space.free_name("dataset", "...") == ""
+
+
+def test_choices_have_titles_and_tell_two_of_one_name_apart(tmp_path):
+    make_dataset(tmp_path / "datasets" / "one", hostile=False)
+    make_dataset(tmp_path / "datasets" / "two", hostile=False)
+    make_run(tmp_path / "runs" / "first", dataset="datasets/one", epochs=1, steps=2)
+    space, labels = Workspace(tmp_path), Labels(tmp_path)
+    context = Context(
+        workspace=space, labels=labels, store=None, uploads=None, answers=None, trash=None
+    )
+    datasets, runs = readable(space.datasets()), readable(space.runs())
+    assert context.dataset_names(datasets) == {"datasets/one": "one", "datasets/two": "two"}
+    labels.put("datasets/two", Label(title="one"))
+    labels.put("runs/first", Label(title="Best"))
+    assert context.dataset_names(datasets) == {r: f"one ({r})" for r in datasets}
+    network = runs["runs/first"].recipe.network
+    assert context.run_names(runs) == {"runs/first": f"Best ({network})"}

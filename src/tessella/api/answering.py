@@ -12,6 +12,7 @@ from tessella.api.predicting import Model, plain_answer, predictor, seen, task_o
 from tessella.api.sources import module_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.errors import UsageError
+from tessella.core.record import to_plain
 from tessella.device.float32_math import float32_math
 from tessella.nn import inspect
 from tessella.tasks import Query, View
@@ -49,14 +50,17 @@ class Answering:
         told = self._task.answers.answer(outputs, self._labels, self._about, query)
         return plain_answer(self._task, told[0]) | {"size": [view.height, view.width]}
 
-    def layers(self, image: Path, folder: Path) -> None:
-        """Write every layer's pictures and ``layers.json`` into ``folder``; see ``write_views``."""
+    def layers(self, image: Path, folder: Path, index: int = 0) -> dict[str, Any]:
+        """All layers in a list, and what layer number ``index`` makes of the picture; its pictures
+        are written into ``folder``."""
         if self._module is None:
             raise UsageError(
                 "only a checkpoint that does not round has layers to look into",
                 fix="ask the checkpoint that this was made of",
             )
-        inspect.write_views(self._module, self._seen(image)[0], folder, weights=self._weights)
+        pixels = self._seen(image)[0]
+        look = inspect.write_view(self._module, pixels, folder, index, weights=self._weights)
+        return dict(to_plain(look))
 
     def _eager(self, images: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), float32_math("ieee"):

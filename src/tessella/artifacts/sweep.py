@@ -257,8 +257,11 @@ def folder_of(sweep: Path, number: int) -> Path:
     return sweep / f"trial-{number:04d}"
 
 
-def open_sweep(path: Path) -> tuple[SweepInfo, Sweep]:
+def open_sweep(path: Path, known: TrialList | None = None) -> tuple[SweepInfo, Sweep]:
     """What a sweep's folder says of it, also while it goes on.
+
+    Args:
+        known: the folder's list of trials from an earlier look.
 
     Raises:
         ArtifactError: there is none, or a file of it is damaged.
@@ -270,23 +273,49 @@ def open_sweep(path: Path) -> tuple[SweepInfo, Sweep]:
         if not isinstance(shares, dict) or not all(isinstance(v, float) for v in shares.values()):
             raise ArtifactError("an importance is a share for each setting", seen=file)
     return info, Sweep(
-        path=path, score=info.score, trials=ranked(read_trials(path)), importance=shares
+        path=path,
+        score=info.score,
+        trials=ranked((known or TrialList(path)).read()),
+        importance=shares,
     )
 
 
 def read_trials(path: Path) -> list[Trial]:
     """The trials of a sweep that began, as they are by now; none where nothing is noted."""
-    file = path / TRIALS
-    if not file.exists():
-        return []
-    content = read_file(file, "list of trials")
-    newest: dict[int, dict[str, Any]] = {}
-    for line in content[: content.rfind(b"\n") + 1].splitlines():  # the last may be half written
-        plain = parse_json(line, where=str(file))
-        if not isinstance(plain, dict) or not isinstance(plain.get("number"), int):
-            raise ArtifactError("a line is no trial", seen=line[:80], fix="resume the sweep")
-        newest[plain["number"]] = plain
-    return [from_plain(Trial, plain, where=str(file)) for plain in newest.values()]
+    return TrialList(path).read()
+
+
+class TrialList:
+    """The trials of a sweep's folder, read again and again: only what was appended is parsed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / TRIALS
+        self._inode, self._seen = -1, b""
+        self._newest: dict[int, Trial] = {}
+
+    def read(self) -> list[Trial]:
+        """The trials as they are by now; none where nothing is noted.
+
+        Raises:
+            ArtifactError: a line is no trial.
+        """
+        if not self._file.exists():
+            return []
+        inode = self._file.stat().st_ino
+        content = read_file(self._file, "list of trials")
+        content = content[: content.rfind(b"\n") + 1]  # the last may be half written
+        if inode != self._inode or not content.startswith(self._seen):  # it was written anew
+            self._newest, self._seen = {}, b""
+        plains: dict[int, dict[str, Any]] = {}
+        for line in content[len(self._seen) :].splitlines():
+            plain = parse_json(line, where=str(self._file))
+            if not isinstance(plain, dict) or not isinstance(plain.get("number"), int):
+                raise ArtifactError("a line is no trial", seen=line[:80], fix="resume the sweep")
+            plains[plain["number"]] = plain
+        for number, plain in plains.items():
+            self._newest[number] = from_plain(Trial, plain, where=str(self._file))
+        self._inode, self._seen = inode, content
+        return list(self._newest.values())
 
 
 def note_trial(path: Path, trial: Trial) -> None:

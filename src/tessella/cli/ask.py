@@ -14,7 +14,7 @@ from tessella import api
 from tessella.cli.output import output
 from tessella.core.errors import TessellaError, UsageError
 
-FIX = '{"image": "photo.jpg", "top": 5}, or {"image": "photo.jpg", "layers": "FOLDER"}'
+FIX = '{"image": "photo.jpg", "top": 5}, or with "layers": "FOLDER", "layer": 0 for "top"'
 
 
 def register(app: typer.Typer) -> None:
@@ -29,8 +29,8 @@ def ask(
 
     Example: tessella ask runs/flowers < questions.jsonl
 
-    A question is {"image": "photo.jpg", "top": 3}, or with "layers": "FOLDER" it writes what
-    every layer makes of the picture.
+    A question is {"image": "photo.jpg", "top": 3}. With "layers": "FOLDER", "layer": 0 it asks for
+    a list of the layers, and draws into the folder what one of them makes of the picture.
     """
     with output(json_only=True):
         opened = api.Answering(api.open_model(model), trust_code=trust_code)
@@ -46,16 +46,16 @@ def _answer(model: api.Answering, line: str) -> dict[str, Any]:
     """The answer to one request; a request that is none raises ``UsageError``."""
     try:
         asked = json.loads(line)
-        image, top, folder = asked["image"], asked.get("top"), asked.get("layers")
+        image, top = asked["image"], asked.get("top")
+        folder, layer = asked.get("layers"), asked.get("layer", 0)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UsageError("this is not a request", seen=line.strip()[:80], fix=FIX) from None
     fits = top is None or (isinstance(top, int) and 1 <= top <= 1000)
-    if not isinstance(image, str) or not fits:
+    if not isinstance(image, str) or not fits or type(layer) is not int or layer < 0:
         raise UsageError("this is not a request", seen=line.strip()[:80], fix=FIX)
     if folder is None:
         return {"image": image, **model.answer(Path(image), top=top)}
-    model.layers(Path(image), Path(str(folder)))
-    return {"image": image, "layers": str(folder)}
+    return {"image": image, **model.layers(Path(image), Path(str(folder)), layer)}
 
 
 def _say(plain: dict[str, Any]) -> None:

@@ -73,7 +73,9 @@ def _draw(tensor: Tensor) -> npt.NDArray[np.uint8]:
     tiles_THWC, columns = _tiles(torch.where(values.isfinite(), values, torch.nan))
     rows = math.ceil(len(tiles_THWC) / columns)
     gap_px = 3 if max(rows, columns) <= FEW_TILES else 1
-    return _canvas(_colour(_resize(tiles_THWC, rows, columns, gap_px).numpy()), columns, gap_px)
+    tiles_THWC, factor = _fitted(tiles_THWC, rows, columns, gap_px)
+    coloured = _colour(tiles_THWC.numpy())  # before they are enlarged: the same levels, less work
+    return _canvas(coloured.repeat(factor, 1).repeat(factor, 2), columns, gap_px)
 
 
 def _tiles(values: Tensor) -> tuple[Tensor, int]:
@@ -107,16 +109,16 @@ def _most(side: int) -> int:
     return (MAX_PX + 1) // (min(side, SMALLEST_TILE_PX) + 1)
 
 
-def _resize(tiles_THWC: Tensor, rows: int, columns: int, gap_px: int) -> Tensor:
-    """The tiles enlarged by a whole factor if small, or averaged down if large."""
+def _fitted(tiles_THWC: Tensor, rows: int, columns: int, gap_px: int) -> tuple[Tensor, int]:
+    """The tiles, averaged down if they are large, and the whole factor that enlarges small ones."""
     height, width = tiles_THWC.shape[1:3]
     room_h, room_w = ((MAX_PX + gap_px) // n - gap_px for n in (rows, columns))
     scale = min(room_h / height, room_w / width)
     if scale >= 1:
-        factor = min(int(scale), 32)
-        return tiles_THWC.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+        return tiles_THWC, min(int(scale), 32)
     size = (max(1, min(room_h, int(height * scale))), max(1, min(room_w, int(width * scale))))
-    return F.interpolate(tiles_THWC.permute(0, 3, 1, 2), size, mode="area").permute(0, 2, 3, 1)
+    shrunk = F.interpolate(tiles_THWC.permute(0, 3, 1, 2), size, mode="area")
+    return shrunk.permute(0, 2, 3, 1), 1
 
 
 def _colour(tiles_THWC: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nicegui import ui
 
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Run
 from tessella.jobs.job import Job
 from tessella.jobs.store import Store
 from tessella.studio.labels import Labels
@@ -31,6 +34,20 @@ class Context:
         if "--out" not in job.argv[:-1]:
             return None
         return self.workspace.root / job.argv[job.argv.index("--out") + 1]
+
+    def run_names(self, runs: Mapping[str, Run]) -> dict[str, str]:
+        """What a field offers to choose a run by: its title, or its folder's name; its network."""
+        return {
+            ref: f"{self.labels.title(ref, run.path.name)} ({run.recipe.network})"
+            for ref, run in runs.items()
+        }
+
+    def dataset_names(self, datasets: Mapping[str, Dataset]) -> dict[str, str]:
+        """What a field offers to choose a dataset by: its title or name, and where it lies if
+        another has the same."""
+        names = {ref: self.labels.title(ref, d.info.name) for ref, d in datasets.items()}
+        often = Counter(names.values())
+        return {r: f"{name} ({r})" if often[name] > 1 else name for r, name in names.items()}
 
     def follow(
         self,

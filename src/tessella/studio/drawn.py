@@ -1,7 +1,7 @@
-"""Boxes that people draw in the studio: versions beside a dataset, which stays as it is.
+"""What people draw on pictures in the studio: versions beside a dataset, which stays as it is.
 
 A version is one saved picture, a line of a file; nothing is overwritten, so every earlier state can
-be looked at and exported. Boxes are in pixels of the stored pictures.
+be looked at and exported. Places are in pixels of the stored pictures.
 """
 
 from __future__ import annotations
@@ -11,62 +11,50 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from tessella.annotations import coco
-from tessella.annotations.record import Annotations, Picture, Thing
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_folder
 from tessella.core.decoding import Decoder
-from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.core.preprocess import encode
-
-MOST_BOXES = 2_000  # of a picture
-LEAST_SIDE = 1.0  # pixel
-MOST_NUMBER = 1e9
-FIELDS = 6
-
-Box = tuple[float, float, float, float, int, int]  # x0 y0 x1 y1, class, 1 for a crowd
+from tessella.studio import drawn_boxes, drawn_masks
 
 
-def checked(boxes: Any, classes: int, size: tuple[int, int]) -> tuple[Box, ...]:
-    """What a browser sent as boxes in a picture of a height and a width.
+class Form(Protocol):
+    """What is drawn on the pictures of a task: a module."""
 
-    Raises:
-        UsageError: it is something else, or a box is outside, too small or of no class.
+    @property
+    def NAME(self) -> str: ...
+
+    def checked(self, content: Any, classes: int, size: tuple[int, int], /) -> Sequence[Any]: ...
+
+    def stored(self, dataset: Dataset, split: str, index: int) -> Sequence[Any]: ...
+
+    def folder_of(self, split: str) -> str: ...
+
+    def write(
+        self, folder: Path, split: str, dataset: Dataset, drawn: Sequence[tuple[str, Any]]
+    ) -> str: ...
+
+
+FORMS: dict[str, Form] = {"detection": drawn_boxes, "segmentation": drawn_masks}
+
+
+class Overtaken(TessellaError):
+    """A picture was saved elsewhere since it was opened.
+
+    Attributes:
+        version: the newest that has this picture.
     """
-    height, width = size
-    if not isinstance(boxes, list) or len(boxes) > MOST_BOXES:
-        seen = f"{len(boxes):,} of them" if isinstance(boxes, list) else type(boxes).__name__
-        raise UsageError(f"a picture has a list of at most {MOST_BOXES:,} boxes", seen=seen)
-    made = []
-    for box in boxes:
-        numbers = isinstance(box, list) and len(box) == FIELDS and all(map(_is_number, box))
-        if not numbers:
-            raise UsageError("a box is six numbers", seen=str(box)[:80])
-        x0, y0, x1, y1, label, crowd = box
-        if label not in range(classes) or crowd not in (0, 1):
-            raise UsageError("a box has a class of the dataset", seen=str(box)[:80])
-        inside = x0 >= 0 and y0 >= 0 and x1 <= width + 1e-6 and y1 <= height + 1e-6
-        if not inside or x1 - x0 < LEAST_SIDE or y1 - y0 < LEAST_SIDE:
-            raise UsageError(
-                f"a box lies in its picture of {height} × {width} and has sides of a pixel",
-                seen=str(box)[:80],
-                fix="draw it again",
-            )
-        made.append((float(x0), float(y0), float(x1), float(y1), int(label), int(crowd)))
-    return tuple(made)
 
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -MOST_NUMBER < value < MOST_NUMBER  # NaN is not
-
-
-def stored(dataset: Dataset, split: str, index: int) -> tuple[Box, ...]:
-    """The boxes that a dataset of detection itself has."""
-    target = dataset.split(split)[index].label
-    each = zip(target["boxes"], target["labels"], target["crowds"], strict=True)
-    return tuple((x0, y0, x1, y1, int(k), int(crowd)) for (x0, y0, x1, y1), k, crowd in each)
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            "this picture was saved in another window meanwhile",
+            seen=f"version {version}",
+            fix="look at that version, or save yours as the newest",
+        )
+        self.version = version
 
 
 class Drawn:
@@ -75,24 +63,35 @@ class Drawn:
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
 
-    def save(self, dataset: Dataset, split: str, index: int, boxes: Any) -> int:
+    def save(
+        self, dataset: Dataset, split: str, index: int, content: Any, *, since: int | None = None
+    ) -> int:
         """Add a version, checked; its number, from 1 on.
 
+        Args:
+            since: how many versions there were when the picture was opened; None: it does not
+                matter what was saved meanwhile.
+
         Raises:
-            UsageError: the boxes cannot be those of the picture.
+            UsageError: the content cannot be that of the picture.
+            Overtaken: a later version than these has the same picture. Nothing is saved.
         """
-        record = dataset.preprocess
+        record, form = dataset.preprocess, FORMS[dataset.info.task.name]
         if split not in dataset.info.splits or not 0 <= index < len(dataset.split(split)):
             raise UsageError("the dataset has no such image", seen=f"{split} {index}")
-        made = checked(boxes, len(dataset.classes), (record.height, record.width))
-        line = {"split": split, "index": index, "boxes": made, "time": time.time()}
+        made = form.checked(content, len(dataset.classes), (record.height, record.width))
+        line = {"split": split, "index": index, form.NAME: made, "time": time.time()}
         with self._lock:
-            number = len(self._read(dataset)) + 1
+            lines = self._read(dataset)
+            if since is not None:
+                same = [(each["split"], each["index"]) == (split, index) for each in lines]
+                if any(same[since:]):
+                    raise Overtaken(max(n for n, is_same in enumerate(same, 1) if is_same))
             path = self._path(dataset)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
-        return number
+        return len(lines) + 1
 
     def count(self, dataset: Dataset) -> int:
         """How many versions there are."""
@@ -100,27 +99,27 @@ class Drawn:
 
     def of(
         self, dataset: Dataset, split: str, index: int, *, version: int | None = None
-    ) -> tuple[Box, ...]:
-        """The boxes of an image at a version; None: the newest, 0: the dataset's own."""
+    ) -> Sequence[Any]:
+        """What an image has at a version; None: the newest, 0: the dataset's own."""
         return self._newest(dataset, version)(split, index)
 
-    def _newest(
-        self, dataset: Dataset, version: int | None
-    ) -> Callable[[str, int], tuple[Box, ...]]:
-        """The boxes of any image at a version, by its split and number; the file is read once."""
+    def _newest(self, dataset: Dataset, version: int | None) -> Callable[[str, int], Sequence[Any]]:
+        """What any image has at a version, by its split and number; the file is read once."""
         lines = {(line["split"], line["index"]): line for line in self._read(dataset)[:version]}
         size = (dataset.preprocess.height, dataset.preprocess.width)
+        form = FORMS[dataset.info.task.name]
 
-        def of(split: str, index: int) -> tuple[Box, ...]:
+        def of(split: str, index: int) -> Sequence[Any]:
             line = lines.get((split, index))
             if line is None:
-                return stored(dataset, split, index)
-            return checked(line["boxes"], len(dataset.classes), size)
+                return form.stored(dataset, split, index)
+            return form.checked(line[form.NAME], len(dataset.classes), size)
 
         return of
 
     def export(self, dataset: Dataset, out: Path) -> dict[str, Path]:
-        """Write the newest version into a new folder: COCO's JSON for each split, and pictures.
+        """Write the newest version into a new folder, pictures included; for each split, what an
+        import takes.
 
         Raises:
             UsageError: the folder is there already.
@@ -128,60 +127,51 @@ class Drawn:
         if out.exists():
             raise UsageError("this version is exported already", seen=out)
         names = [name for name in dataset.info.splits if len(dataset.split(name))]
+        form, newest = FORMS[dataset.info.task.name], self._newest(dataset, None)
+        written = {}
 
         def fill(folder: Path) -> None:
             decoder = Decoder(processes=1)
             try:
                 for name in names:
-                    coco.write(folder / f"{name}.json", self._split(dataset, name, folder, decoder))
+                    paths = _write_pictures(dataset, name, folder, form.folder_of(name), decoder)
+                    drawn = [(path, newest(name, index)) for index, path in enumerate(paths)]
+                    written[name] = out / form.write(folder, name, dataset, drawn)
             finally:
                 decoder.close()
 
         write_folder(out, fill)
-        return {name: out / f"{name}.json" for name in names}
-
-    def _split(self, dataset: Dataset, name: str, folder: Path, decoder: Decoder) -> Annotations:
-        """The pictures of a split with their boxes; the pictures are written, too."""
-        record, pictures, boxes = dataset.preprocess, [], self._newest(dataset, None)
-        (folder / "images" / name).mkdir(parents=True)
-        for index, example in enumerate(dataset.split(name)):
-            path = f"images/{name}/{index:06d}.png"
-            content = encode(decoder(example.content, None, name=example.path))
-            (folder / path).write_bytes(content)
-            pictures.append(
-                Picture(
-                    file=str(folder / path),
-                    path=path,
-                    height=record.height,
-                    width=record.width,
-                    things=_things(boxes(name, index)),
-                )
-            )
-        return Annotations(classes=dataset.classes, pictures=tuple(pictures), problems=())
+        return written
 
     def _path(self, dataset: Dataset) -> Path:
         return self._folder / f"{dataset.info.content_hash[:24]}.jsonl"
 
     def _read(self, dataset: Dataset) -> list[dict[str, Any]]:
         """The versions; a last line that a crash has cut is none."""
-        path = self._path(dataset)
+        path, name = self._path(dataset), FORMS[dataset.info.task.name].NAME
         try:
             text = path.read_text()
         except FileNotFoundError:
             return []
         try:
             lines = [json.loads(line) for line in text.split("\n")[:-1]]
-            if not all({"split", "index", "boxes"} <= set(line) for line in lines):
-                raise ValueError("a line without boxes")
+            if not all({"split", "index", name} <= set(line) for line in lines):
+                raise ValueError(f"a line without {name}")
         except (ValueError, TypeError) as error:
             raise ArtifactError(
-                "the drawn boxes cannot be read", seen=f"{error} in {path}", fix="remove the file"
+                f"the drawn {name} cannot be read", seen=f"{error} in {path}", fix="remove the file"
             ) from error
         return lines
 
 
-def _things(boxes: Sequence[Box]) -> tuple[Thing, ...]:
-    return tuple(
-        Thing(label=k, x=x0, y=y0, width=x1 - x0, height=y1 - y0, crowd=bool(crowd))
-        for x0, y0, x1, y1, k, crowd in boxes
-    )
+def _write_pictures(
+    dataset: Dataset, name: str, folder: Path, under: str, decoder: Decoder
+) -> list[str]:
+    """The pictures of a split as PNG files; their paths below the folder."""
+    (folder / under).mkdir(parents=True)
+    paths = []
+    for index, example in enumerate(dataset.split(name)):
+        paths.append(f"{under}/{index:06d}.png")
+        content = encode(decoder(example.content, None, name=example.path))
+        (folder / paths[-1]).write_bytes(content)
+    return paths

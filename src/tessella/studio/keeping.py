@@ -46,7 +46,7 @@ def shown_label(context: Context, ref: str) -> None:
 
 def _edit(context: Context, kind: Kind, ref: str) -> None:
     label = context.labels.of(ref)
-    with _dialog(f"This {kind}"):
+    with dialog(f"This {kind}"):
         title = parts.field(ui.input("Title", value=label.title))
         text("p", f"It is shown; {ref} keeps its name, so that commands go on finding it."
              ).classes("muted small")  # fmt: skip
@@ -66,7 +66,7 @@ def _edit(context: Context, kind: Kind, ref: str) -> None:
 async def _ask_delete(context: Context, kind: Kind, ref: str) -> None:
     path = context.workspace.path(ref)
     nbytes = await asyncio.to_thread(size_of, path)
-    with _dialog(f"Delete {ref}?"):
+    with dialog(f"Delete {ref}?"):
         text("p", f"It goes into the trash, from where it can come back. Emptying the trash frees "
              f"its {parts.nbytes(nbytes)}.")  # fmt: skip
 
@@ -82,14 +82,14 @@ def job_tools(context: Context, job: Job) -> None:
     """Buttons that edit a job, submit it again, and delete it once it has ended."""
     out = context.output_of(job)
     _icon("edit", "Name, priority and notes", lambda: _edit_job(context, job))
-    if out is None or not out.exists():  # else the same command would be refused
+    if out is None or (job.ended and not out.exists()):  # else the same command would be refused
         _icon("content_copy", "Submit the same job again", lambda: _clone_job(context, job))
     if job.ended:
         _icon("delete", "Delete this job", lambda: _delete_job(context, job))
 
 
 def _edit_job(context: Context, job: Job) -> None:
-    with _dialog("This job"):
+    with dialog("This job"):
         name = parts.field(ui.input("Name", value=job.name))
         priority = parts.field(
             ui.number("Priority: higher first", value=job.priority, precision=0,
@@ -123,7 +123,7 @@ def _delete_job(context: Context, job: Job) -> None:
 
 
 @contextmanager
-def _dialog(title: str) -> Iterator[ui.dialog]:
+def dialog(title: str) -> Iterator[ui.dialog]:
     """A dialog with a card in it, which the content goes into; it opens when that is there."""
     with ui.dialog() as dialog, parts.card(title).classes("dialog"):
         yield dialog

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TypedDict
 from urllib.parse import quote
 
@@ -22,46 +23,64 @@ class Statistics(TypedDict):
     not_finite: int
 
 
-class Layer(TypedDict):
-    """A layer; its pictures are names of PNG files."""
+class Line(TypedDict):
+    """A layer in the list."""
 
     name: str
     type: str
     output_shape: list[int]
     parameters: int
+
+
+class Layer(Line):
+    """The layer that is looked at; its pictures are names of PNG files."""
+
     activation: Statistics | None
     weights: dict[str, Statistics]
     activation_picture: str | None
     weight_picture: str | None
 
 
-class LayerReport(TypedDict):
-    """The JSON that ``tessella show layers`` writes, as far as it is shown."""
+class Look(TypedDict):
+    """What ``tessella ask`` says of the layers, as far as it is shown."""
 
     parameters: int
-    layers: list[Layer]
+    layers: list[Line]
+    layer: Layer | None
+
+
+Ask = Callable[[int], Awaitable[Look]]
 
 
 class Layers:
-    """A list of layers and the chosen one beside it.
+    """A list of layers and the chosen one beside it; the next picture leaves both in place.
 
     Args:
-        report: what ``tessella show layers`` wrote as ``layers.json``.
-        pictures: the URL under which its PNG files are.
+        look: the list, and the first layer.
+        ask: gives a layer of the present picture by its place in the list.
+        pictures: the URL under which the present picture's PNG files are.
     """
 
-    def __init__(self, report: LayerReport, pictures: str) -> None:
-        self._layers = report["layers"]
-        self._pictures = pictures
-        count = f"{len(self._layers)} layers, {report['parameters']:,} parameters"
+    def __init__(self, look: Look, ask: Ask, pictures: str) -> None:
+        self._layers, self._ask, self._pictures = look["layers"], ask, pictures
+        count = f"{len(self._layers)} layers, {look['parameters']:,} parameters"
         text("p", count).classes("muted small num")
         with parts.box("layer-split"):
             with parts.box("list layer-list"):
                 self._items = [self._item(i, layer) for i, layer in enumerate(self._layers)]
             self._detail = ui.element("div").classes("stack")
-        self._choose(0)
+        self.here = 0  # the place of the chosen one
+        if look["layer"] is not None:
+            self._items[0].classes("here")
+            self._show(look["layer"])
 
-    def _item(self, index: int, layer: Layer) -> ui.element:
+    def again(self, look: Look, ask: Ask, pictures: str) -> None:
+        """Show what the chosen layer makes of another picture."""
+        self._ask, self._pictures = ask, pictures
+        if look["layer"] is not None and look["layer"]["name"] == self._layers[self.here]["name"]:
+            self._show(look["layer"])
+
+    def _item(self, index: int, layer: Line) -> ui.element:
         with ui.element("button").classes("item") as item:
             item.props["type"] = "button"
             text("span", layer["name"]).classes("name cut")
@@ -72,10 +91,20 @@ class Layers:
         item.on("click", lambda: self._choose(index))
         return item
 
-    def _choose(self, index: int) -> None:
-        for i, item in enumerate(self._items):
-            item.classes(**({"add": "here"} if i == index else {"remove": "here"}))
-        layer = self._layers[index]
+    async def _choose(self, index: int) -> None:
+        self._items[self.here].classes(remove="here")
+        self._items[index].classes("here")
+        self.here, ask = index, self._ask
+        with parts.errors_shown():
+            layer = (await ask(index))["layer"]
+            if (
+                layer is not None
+                and (index, ask) == (self.here, self._ask)
+                and not self._detail.is_deleted
+            ):
+                self._show(layer)
+
+    def _show(self, layer: Layer) -> None:
         self._detail.clear()
         with self._detail:
             with parts.box("row-line"):
@@ -118,6 +147,6 @@ def _statistics(numbers: Statistics, color: str) -> None:
     ui.echart(charts.histogram(counts, edges, color)).style("height:116px")
 
 
-def _shape(layer: Layer) -> str:
+def _shape(layer: Line) -> str:
     """The output's shape without the batch."""
     return " × ".join(str(n) for n in layer["output_shape"][1:]) or "1"

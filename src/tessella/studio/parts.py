@@ -157,9 +157,12 @@ def errors_shown() -> Iterator[None]:
     try:
         yield
     except TessellaError as error:
-        ui.notify(
-            str(error), type="negative", multi_line=True, timeout=12_000, close_button="Close"
-        )
+        tell(error)
+
+
+def tell(error: TessellaError) -> None:
+    """Show an error at the foot of the page."""
+    ui.notify(str(error), type="negative", multi_line=True, timeout=12_000, close_button="Close")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +297,8 @@ def drop_zone(
     chooser.on(
         "sending",
         lambda e: track.show(
-            e.args["sent"] / max(1, e.args["nbytes"]), f"{e.args['name']}: {nbytes(e.args['sent'])}"
+            e.args["sent"] / max(1, e.args["nbytes"]),
+            f"{e.args['name']}: {nbytes(e.args['sent'])} of {nbytes(e.args['nbytes'])}",
         ),
         js_handler=detail,
     )

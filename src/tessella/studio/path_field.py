@@ -43,6 +43,7 @@ class PathField:
             self.input.props["autocomplete"] = "off"
             self._list = parts.box("completions")
         self._list.set_visibility(False)
+        self._put = value
         self.box.on(
             "focusout",
             lambda: self._list.set_visibility(False),
@@ -53,9 +54,17 @@ class PathField:
     def value(self) -> str:
         return self.input.value or ""
 
+    def put(self, path: str) -> None:
+        """Fill the field from elsewhere; nothing continues what nobody typed."""
+        self._put = path
+        self.input.set_value(path)
+
     async def _changed(self) -> None:
         typed = self.value
         self._on_change(typed)
+        if typed == self._put:
+            self._list.set_visibility(False)
+            return
         found = await asyncio.to_thread(completions, typed, self._root, self._suffixes)
         if typed != self.value:
             return  # typed on: another call shows what continues that

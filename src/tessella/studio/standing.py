@@ -16,6 +16,8 @@ def standing(store: Store, job: Job, feed: Feed) -> str:
         return _waiting(store, job)
     if job.status == "running" and not _told(job, feed):
         return f"Starting: the command loads its libraries · {_since(job)}"
+    if job.kind == "serve" and feed.phase:
+        return _serving(job, feed)
     return progress_line(feed, job.status)
 
 
@@ -32,8 +34,14 @@ def progress_line(feed: Feed, status: str) -> str:
     if status == "running" and (left := feed.remaining_s) is not None:
         line.append(f"about {parts.duration(left)} left")
     if took:
-        line.append(f"{took} so far")
+        line.append(f"{took} so far" if status == "running" else f"{status} after {took}")
     return " · ".join(line) or ("It has told nothing yet." if status == "running" else status)
+
+
+def _serving(job: Job, feed: Feed) -> str:
+    """The address of a server, which tells nothing more while it serves, and since when."""
+    took = parts.duration((job.finished or time.time()) - (job.started or time.time()))
+    return f"{feed.phase} · {f'{job.state} after {took}' if job.ended else f'for {took}'}"
 
 
 def training_line(store: Store, job: Job | None, feed: Feed, status: str) -> str:

@@ -22,7 +22,15 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.outline import Outline
 from tessella.artifacts.plan import load_outline
 from tessella.artifacts.run import Run
-from tessella.artifacts.sweep import IMPORTANCE, INFO, TRIALS, Sweep, SweepInfo, open_sweep
+from tessella.artifacts.sweep import (
+    IMPORTANCE,
+    INFO,
+    TRIALS,
+    Sweep,
+    SweepInfo,
+    TrialList,
+    open_sweep,
+)
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.studio.usual_target import usual_target
 
@@ -98,6 +106,12 @@ class Workspace:
         if path.exists():
             raise UsageError(f"this {kind} exists already", seen=name, fix="choose another name")
         return path
+
+    def free_name(self, kind: Kind, name: str) -> str:
+        """A name that a new artifact may have, made of any text; empty where it has no letters."""
+        plain = plain_name(name)
+        path = self.root / f"{kind}s" / plain
+        return self.free_path(path).name if plain and path.exists() else plain
 
     def free_path(self, path: Path) -> Path:
         """A path like this one that nothing has yet: ``runs/flowers-2``."""
@@ -233,7 +247,12 @@ def _dataset_at(path: Path, stamp: tuple[int, int]) -> Dataset:
 
 @lru_cache(maxsize=16)
 def _sweep_at(path: Path, stamp: tuple[tuple[int, int] | None, ...]) -> tuple[SweepInfo, Sweep]:
-    return open_sweep(path)
+    return open_sweep(path, _trials_at(path))
+
+
+@lru_cache(maxsize=16)
+def _trials_at(path: Path) -> TrialList:
+    return TrialList(path)
 
 
 @lru_cache(maxsize=16)

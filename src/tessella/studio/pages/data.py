@@ -203,15 +203,15 @@ class _New:
 
     def _form(self) -> None:
         start = self._values
-        self._folder = source = PathField(
+        self._folder = PathField(
             "Folder on this machine",
             root=self._context.workspace.root,
             value=start.source,
             placeholder="/data/flowers",
             on_change=self._source_typed,
-        ).input
-        source.on("blur", self._find_example)
-        source.on("keydown.enter", self._find_example)
+        )
+        self._folder.input.on("blur", self._find_example)
+        self._folder.input.on("keydown.enter", self._find_example)
         parts.drop_zone(
             "or drop a folder or a ZIP here",
             "one subfolder a class, up to 20 GB",
@@ -336,7 +336,7 @@ class _New:
         if found is not None:
             self._example = f"path:{found}"
         if not self._values.name and folder.is_dir():
-            self._name.set_value(plain_name(folder.name))
+            self._name.set_value(self._context.workspace.free_name("dataset", folder.name))
         self._changed()
 
     async def _example_uploaded(self, upload: str, name: str) -> None:
@@ -346,9 +346,10 @@ class _New:
     async def _uploaded(self, upload: str, name: str) -> None:
         with parts.errors_shown():
             folder = await asyncio.to_thread(self._context.uploads.images, upload)
-            self._folder.set_value(self._context.workspace.ref(folder))
+            self._folder.put(self._context.workspace.ref(folder))
             if not self._values.name:
-                self._name.set_value(plain_name(Path(name).stem))
+                free = self._context.workspace.free_name("dataset", name.removesuffix(".zip"))
+                self._name.set_value(free)
             await self._find_example()
             ui.notify(f"{name} is here. Press Import.", type="positive")
 

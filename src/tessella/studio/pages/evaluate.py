@@ -146,7 +146,7 @@ class _Page:
         self, runs: dict[str, Run], points: dict[str, Checkpoint], splits: list[str]
     ) -> None:
         space = self._context.workspace
-        names = {r: f"{Path(r).name} ({runs[r].recipe.network})" for r in points}
+        names = self._context.run_names({r: runs[r] for r in points})
         parts.field(
             ui.select(names, value=self._run, label="Run",
                       on_change=lambda e: self._go(run=e.value, checkpoint=NONE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from nicegui import ui
@@ -21,7 +21,7 @@ from tessella.studio.box_errors import BoxErrors
 from tessella.studio.boxes import boxed
 from tessella.studio.confusion import Confusion, Report, figures
 from tessella.studio.context import Context
-from tessella.studio.layers import Layers
+from tessella.studio.layers import Layers, Look
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.watching import watch
@@ -75,10 +75,11 @@ async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
             with right:
                 _about(chosen)
                 layers = _layers_box()
-                _Errors(context, chosen)
+                errors = _Errors(context, chosen)
             with left:
                 _chooser(context, runs, run_ref, chosen)
                 _Classify(context, chosen, layers)
+            await errors.show()
 
 
 def _has_checkpoint(run: Run) -> bool:
@@ -100,7 +101,7 @@ def _chooser(context: Context, runs: dict[str, Run], ref: str, chosen: Checkpoin
             "  (best)" if point.path == best else ""
         )
     with parts.card("Checkpoint"):
-        shown = {r: f"{Path(r).name} ({item.recipe.network})" for r, item in runs.items()}
+        shown = context.run_names(runs)
         parts.field(
             ui.select(shown, value=ref, label="Run",
                       on_change=lambda e: ui.navigate.to(parts.address("/explore", run=e.value)))
@@ -151,6 +152,9 @@ class _Classify:
     def __init__(self, context: Context, chosen: Checkpoint, layers: ui.element) -> None:
         self._context, self._checkpoint, self._layers = context, chosen, layers
         self._ref = context.workspace.ref(chosen.path)
+        self._shown: Layers | None = None
+        self._image: Path | None = None  # the last one that was asked about
+        self._layers_command: parts.Command
         with parts.card(PROMPTS.get(of(chosen.info.task).answers.VERB, "Ask about a picture")):
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
             self._examples()
@@ -270,30 +274,43 @@ class _Classify:
     async def _show_layers(self, image: Path) -> None:
         key = digest([self._ref, image.parent.name])[:24]
         folder = self._context.workspace.own("layers", key)
-        self._layers.clear()
-        with self._layers:
-            waiting = text("p", "Looking into every layer …").classes("muted small")
-        problem = None
+        if (shown := self._shown) is None:
+            self._layers.clear()
+            with self._layers:
+                text("p", "Looking into the layers …").classes("muted small")
+        self._image = image
+
+        async def ask(index: int) -> Look:
+            asked: dict[str, object] = {"image": str(image), "layers": str(folder), "layer": index}
+            return cast(Look, await self._context.answers.ask(self._opened(), asked))
+
         try:
-            await self._context.answers.ask(
-                self._opened(), {"image": str(image), "layers": str(folder)}
-            )
-            layers = parse_json((folder / "layers.json").read_bytes(), where="layers.json")
-        except (TessellaError, OSError) as error:
-            problem = str(error)
-        if waiting.is_deleted:
+            look, problem = await ask(0 if shown is None else shown.here), None
+        except TessellaError as error:
+            look, problem = None, str(error)
+        if self._layers.is_deleted or self._image != image:  # another picture came
+            return
+        here = self._context.workspace.ref(image)
+        trust = bool(self._trust.value)
+        line = commands.shown(commands.show_layers(self._ref, here, out="layers", trust_code=trust))
+        pictures = f"/pictures/own/layers/{key}"
+        if look is not None and self._shown is not None:
+            self._shown.again(look, ask, pictures)
+            self._layers_command.show(line)
             return
         self._layers.clear()
+        self._shown = None
         with self._layers:
-            if problem is not None:
-                parts.note(problem, "bad")
+            if look is None:
+                parts.note(str(problem), "bad")
                 return
-            Layers(layers, f"/pictures/own/layers/{key}")
-            here = self._context.workspace.ref(image)
-            spec = commands.show_layers(
-                self._ref, here, out="layers", trust_code=bool(self._trust.value)
-            )
-            parts.Command(commands.shown(spec))
+            self._shown = Layers(look, ask, pictures)
+            self._layers_command = parts.Command(line)
+
+
+def _read_report(file: Path) -> Report:
+    """A report, parsed beside the event loop: that of 1,000 classes has a million counts."""
+    return cast(Report, parse_json(file.read_bytes(), where=str(file)))
 
 
 def _marked(dataset: Dataset, split: str, index: int) -> tuple[Thing, ...]:
@@ -332,13 +349,16 @@ class _Errors:
             run = context.workspace.ref(chosen.path.parents[1])
             with parts.link("/evaluate", "small", run=run, checkpoint=self._ref):
                 text("span", "Evaluate it: intervals, calibration, curves, two models compared")
-        self._show()
 
-    def _show(self) -> None:
+    async def show(self) -> None:
+        there = self._file.exists() and (self._rows.exists() or not self._places)
+        report = await asyncio.to_thread(_read_report, self._file) if there else None
+        if self._box.is_deleted:  # the page was left
+            return
         self._box.clear()
         with self._box:
-            if self._file.exists() and (self._rows.exists() or not self._places):
-                self._report(parse_json(self._file.read_bytes(), where=str(self._file)))
+            if report is not None:
+                self._report(report)
             elif self._data is None:
                 parts.note("The dataset that this network was trained on is not in the workspace.")
             else:
@@ -360,7 +380,7 @@ class _Errors:
         where = (self._context.workspace.ref(path) for path in (self._file, self._rows))
         with parts.errors_shown():
             job = self._context.store.submit(self._spec(*where))
-            await watch(self._context, job, self._box, self._show)
+            await watch(self._context, job, self._box, self.show)
 
     def _report(self, report: Report) -> None:
         if self._places and self._data is not None:

@@ -10,6 +10,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
 from tessella.studio import parts, pictures
 from tessella.studio.context import Context
+from tessella.studio.drawn import FORMS
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.tasks import of
 
@@ -57,9 +58,9 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
                 with parts.box("row-line"):
                     _step(ref, split, index - 1, len(examples), "Previous", "chevron_left")
                     _step(ref, split, index + 1, len(examples), "Next", "chevron_right")
-                if dataset.info.task.name == "detection":
+                if (form := FORMS.get(dataset.info.task.name)) is not None:
                     to = parts.address("/label", dataset=ref, split=split, index=index)
-                    parts.plain_button("Draw boxes", lambda: ui.navigate.to(to), "edit")
+                    parts.plain_button(f"Draw {form.NAME}", lambda: ui.navigate.to(to), "edit")
                 source = Path(dataset.info.source) / example.path
                 if (context.workspace.root / source).is_file():
                     text("p", f"Its file is still there: {source}").classes("muted small")

@@ -1,4 +1,4 @@
-"""The page on which people draw boxes: those of a dataset's image, and what a network proposes."""
+"""The page on which people draw boxes or masks: a dataset's, and what a network proposes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from nicegui import ui
-from nicegui.events import GenericEventArguments
 
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
@@ -16,17 +15,32 @@ from tessella.core.version import VERSION
 from tessella.jobs import commands
 from tessella.studio import parts, pictures
 from tessella.studio.context import Context
-from tessella.studio.drawn import Drawn, checked
+from tessella.studio.drawn import FORMS, Drawn, Overtaken
+from tessella.studio.drawn_masks import ground_of, proposed
+from tessella.studio.keeping import dialog
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, readable
 
-MISSING = "Choose an image of a detection on the Data page."
-KEYS = (
-    "Draw, move and resize with the mouse; or B adds a box, N and P choose one, arrows move it "
-    "(Alt resizes, Shift goes ten pixels), 1 to 9 name its class, Enter accepts a proposal, Delete "
-    "removes, Ctrl+Z undoes, Ctrl+S saves."
-)
+MISSING = "Choose an image of a detection or a segmentation on the Data page."
+KEYS = {
+    "boxes": (
+        "Draw, move and resize with the mouse; or B adds a box, N and P choose one, arrows move it "
+        "(Alt resizes, Shift goes ten pixels), 1 to 9 name its class, Enter accepts a proposal, "
+        "Delete removes, Ctrl+Z undoes, Ctrl+Y does again, Ctrl+S saves."
+    ),
+    "masks": (
+        "A draws an outline: click its points, then the first one, or press Enter. B is the brush, "
+        "E the eraser, [ and ] their width; they work on the chosen thing, and without one the "
+        "brush makes a new thing and the eraser takes from all (Esc chooses none). V chooses, "
+        "moves, and drags points; a click half way between two adds one. With the keyboard: arrows "
+        "move (Shift ten pixels), Space sets a point or a dab, N and P choose a thing, . and , a "
+        "point, I adds one, Delete removes, 1 to 9 name the class, 0 none, Enter accepts a "
+        "proposal, Ctrl+Z undoes, Ctrl+Y does again, Ctrl+S saves."
+    ),
+}
+SCRIPTS = {"boxes": ("editor", "boxes"), "masks": ("editor", "runs", "masks")}
+TOOLS = {"boxes": "boxing", "masks": "masking"}
 
 
 def register(context: Context) -> None:
@@ -35,27 +49,29 @@ def register(context: Context) -> None:
     @ui.page("/label", response_timeout=RESPONSE_S)
     async def label(dataset: str = "", split: str = "", index: int = 0, version: int = -1) -> None:
         runs = readable(await asyncio.to_thread(context.workspace.runs))
-        ui.add_head_html(f'<script src="/static/label.js?v={VERSION}"></script>')
-        with frame("Label", "Boxes, drawn here.", context.workspace.root, step="Data"):
+        with frame("Label", "Drawn here, by hand or by a network.", context.workspace.root,
+                   step="Data"):  # fmt: skip
             try:
                 opened = context.workspace.dataset(dataset)
-                if opened.info.task.name != "detection" or split not in opened.info.splits:
+                if opened.info.task.name not in FORMS or split not in opened.info.splits:
                     raise UsageError(
-                        "boxes are drawn on images of a detection",
+                        "boxes and masks are drawn on images of a detection or a segmentation",
                         seen=f"{opened.info.task.name}, {split[:40]}",
                     )
                 pictures.stored_file(opened, split, index)
+                for name in SCRIPTS[FORMS[opened.info.task.name].NAME]:
+                    ui.add_head_html(f'<script src="/static/{name}.js?v={VERSION}"></script>')
                 _Editor(context, drawn, opened, (dataset, split, index), version, runs)
             except TessellaError as error:
                 parts.refused(error, MISSING)
 
 
 class _Editor:
-    """An image with its boxes, and what can be done with them.
+    """An image with what is drawn on it, and what can be done with that.
 
     Args:
         where: the dataset's ref, the split, and the image's place in it.
-        version: whose boxes are shown; negative: the newest.
+        version: which is shown; negative: the newest.
     """
 
     def __init__(
@@ -63,9 +79,11 @@ class _Editor:
         version: int, runs: dict[str, Any],
     ) -> None:  # fmt: skip
         self._context, self._drawn, self._dataset, self._where = context, drawn, dataset, where
+        self._form = FORMS[dataset.info.task.name]
         ref, split, index = where
         shown = None if version < 0 else version
-        boxes = drawn.of(dataset, split, index, version=shown)
+        self._since = drawn.count(dataset)
+        content = drawn.of(dataset, split, index, version=shown)
         with parts.box("split"):
             with parts.box("stack"):
                 self._about(shown)
@@ -73,28 +91,38 @@ class _Editor:
                 self._exporter()
             with parts.card().classes("first-if-narrow"):
                 self._editor = parts.box("editor")
-                self._editor.on("boxes", self._save, js_handler="(e) => emit(e.detail)")
-                text("p", KEYS).classes("muted small")
+                self._editor.on(
+                    "drawn", lambda e: self._save(e.args), js_handler="(e) => emit(e.detail)"
+                )
+                text("p", KEYS[self._form.NAME]).classes("muted small")
         opened = {
             "source": pictures.example_address(dataset, ref, split, index),
             "alt": dataset.split(split)[index].path,
             "width": dataset.preprocess.width,
             "height": dataset.preprocess.height,
             "classes": list(dataset.classes),
-            "boxes": boxes,
+            "content": content,
+            "ground": ground_of(dataset.classes),
+            "draft": f"tessella {dataset.info.content_hash[:24]} {split} {index}",
         }
-        ui.context.client.on_connect(lambda: self._call("open", opened))
+        tool = TOOLS[self._form.NAME]
+        ui.context.client.on_connect(lambda: self._call("open", opened, tool=tool))
 
-    def _call(self, verb: str, *values: Any) -> None:
-        """Call a function of ``static/label.js``; values travel as JSON, never as code."""
+    def _call(self, verb: str, *values: Any, tool: str = "editing") -> None:
+        """Call a function of ``static/editor.js``, or of a tool; values travel as JSON, never as
+        code."""
         given = "".join(f",{json.dumps(v, allow_nan=False)}" for v in values)
-        ui.run_javascript(f"labelling.{verb}({self._editor.id}{given})")
+        ui.run_javascript(f"{tool}.{verb}({self._editor.id}{given})")
 
     def _about(self, shown: int | None) -> None:
         ref, split, index = self._where
         count = self._drawn.count(self._dataset)
         with parts.card(self._dataset.split(split)[index].path):
-            told = f"version {count} of the boxes" if shown is None else f"as of version {shown}"
+            told = (
+                f"version {count} of the {self._form.NAME}"
+                if shown is None
+                else f"as of version {shown}"
+            )
             self._version = text("p", told).classes("muted small")
             with parts.box("row-line wrap"):
                 for name, place, icon in (
@@ -114,24 +142,58 @@ class _Editor:
                 )
             )  # fmt: skip
 
-    def _save(self, event: GenericEventArguments) -> None:
+    def _save(self, content: Any) -> None:
         _, split, index = self._where
-        with parts.errors_shown():
-            number = self._drawn.save(self._dataset, split, index, event.args)
-            self._version.text = f"version {number} of the boxes"
+        try:
+            number = self._drawn.save(self._dataset, split, index, content, since=self._since)
+        except Overtaken as error:
+            self._call("refused")
+            self._ask(error, content)
+        except TessellaError as error:
+            self._call("refused")
+            parts.tell(error)
+        else:
+            self._since = number
+            self._version.text = f"version {number} of the {self._form.NAME}"
             self._call("saved")
             ui.notify(f"Saved as version {number}", type="positive", timeout=1500)
+
+    def _ask(self, error: Overtaken, content: Any) -> None:
+        """What to do with two works on one picture: neither is lost."""
+        ref, split, index = self._where
+        with dialog("Saved in another window meanwhile") as asking:
+            text("p", f"Version {error.version} of this picture is newer than what you began with. "
+                 "Yours is not saved yet, and nothing was overwritten.")  # fmt: skip
+            there: dict[str, str | int] = {
+                "dataset": ref,
+                "split": split,
+                "index": index,
+                "version": error.version,
+            }
+            to = parts.address("/label", **there)
+            parts.plain_button(
+                f"Look at version {error.version}", lambda: ui.navigate.to(to, new_tab=True),
+                "open_in_new",
+            )  # fmt: skip
+
+            def mine() -> None:
+                asking.close()
+                self._since = self._drawn.count(self._dataset)
+                self._save(content)
+
+            parts.button("Save mine as the newest", mine, icon="save")
 
     # --- what a network proposes ----------------------------------------------------------
 
     def _proposer(self, runs: dict[str, Any]) -> None:
-        detectors = [r for r, run in runs.items() if _detects(run)]
+        task = self._dataset.info.task.name
+        fitting = [r for r, run in runs.items() if _answers(run, task)]
         with parts.card("A network's proposals"):
-            if not detectors:
-                text("p", "No detector is trained yet.").classes("muted small")
+            if not fitting:
+                text("p", f"No network is trained yet for {task}.").classes("muted small")
                 return
-            text("p", "Shown dashed: accept or delete each.").classes("muted small")
-            run = parts.field(ui.select(detectors, value=detectors[0], label="Run"))
+            text("p", "Shown dashed or hatched: accept or delete each.").classes("muted small")
+            run = parts.field(ui.select(fitting, value=fitting[0], label="Run"))
 
             async def propose() -> None:
                 with parts.errors_shown():
@@ -147,45 +209,57 @@ class _Editor:
         stamp = (chosen.path / "checkpoint.json").stat().st_mtime_ns
         asked: dict[str, object] = {"image": str(self._context.uploads.file(upload))}
         told = await self._context.answers.ask(Opened(path=chosen.path, stamp=stamp), asked)
-        classes, record = self._dataset.classes, self._dataset.preprocess
-        found = []
-        for one in told["answer"]:
-            if one["label"] not in classes:
-                continue
-            box = [*one["box"], classes.index(one["label"]), 0]
-            try:
-                checked([box], len(classes), (record.height, record.width))
-            except UsageError:
-                continue  # of less than a pixel
-            found.append([*one["box"], classes.index(one["label"]), one["score"]])
+        found = self._proposed(told["answer"])
         self._call("propose", found)
         ui.notify(f"{len(found)} proposed", timeout=1500)
+
+    def _proposed(self, told: Any) -> list[Any]:
+        """What a network answers, as it is drawn; without what the dataset has no class for."""
+        classes, record = self._dataset.classes, self._dataset.preprocess
+        size = record.height, record.width
+        if self._form.NAME == "masks":
+            return [dict(thing) for thing in proposed(told, classes, size)]
+        found = []
+        for one in told:
+            if one["label"] not in classes:
+                continue
+            label = classes.index(one["label"])
+            try:
+                self._form.checked([[*one["box"], label, 0]], len(classes), size)
+            except UsageError:
+                continue  # of less than a pixel
+            found.append([*one["box"], label, one["score"]])
+        return found
 
     # --- what others read -------------------------------------------------------------------
 
     def _exporter(self) -> None:
         with parts.card("Export"):
-            text("p", "COCO's JSON of each split with its pictures, of the newest version; the "
-                 "dataset itself stays as it is.").classes("muted small")  # fmt: skip
+            kinds = {"boxes": "COCO's JSON", "masks": "Masks as PNG and COCO's JSON"}
+            text("p", f"{kinds[self._form.NAME]} of each split with its pictures, of the newest "
+                 "version; the dataset itself stays as it is.").classes("muted small")  # fmt: skip
             command = parts.Command()
 
             async def export() -> None:
-                name = f"{self._dataset.path.name}-boxes-{self._drawn.count(self._dataset)}"
+                count = self._drawn.count(self._dataset)
+                name = f"{self._dataset.path.name}-{self._form.NAME}-{count}"
                 out = self._context.workspace.root / "annotations" / name
                 with parts.errors_shown():
                     files = await asyncio.to_thread(self._drawn.export, self._dataset, out)
                     refs = {n: self._context.workspace.ref(p) for n, p in files.items()}
                     spec = commands.import_images(
                         refs["train"], f"datasets/{name}", self._dataset.preprocess,
-                        task="detection", val_folder=refs.get("val"), test_folder=refs.get("test"),
+                        task=self._dataset.info.task.name, val_folder=refs.get("val"),
+                        test_folder=refs.get("test"),
                     )  # fmt: skip
                     command.show(commands.shown(spec))
 
             parts.plain_button("Export", export, "download")
 
 
-def _detects(run: Any) -> bool:
+def _answers(run: Any, task: str) -> bool:
+    """Whether a run has a checkpoint for a task."""
     try:
-        return bool(best_checkpoint(run).info.task.name == "detection")
+        return bool(best_checkpoint(run).info.task.name == task)
     except TessellaError:  # none yet, or damaged
         return False

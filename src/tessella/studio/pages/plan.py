@@ -99,11 +99,13 @@ class _Compile:
         self._context = context
         self._form: CompileForm | None = None
         runs = readable(context.workspace.runs())
-        names = {
-            ref: f"{run.path.name} ({run.recipe.network})"
-            for ref, run in runs.items()
-            if any((run.path / "checkpoints").glob("step-*/checkpoint.json"))
-        }
+        names = context.run_names(
+            {
+                ref: run
+                for ref, run in runs.items()
+                if any((run.path / "checkpoints").glob("step-*/checkpoint.json"))
+            }
+        )
         with parts.card("Compile"):
             if not names:
                 text("p", "Train a network first: a plan is made of a checkpoint.").classes("muted")

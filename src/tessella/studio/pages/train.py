@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from pathlib import Path
 
 from nicegui import ui
 
@@ -105,7 +104,7 @@ class _Train:
         ui.timer(0.1, self._load_names, once=True)
 
     def _choosers(self, dataset: str, start: Recipe | None) -> None:
-        names = {ref: d.info.name for ref, d in self._datasets.items()}
+        names = self._context.dataset_names(self._datasets)
         self._dataset = parts.field(
             ui.select(names, value=dataset, label="Dataset", on_change=self._dataset_changed)
         )
@@ -122,9 +121,7 @@ class _Train:
         self._timm.props('placeholder="efficientnet_b0"')
         if start is not None and of_timm:
             self._timm.value = start.network.removeprefix("timm/")
-        previous = {
-            ref: f"{Path(ref).name} ({run.recipe.network})" for ref, run in self._runs.items()
-        }
+        previous = self._context.run_names(self._runs)
         self._previous = parts.field(
             ui.select(previous, label="Continue from the best checkpoint of",
                       on_change=self._network_changed)

@@ -7,9 +7,11 @@ from functools import partial
 
 from nicegui import ui
 
+from tessella.core.count import counted
 from tessella.jobs.job import Job
 from tessella.studio import parts
 from tessella.studio.context import Context
+from tessella.studio.keeping import dialog
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.trash import Deleted
 
@@ -33,7 +35,7 @@ def register(context: Context) -> None:
                 with parts.box("row-line"):
                     parts.plain_button(
                         f"Empty the trash: frees {parts.nbytes(nbytes)}",
-                        partial(_empty, context),
+                        partial(_ask_empty, context, len(found) + len(jobs), nbytes),
                         "delete_forever",
                     )
 
@@ -66,6 +68,12 @@ def _restore_job(context: Context, job: str) -> None:
     with parts.errors_shown():
         context.store.restore(job)
         ui.navigate.to(parts.address("/monitor", job=job))
+
+
+def _ask_empty(context: Context, count: int, nbytes: int) -> None:
+    with dialog("Empty the trash?"):
+        text("p", f"{counted(count, 'thing')} of {parts.nbytes(nbytes)} cannot come back then.")
+        parts.button("Delete for good", partial(_empty, context), icon="delete_forever")
 
 
 async def _empty(context: Context) -> None:
