@@ -118,7 +118,7 @@ def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskR
     Two boxes are one that overlap by a half, those of one class first.
     """
     least_K = thresholds(record, len(labels))
-    (rows, kinds, scores), (others, theirs, their) = _told(one, least_K), _told(other, least_K)
+    (rows, kinds, scores), (others, theirs, their) = told(one, least_K), told(other, least_K)
     common = overlap(one[rows, :4].astype(np.float64), other[others, :4].astype(np.float64))
     left, words = list(range(len(others))), list[str]()
     for place, (kind, score) in enumerate(zip(kinds.tolist(), scores.tolist(), strict=True)):
@@ -207,5 +207,5 @@ def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
             continue
         low = round(x0 * width), round(y0 * height)
         high = max(low[0], round(x1 * width) - 1), max(low[1], round(y1 * height) - 1)
-        cv2.rectangle(made, low, high, GREY if crowd else _color(int(label)), 1)
+        cv2.rectangle(made, low, high, GREY if crowd else color_of(int(label)), 1)
     return made

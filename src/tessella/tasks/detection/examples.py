@@ -263,16 +263,11 @@ class BoxSets:
         """
         return self.seen(index, self.still(index))[0]
 
-<<<<<<< HEAD
     def still(self, index: int) -> Moves:
         """What an evaluated network sees of an image."""
         top, left, height, width = self.views[index].tolist()
         return Moves(top=top, left=left, height=height, width=width)
 
-    def seen(self, index: int, moves: Moves) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """The boxes of an image as ``evaluated`` has them, moved; and of which row each is made."""
-        mine = slice(self.starts[index], self.starts[index + 1])
-=======
     def things(self, index: int) -> Floats:
         """The boxes of an image's things, without crowds, in pixels of the fitted image, [M, 4]."""
         mine = self._rows_of(index)
@@ -281,35 +276,23 @@ class BoxSets:
     def _rows_of(self, index: int) -> npt.NDArray[np.int64]:
         return np.arange(self.starts[index], self.starts[index + 1])
 
-    def _seen(self, index: int, moves: Moves | None) -> Floats:
-        if moves is None:
-            top, left, height, width = self.views[index].tolist()
-            moves = Moves(top=top, left=left, height=height, width=width)
+    def seen(self, index: int, moves: Moves) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """The boxes of an image as ``evaluated`` has them, moved; and of which row each is made."""
         rows = self._rows_of(index)
         boxes, left_over = self.boxes[rows], np.ones(len(rows))
         if moves.pieces:
             rows, boxes, left_over = self._joined(moves.pieces)
->>>>>>> moves
         height, width = self.sizes[index].tolist()
         moved, made_of = moves.boxes(boxes, (height, width))
         cut, share = inside(moved, (0.0, 0.0, float(moves.width), float(moves.height)))
         kept, rows, share = share > 0, rows[made_of], share * left_over[made_of]
         cut[:, [0, 2]] /= moves.width
         cut[:, [1, 3]] /= moves.height
-<<<<<<< HEAD
-        crowds = self.crowds[mine][made_of] | (share < VISIBLE)
-        areas = self.areas[mine][made_of] * share
-        columns = (cut, *(v[:, None] for v in (self.labels[mine][made_of], crowds, areas)))
-        rows = np.concatenate(columns, axis=1, dtype=np.float64)[kept]
-        return np.asarray(rows), self.starts[index] + made_of[kept]
-=======
         crowds = self.crowds[rows] | (share < VISIBLE)
-        columns = (
-            cut,
-            *(v[:, None] for v in (self.labels[rows], crowds, self.areas[rows] * share)),
-        )
-        return np.asarray(np.concatenate(columns, axis=1, dtype=np.float64)[kept])
->>>>>>> moves
+        areas = self.areas[rows] * share
+        columns = (cut, *(v[:, None] for v in (self.labels[rows], crowds, areas)))
+        seen = np.concatenate(columns, axis=1, dtype=np.float64)[kept]
+        return np.asarray(seen), rows[kept]
 
     def _joined(
         self, pieces: Sequence[Piece]

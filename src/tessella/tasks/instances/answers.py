@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.detection import answers as boxes
 from tessella.tasks.detection.answers import USUAL, thresholds, truth
+from tessella.tasks.detection.errors import FIELDS
 from tessella.tasks.instances.cells import CELLS, PART, SIDE, counts_of, outlines
 from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
@@ -22,8 +24,8 @@ ALIKE = 0.8  # of two masks' cells, those in both over those in one: with so muc
 VEIL = 0.45  # of a mask's color over the picture
 
 __all__ = [
-    "HEADER", "USUAL", "VERB", "answer", "drawn", "lines", "marked", "said", "same", "things",
-    "thresholds", "truth",
+    "HEADER", "USUAL", "VERB", "answer", "changes", "drawn", "lines", "marked", "said", "same",
+    "taught", "things", "thresholds", "truth",
 ]  # fmt: skip
 
 
@@ -69,11 +71,30 @@ def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.boo
 
 def _has(one: Outputs, other: Outputs, record: TaskRecord) -> bool:
     alike, rows, others = boxes.alike(one[:, :-CELLS], other[:, :-CELLS], record)
-    mine = (one[rows, -CELLS:] >= PART).astype(np.float32)
-    theirs = (other[others, -CELLS:] >= PART).astype(np.float32)
-    common = mine @ theirs.T
-    union = mine.sum(1)[:, None] + theirs.sum(1) - common
-    return bool((alike & (common >= ALIKE * union)).any(axis=1).all())
+    shared = _shared(one[rows, -CELLS:], other[others, -CELLS:])
+    return bool((alike & (shared >= ALIKE)).any(axis=1).all())
+
+
+def _shared(mine: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Of each pair of masks the cells in both over those in one; 1 where both are empty."""
+    one, other = ((cells >= PART).astype(np.float32) for cells in (mine, theirs))
+    common = one @ other.T
+    union = one.sum(1)[:, None] + other.sum(1) - common
+    return np.where(union > 0, common / np.maximum(union, 1), 1).astype(np.float32)
+
+
+def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
+    """As detection's; and things whose masks are others in boxes that stayed."""
+    words = boxes.changes(one[:, :-CELLS], other[:, :-CELLS], labels, record)
+    alike, rows, others = boxes.alike(one[:, :-CELLS], other[:, :-CELLS], record)
+    shared = np.where(alike, _shared(one[rows, -CELLS:], other[others, -CELLS:]), -1)
+    best = shared.max(axis=1, initial=-1)
+    drawn = [
+        f"{labels[int(one[row, 4:-CELLS].argmax())]} drawn otherwise (overlap {share:.2f})"
+        for row, share in zip(rows.tolist(), best.tolist(), strict=True)
+        if 0 <= share < ALIKE
+    ]
+    return ", ".join(filter(None, [words, *drawn[: boxes.SHOWN]]))
 
 
 def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:
@@ -87,9 +108,7 @@ def drawn(picture: Pixels, answer: Any) -> Pixels:
         mask = _mask(a)
         if mask.shape != made.shape[:2]:
             continue
-        inside = mask.astype(bool)
-        color = np.array(boxes.color_of(a["index"]))
-        made[inside] = (made[inside] * (1 - VEIL) + color * VEIL).round().astype(np.uint8)
+        _veil(made, mask.astype(bool), a["index"])
     return boxes.drawn(made, answer)
 
 
@@ -112,6 +131,29 @@ def marked(target: dict[str, Any], labels: tuple[str, ...]) -> tuple[Thing, ...]
         around = outlines(_decoded(text, height, width))
         found.append(Thing(box=thing.box, name=thing.name, color=thing.color, outlines=around))
     return tuple(found)
+
+
+def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
+    """The picture with detection's frames, and in each the cells of its mask as a veil."""
+    import cv2
+
+    made = np.ascontiguousarray(picture).copy()
+    height, width = made.shape[:2]
+    for row in target:
+        x0, y0, x1, y1 = np.round(row[:4] * [width, height, width, height]).astype(int).tolist()
+        if row[4] < 0 or x1 <= x0 or y1 <= y0:
+            continue
+        side = math.isqrt(len(row) - FIELDS)
+        cells = row[FIELDS:].reshape(side, side).astype(np.float32)
+        inside = cv2.resize(cells, (x1 - x0, y1 - y0)) >= PART
+        _veil(made[y0:y1, x0:x1], inside, int(row[4]))
+    return boxes.taught(made, target[:, :FIELDS], labels)
+
+
+def _veil(picture: Pixels, inside: npt.NDArray[np.bool_], index: int) -> None:
+    """Lay a class's color over a part of the picture."""
+    color = np.array(boxes.color_of(index))
+    picture[inside] = (picture[inside] * (1 - VEIL) + color * VEIL).round().astype(np.uint8)
 
 
 def _counts(one: dict[str, Any]) -> rle.Counts:

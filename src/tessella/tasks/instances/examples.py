@@ -37,10 +37,11 @@ from tessella.tasks.segmentation.examples import fitted
 LEARNED = 56  # cells along the side of a box, of a mask that is learned: twice those that are told
 CELLS = LEARNED * LEARNED
 
+JOINED: tuple[str, ...] = ()  # masks are decoded for one picture at a time
 Mask = npt.NDArray[np.uint8]
 
 __all__ = [
-    "NAMES", "SMOOTHED", "MaskSets", "blank", "column", "contradiction", "feature", "find",
+    "JOINED", "NAMES", "SMOOTHED", "MaskSets", "blank", "column", "contradiction", "feature", "find",
     "lacking", "occurs", "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip
 
