@@ -13,7 +13,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.detection import answers as boxes
 from tessella.tasks.detection.answers import USUAL, thresholds, truth
-from tessella.tasks.detection.errors import FIELDS
+from tessella.tasks.detection.examples import FIELDS
 from tessella.tasks.instances.cells import CELLS, PART, SIDE, counts_of, outlines
 from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing

@@ -25,6 +25,7 @@ from tessella.tasks.instances.examples import MaskSets
 from tessella.tasks.instances.head import CELLS, SIDE
 from tessella.tasks.task import Rows
 
+COUNTED = boxes.COUNTED
 LEVELS = 255  # of a cell in a row: as many as fit into eight bits
 TOGETHER = 3  # cells in a float32, which has 24 bits of whole numbers
 PACKED = -(-CELLS // TOGETHER)
