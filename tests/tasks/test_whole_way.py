@@ -208,8 +208,8 @@ def test_another_tasks_dataset_is_refused(way, pictures, tmp_path):
     data = import_images(table, tmp_path / "data", ImportSettings(task=other, size=SIZE))
     with pytest.raises(DataError, match=f"another task.*{other}.*{task}"):
         api.verify(plan, against=run, data=data)
-    with pytest.raises(UsageError, match=f"points of accuracy.*{task}"):
-        api.compile(run, budget=0.5, data=dataset)
+    with pytest.raises(DataError, match=f"another task.*{other}.*{task}"):
+        api.compile(run, budget=0.5, data=data)
     if task == "regression":
         with pytest.raises(UsageError, match="no classes to balance"):
             api.train("lenet", dataset, out=tmp_path / "run", class_weights="balanced")
