@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.report import document, write
 from tessella import api, graph
+from tessella.artifacts.checkpoint import Answering
 from tessella.core.device import default_target, torch_device
 from tessella.core.spec import TensorSpec
 from tessella.graph.onnx import write as write_onnx
@@ -54,8 +55,10 @@ def measured(asked: str, size: int, seconds: float, cache: Path | None, limit: f
 
     name, _, given = asked.partition(":")
     pairs = (pair.split("=") for pair in given.split(",") if pair)
-    options = {key: int(value) if value.isdigit() else value for key, value in pairs}
-    answers = "masks" if name in MASKS else "pixels"
+    options: dict[str, str | int | float | bool | None] = {
+        key: int(value) if value.isdigit() else value for key, value in pairs
+    }
+    answers: Answering = "masks" if name in MASKS else "pixels"
     torch.manual_seed(0)
     record = zoo.network(name, classes=CLASSES, size=size, answers=answers, options=options)
     module = zoo.build(record).eval()
