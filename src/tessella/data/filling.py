@@ -70,12 +70,12 @@ class Fillers:
         indices: Sequence[int],
         wanted: Wanted,
         out: Pixels,
-        pieces: Sequence[Pieces],
+        pieces: Sequence[Pieces] = (),
     ) -> dict[int, Moves]:
         """Put images of a split into ``out``, [N, H, W, C].
 
         Args:
-            pieces: what each image is joined of; none: it is one picture.
+            pieces: what each image is joined of, none of one picture; empty: each is one picture.
 
         Returns:
             by place how each was moved, without those that could not be read: who asks reads them
@@ -85,6 +85,7 @@ class Fillers:
             TrainError: a process has ended, or does not start.
         """
         made = dict[int, Moves]()
+        pieces = pieces or [()] * len(indices)
         most = max(1, SHARED_BYTES // out[0].nbytes)
         with self._pool.one() as filler:
             for first in range(0, len(indices), most):
