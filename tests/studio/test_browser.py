@@ -11,6 +11,8 @@ from selenium.webdriver.common.by import By
 
 from tessella.artifacts.run import Run
 from tessella.core.events import EventLog, metric
+from tessella.jobs.job import JobSpec
+from tessella.jobs.store import Store
 from tessella.studio.workspace import best_checkpoint
 from tests.support.studio.browsing import (
     PAGES,
@@ -19,6 +21,7 @@ from tests.support.studio.browsing import (
     fill,
     fit,
     go,
+    press,
     resize,
     see,
     series,
@@ -117,6 +120,37 @@ def test_a_run_that_goes_back_to_a_checkpoint_is_drawn_again(studio, chromium):
     log(metric(20, 1.05, loss=0.7, lr=0.001))
     until(lambda: series(chromium).get("loss") == 21, what="a shorter curve")
     log.close()
+
+
+def test_the_trash_asks_and_a_job_that_waits_offers_no_second_copy(studio, chromium):
+    path = studio.root / "runs" / "old"
+    make_run(path, dataset="datasets/digits", epochs=1, steps=2)
+    resize(chromium, 1366, 768)
+    enter(chromium, studio, "/monitor?run=runs/old")
+    until(lambda: chromium.find_elements(By.CSS_SELECTOR, "[title='Delete this run']"))[0].click()
+    press(chromium, "Move to the trash")
+    see(chromium, "Empty the trash: frees")
+    label = chromium.find_element(By.XPATH, "//button[contains(., 'Empty the trash')]").text
+    press(chromium, label.splitlines()[-1])
+    see(chromium, "1 thing of")
+    assert not path.exists()
+    assert list((studio.root / ".studio" / "trash").iterdir())
+    press(chromium, "Delete for good")
+    see(chromium, "The trash is empty")
+    assert not list((studio.root / ".studio" / "trash").iterdir())
+
+    store = Store(studio.root / "jobs.db")
+    argv = ("import", "x", "--out", "datasets/new")
+    job = store.submit(JobSpec(name="mine", kind="import", argv=argv))
+    copy = "[title='Submit the same job again']"
+    go(chromium, studio, f"/monitor?job={job.id}")
+    until(lambda: chromium.find_elements(By.CSS_SELECTOR, "[title^='Name, priority']"))
+    assert not chromium.find_elements(By.CSS_SELECTOR, copy)
+    store.abort(job.id)
+    until(lambda: chromium.find_elements(By.CSS_SELECTOR, copy))
+    store.delete(job.id)
+    store.purge(job.id)
+    store.close()
 
 
 def test_the_learning_rate_is_drawn_as_the_recipe_changes(studio, chromium):

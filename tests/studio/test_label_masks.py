@@ -316,6 +316,8 @@ def test_the_keyboard_alone_and_a_networks_proposals(labelled: Served, chromium)
     chromium.execute_script(f"editing.propose({number}, {json.dumps(things)})")
     until(lambda: tool.count() == 6)
     tool.keys("p", Keys.ENTER)  # the last one, accepted; the other is only proposed
+    tool.keys("n", "n", "b", *"[" * 60, *[up] * 4, " ")  # a pixel into the second thing
+    until(lambda: tool.shown()[28, 23] == 190)
     before = len(versions(labelled.root))
     tool.with_control("s")
     see(chromium, f"Saved as version {before + 1}")
@@ -324,6 +326,7 @@ def test_the_keyboard_alone_and_a_networks_proposals(labelled: Served, chromium)
     expected = expected.copy()
     expected[23:32, 22:31] = 1  # of nine pixels, moved one to the left
     expected[40:50, 2:9] = 2
+    expected[28, 23] = 2  # above the patch: what was painted last is seen
     assert (saved == expected).all()
 
 

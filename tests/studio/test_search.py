@@ -73,10 +73,10 @@ def test_a_sweep_that_many_ask_for_at_once_is_read_once(tmp_path, monkeypatch):
     make_sweep(tmp_path / "s", 3)
     read = []
 
-    def slowly(path):
+    def slowly(path, known):
         read.append(path)
         time.sleep(0.1)
-        return open_sweep(path)
+        return open_sweep(path, known)
 
     monkeypatch.setattr(workspace, "open_sweep", slowly)
     found = []

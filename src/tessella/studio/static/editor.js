@@ -117,7 +117,7 @@ window.editing = (() => {
       this.found.append(words);
       const done = () => this.found.replaceChildren();
       this.button("Restore it", () => { this.keep(); this.tool.from(draft); this.tool.draw(); done(); }, this.found);
-      this.button("Forget it", () => { localStorage.removeItem(this.draft); done(); }, this.found);
+      this.button("Forget it", () => { this.forget(); done(); }, this.found);
     }
 
     save() {
@@ -135,7 +135,14 @@ window.editing = (() => {
       clearTimeout(this.timer);
       delete this.root.dataset.dirty;
       this.state.textContent = "saved";
-      localStorage.removeItem(this.draft);
+      this.forget();
+    }
+    forget() {
+      try {
+        localStorage.removeItem(this.draft);
+      } catch {
+        // none is allowed: there is nothing to forget
+      }
     }
 
     pressed(event) {

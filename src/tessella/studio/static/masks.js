@@ -101,6 +101,7 @@ window.masking = (() => {
         if (left) kept.push({ label: one.label, mask: left, proposed: one.proposed });
         else choice = -1;
       });
+      if (!erases && choice >= 0) choice = kept.push(...kept.splice(choice, 1)) - 1; // above all: what is painted is seen
       set(kept, choice);
     }
     const meets = (a, b) => a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h;

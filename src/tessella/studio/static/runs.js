@@ -49,12 +49,14 @@ window.runs = (() => {
     return cropped(bits, width, height);
   }
 
-  // The pixels whose middle is at most `radius` from the line between two places.
+  // The pixels whose middle is at most `radius` from the line between two places, and those at its ends.
   function stroke(bits, width, height, [x0, y0], [x1, y1], radius) {
     const dx = x1 - x0, dy = y1 - y0, long = dx * dx + dy * dy;
     const [left, right] = [Math.min(x0, x1), Math.max(x0, x1)].map(Math.floor);
     const [top, bottom] = [Math.min(y0, y1), Math.max(y0, y1)].map(Math.floor);
     const far = Math.ceil(radius) + 1;
+    for (const [x, y] of [[x0, y0], [x1, y1]])
+      bits[Math.min(height - 1, Math.floor(y)) * width + Math.min(width - 1, Math.floor(x))] = 1;
     for (let y = Math.max(0, top - far); y <= Math.min(height - 1, bottom + far); y++)
       for (let x = Math.max(0, left - far); x <= Math.min(width - 1, right + far); x++) {
         const px = x + 0.5 - x0, py = y + 0.5 - y0;
