@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ def quantized(file: bytes, seen: Arrays) -> bytes:
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    logging.getLogger().setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
         given, prepared, made = (Path(folder, f"{n}.onnx") for n in ("given", "prepared", "made"))
         given.write_bytes(file)
         quant_pre_process(given, prepared, skip_symbolic_shape=True)
@@ -44,6 +44,18 @@ def quantized(file: bytes, seen: Arrays) -> bytes:
             reduce_range=onednn.saturates(),
         )
         return made.read_bytes()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that ONNX Runtime writes to the root logger."""
+    logger = logging.getLogger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _reader(seen: Arrays) -> Any:

@@ -6,6 +6,7 @@ import resource
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tessella import runtime
 from tessella.artifacts.plan import Plan, load_plan
 from tessella.core.errors import ArtifactError, CorruptArtifact, InputError, UsageError, WrongDevice
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.execution.bucket import BoundBucket
 from tessella.graph import capture
 from tessella.runtime.binders import Binders
 from tessella.runtime.engine import Engine
@@ -377,23 +379,46 @@ def test_a_batch_size_gets_ready_when_it_is_first_asked_for(
         runtime.load(lying, every_size=True)
 
 
-def test_threads_that_ask_first_for_one_size_get_one_program(lenet: Plan) -> None:
-    engine, wrong = runtime.load(lenet), []
-    x, start = images(8), threading.Barrier(4)
-    right = eager(x)
+def test_threads_that_ask_first_for_one_size_get_one_program(
+    lenet: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, bound, made = runtime.load(lenet), Binders.bound, []
 
-    def work() -> None:
+    def slow(binders: Binders, batch: int) -> BoundBucket:
+        made.append(batch)
+        time.sleep(0.05)  # the others come meanwhile
+        return bound(binders, batch)
+
+    monkeypatch.setattr(Binders, "bound", slow)
+    start = threading.Barrier(4)
+
+    def program(_: int) -> object:
         start.wait()
-        if not torch.allclose(engine(x)["scores"], right, rtol=1e-4, atol=1e-5):
-            wrong.append(1)
+        return engine.bound(8)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert engine.bound(8) is engine.bound(8)
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(program, range(4))
+    assert all(one is first for one in others)
+    assert made == [8]
+    torch.testing.assert_close(engine(images(8))["scores"], eager(images(8)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_a_program_is_bound_as_if_torch_had_its_own_defaults(
+    lenet: Plan, kind: torch.dtype
+) -> None:
+    """Its first call may come from code that makes its tensors of another type or elsewhere."""
+    engine, x = runtime.load(lenet), images(8)
+    right = eager(x)
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(kind)
+        with torch.device("meta"):
+            engine.bound(8)
+        made = engine(x)["scores"]
+    finally:
+        torch.set_default_dtype(usual)
+    torch.testing.assert_close(made, right, rtol=1e-4, atol=1e-5)
 
 
 def test_lenet_is_no_slower_than_eager(engine: Engine) -> None:

@@ -70,8 +70,8 @@ def load(
             compiled here from Tessella's own sources, some seconds each: for a plan whose author
             is not trusted with this process's GPU memory.
         every_size: get the programs of all batch sizes ready, as a server wants it. Otherwise that
-            of a size that was not asked for yet gets ready at its first call, which takes longer.
-            On a GPU all are ready in any case.
+            of a size that was not asked for yet gets ready at its first call, which takes longer,
+            and is checked then. On a GPU all are ready in any case.
 
     Raises:
         WrongDevice: the plan was built for another device; the message has the rebuild command.
@@ -215,14 +215,19 @@ class Engine:
                 if self._closed or self._binders is None:
                     raise UsageError("the engine is closed", fix="load the plan again")
                 binders = self._binders
-                with enough_memory(binders.plan, self.device), using_kernels(self.machine_code):
+                with (
+                    enough_memory(binders.plan, self.device),
+                    using_kernels(self.machine_code),
+                    torch.device(self.device),  # whatever device the caller's tensors are made on
+                ):
                     self._bound[batch] = binders.bound(batch)
                 if not binders.of:
                     self._binders = None
             return self._bound[batch]
 
     def warm_up(self) -> None:
-        """Get the programs of all batch sizes ready: then no first call of one takes longer.
+        """Get the programs of all batch sizes ready: then no first call of one takes longer, and
+        weights that the kernels have in forms of their own are no longer held beside these.
 
         Raises:
             ArtifactError: one cannot be bound to its kernels.
@@ -282,6 +287,8 @@ class Engine:
 
         Raises:
             InputError: an input is missing, unknown, or of another shape or element type.
+            ArtifactError: the plan's program for this size, which is asked for the first time,
+                cannot be bound to its kernels.
         """
         arrays = self._in_order(positional, named)
         kinds: Kinds | None = None

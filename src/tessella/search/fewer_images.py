@@ -20,7 +20,7 @@ def with_fewer_images(problem: Problem, threads: int) -> Problem | None:
         threads: each has an image at least, as it has in the problem.
     """
     work = problem.flops if problem.op in OPS else None
-    if not work:
+    if not work or not problem.is_constant("weight"):
         return None
     images, fewer = problem.output.shape[0], threads
     while fewer * work < images * threads * ENOUGH_FLOPS:
@@ -29,7 +29,7 @@ def with_fewer_images(problem: Problem, threads: int) -> Problem | None:
         return None
 
     def cut(meta: TensorMeta) -> TensorMeta:
-        of_images = len(meta.shape) == len(problem.output.shape)
+        of_images = len(meta.shape) == len(problem.output.shape) and meta.shape[0] == images
         return replace(meta, shape=(fewer, *meta.shape[1:])) if of_images else meta
 
     return replace(

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -285,7 +285,8 @@ class Search:
                 self._constants,
                 target=self._target,
                 cache=self._cache.beside(),
-                options=self._options,
+                # of a time limit the first measurement is made in any case: the layer's own
+                options=replace(self._options, allowance=None),
                 evidence=self._evidence,
             )
             self._is_first_size = True

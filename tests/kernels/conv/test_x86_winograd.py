@@ -12,6 +12,7 @@ from tessella.core.errors import KernelError
 from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.conv import x86_winograd
+from tessella.kernels.shared import x86_convolution as x86
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 from tests.support.instructions import isa as isa
@@ -130,3 +131,20 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
     given = {"shape": (1, 32, 9, 9), "channels": 32, "kernel": (3, 3), **changes}
     assert why in str(refusal(problem(**given)))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_torch_s_default_type_changes_nothing(kind: torch.dtype) -> None:
+    """Zeros and biases that the machine code reads are float32 in any case."""
+    p = problem((1, 16, 8, 8), 16, kernel=(3, 3), padding=(1, 1))
+    given, constants = drawn(p)
+    direct = torch.empty_like(p.output.empty(CPU))
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(kind)
+        made = run(p, given, constants, {})
+        x86.bind(p, constants)(*given, out=direct)
+    finally:
+        torch.set_default_dtype(usual)
+    near(made, exact(p, given, constants))
+    near(direct, exact(p, given, constants))

@@ -42,7 +42,7 @@ class Constants:
     """
 
     def __init__(self, isa: InstructionSet, pointer: str = "rax") -> None:
-        self._table = torch.zeros(MOST_CONSTANTS, isa.lanes)
+        self._table = torch.zeros(MOST_CONSTANTS, isa.lanes, dtype=torch.float32)
         self._places: dict[object, int] = {}
         self._isa, self._pointer = isa, pointer
 
@@ -57,7 +57,7 @@ class Constants:
 
     def at(self, number: float) -> At:
         """Where a vector of this number lies."""
-        return self._at(number, torch.tensor(number))
+        return self._at(number, torch.tensor(number, dtype=torch.float32))
 
     def _at(self, key: object, vector: torch.Tensor) -> At:
         place = self._places.setdefault(key, len(self._places))

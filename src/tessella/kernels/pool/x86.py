@@ -315,7 +315,7 @@ def _divisor(problem: Problem) -> int | None:
 
 def _bits(number: float) -> int:
     """A float32's bits as an integer."""
-    return int(torch.tensor(number).view(torch.int32))
+    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32))
 
 
 def _lines(problem: Problem) -> list[tuple[int, int, int]]:

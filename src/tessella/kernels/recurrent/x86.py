@@ -123,7 +123,7 @@ def _biases(
     """
     whole = problem["weight_hh"].shape
     ways, units = whole[0], whole[2]
-    new = torch.zeros(ways, units)
+    new = torch.zeros(ways, units, dtype=torch.float32)
     if by_input[0] is None or by_state[0] is None:
         return None, new
     both = [b.clone() for b in by_input if b is not None]

@@ -190,7 +190,7 @@ class Tiles(ABC):
         """The code with its table of items, for a weight that is laid out by panels."""
         bias = self.panels.laid_out(constants[2].float()) if 2 in constants else None
         places = indirection(problem, constants[1], self.pixels)
-        zeros = torch.zeros(problem["input"].shape[1])
+        zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)
         table, made = code.Table(items, weight, bias, places, zeros), _machine_code(self)
