@@ -148,7 +148,8 @@ def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     """[K, C, 3, 3] → transformed [36, panels, C, width]."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        g, panels = torch.tensor(FILTER, dtype=torch.float64), w.split(tiles.width)
+        g = torch.tensor(FILTER, dtype=torch.float64)
+        panels = w.reshape(-1, tiles.width, *w.shape[1:])
         made = torch.empty(PLACES, len(panels), w.shape[1], tiles.width, dtype=torch.float32)
         for number, panel in enumerate(panels):  # all at once take five times the memory
             u = torch.einsum("ir,kcrs,js->ijck", g, panel.double(), g)
