@@ -55,11 +55,11 @@ def compressed(counts: Counts) -> bytes:
     deltas = counts.astype(np.int64)
     deltas[3:] -= counts[1:-2]
     size = np.where(deltas < 0, ~deltas, deltas)  # one bit more, and it has its sign
-    lengths = 1 + sum((size >= 1 << (5 * n - 1)).astype(np.int64) for n in range(1, 13))
+    lengths = 1 + np.searchsorted(1 << (5 * np.arange(1, 13) - 1), size, side="right")
     place = np.arange(lengths.max(initial=0))
     codes = (deltas[:, None] >> (5 * place)) & 31
     codes |= np.where(place < lengths[:, None] - 1, 32, 0)
-    return (codes[place < lengths[:, None]] + 48).astype(np.uint8).tobytes()
+    return bytes((codes[place < lengths[:, None]] + 48).astype(np.uint8))
 
 
 def expanded(text: bytes) -> Counts:
