@@ -23,7 +23,7 @@ VERB = "segment"
 SLOW = True
 HEADER: tuple[str, ...] = (*boxes.HEADER, "pixels")
 ALIKE = 0.8  # of two masks' cells, those in both over those in one: with so much they say the same
-MOST_COLUMNS = 1 << 21  # of pixels that the masks of an answer are drawn in: some 5 s
+MOST_COLUMNS = 1 << 21  # of pixels that the masks of an answer are drawn in: some 6 s
 VEIL = 0.45  # of a mask's color over the picture
 
 __all__ = [
