@@ -28,6 +28,24 @@ def test_masks_are_written_and_read_as_the_peer_does(rng):
         assert not rle.fits(expected["counts"], height, width + 1)
 
 
+def test_counts_of_any_size_come_back(rng):
+    for bits in range(1, 34):
+        counts = rng.integers(0, 1 << bits, 50)
+        np.testing.assert_array_equal(rle.expanded(rle.compressed(counts)), counts)
+    assert rle.compressed(np.array([], np.int64)) == b""
+
+
+def test_runs_that_touch_or_are_empty_are_none_of_their_own(rng):
+    for _ in range(100):
+        begins = np.sort(rng.integers(0, 60, 12))
+        ends = np.minimum(begins + rng.integers(0, 9, 12), np.append(begins[1:], 60))
+        mask = np.zeros(60, np.uint8)
+        for begin, end in zip(begins, ends, strict=True):
+            mask[begin:end] = 1
+        made = rle.of_runs(begins, ends, 60)
+        np.testing.assert_array_equal(made, rle.counts_of(mask.reshape(6, 10).ravel()[None].T))
+
+
 def test_outlines_are_drawn_as_the_peer_draws_them(rng):
     for trial in range(600):
         height, width = rng.integers(2, 80, 2)

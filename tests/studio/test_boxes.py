@@ -205,6 +205,12 @@ def test_a_class_of_any_name_is_text() -> None:
     assert drawing.get("viewBox") == "0 0 100 80"
 
 
+def test_a_name_that_no_xml_can_have_hides_no_box() -> None:
+    thing = Thing(box=(1.0, 1.0, 5.0, 5.0), name="a\x0bb\x00\ud800\uffff\tü", color=(1, 2, 3))
+    drawing = ElementTree.fromstring(svg([thing], (9, 9), names=True).encode())
+    assert [t.text for t in drawing.iter(TEXT)] == ["ab\tü"]
+
+
 def test_what_a_detection_tells_and_what_it_learns_from_are_things() -> None:
     answers = named("detection").answers
     target = {"boxes": [[1.0, 2.0, 5.0, 9.0]] * 2, "labels": [1, 0], "crowds": [False, True]}

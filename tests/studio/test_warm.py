@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from tessella.artifacts.checkpoint import Checkpoint, Position, save_checkpoint
 from tessella.core.preprocess import encode
 from tessella.nn import zoo
+from tessella.studio import warm
 from tessella.studio.quick import NoAnswer
 from tessella.studio.warm import MOST_PROCESSES, Answers, Opened
 from tests.support.studio.workspaces import CLASSES, RECORD, digits
@@ -121,6 +122,22 @@ def test_processes_are_few_and_a_killed_one_is_told(checkpoint, tmp_path):
     asyncio.run(story())
     assert len(pids) > len(opened)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_an_answer_that_is_too_long_ends_its_process(tmp_path):
+    """What is left of its line would be the answer to the next question."""
+    process = warm._Process(Opened(path=tmp_path, stamp=0), tmp_path)
+
+    async def story():
+        process._child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "print('x' * 999); print('{}', flush=True); input(); input()",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=100,
+        )  # fmt: skip
+        with pytest.raises(NoAnswer, match="too long"):
+            await process.ask({"image": "a.png"})
+        assert process.ended
+
+    asyncio.run(story())
 
 
 def test_a_process_that_nobody_asks_ends(checkpoint, tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from pycocotools.cocoeval import COCOeval
 from tessella import api, graph
 from tessella.annotations import rle
 from tessella.artifacts.run import Augment
-from tessella.core.errors import DataError
+from tessella.core.errors import DataError, InputError
 from tessella.core.preprocess import Preprocess, fit
 from tessella.core.task import TaskRecord
 from tessella.data import ImportSettings, import_images
@@ -75,7 +78,9 @@ def way(tmp_path_factory: pytest.TempPathFactory):
     return here / "pictures", dataset, run, here / "net.plan"
 
 
-def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
+def test_the_whole_way(
+    way, tessella: Tessella, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, dataset, run, plan = way
     checkpoint = api.open_checkpoint(run)
     metrics = checkpoint.info.metrics
@@ -102,6 +107,13 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
             hits += any((m & mask).sum() > 0.7 * (m | mask).sum() for m in alike)
             things += 1
     assert hits >= things / 4  # in the pictures' own pixels
+    made_in_loop = []
+
+    def watched(*asked: Any, answer: Any = TASK.answers.answer) -> list[Any]:
+        made_in_loop.append(asyncio._get_running_loop() is not None)
+        return answer(*asked)
+
+    monkeypatch.setattr(TASK.answers, "answer", watched)
     with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
         for file, answer in zip(files[:2], told, strict=False):
             reply = client.post("/v2/models/net/segment", content=file.read_bytes())
@@ -110,6 +122,7 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
         drawn = client.post("/v2/models/net/segment?draw=1", content=file.read_bytes())
         wrong = client.post("/v2/models/net/detect", content=file.read_bytes())
     assert wrong.status_code == 404
+    assert made_in_loop == [False] * 3  # other requests do not wait for masks
     assert "pixels" in tessella("run", plan, file, "--draw", tmp_path / "out.png").out
     one, other = (
         np.asarray(Image.open(f)) for f in (io.BytesIO(drawn.content), tmp_path / "out.png")
@@ -253,11 +266,65 @@ def test_cells_are_drawn_as_torch_samples_them(seed: int) -> None:
     told = F.grid_sample(torch.from_numpy(cells).double()[None, None], grid[None],
                          padding_mode="border", align_corners=False)[0, 0]  # fmt: skip
     inside = (grid.abs() <= 1).all(2)
-    made = rle.mask_of(counts_of(cells, (x0, y0, x1, y1), (40, 60)), 40, 60)
+    counts = counts_of(cells, (x0, y0, x1, y1), (40, 60))
+    made = rle.mask_of(counts, 40, 60)
+    np.testing.assert_array_equal(counts, rle.counts_of(made))  # no run touches another
     clear = (told - 0.5).abs() > 1e-5
     wanted = (told >= 0.5) & inside
     assert inside.any()
     np.testing.assert_array_equal(made[clear.numpy()], wanted.numpy()[clear.numpy()])
+
+
+def test_a_mask_in_a_large_picture_takes_the_memory_of_its_columns() -> None:
+    """A ring in 64 megapixels, for which no array of its pixels is made."""
+    y, x = np.mgrid[:SIDE, :SIDE] + 0.5 - SIDE / 2
+    cells = ((x**2 + y**2 < 13**2) & (x**2 + y**2 > 6**2)).astype(np.float32)
+    tracemalloc.start()
+    counts = counts_of(cells, (0.0, 0.0, 8000.0, 8000.0), (8000, 8000))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 40e6
+    assert counts.sum() == 8000**2
+    assert counts[1::2].sum() / 8000**2 == pytest.approx(cells.mean(), abs=0.01)
+    small = counts_of(cells, (0.0, 0.0, 80.0, 80.0), (80, 80))
+    assert counts[1::2].sum() / small[1::2].sum() == pytest.approx(10_000, rel=0.01)
+
+
+def test_a_batch_holds_one_mask_at_a_time() -> None:
+    """Forty things in a picture of a megapixel; all masks at once would be 40 MB."""
+    mask = np.zeros((1000, 1000), np.uint8)
+    mask[5:9, 5:9] = 1
+    crowded = {**row([mask], [0]), "size": [1000, 1000], "view": [0, 0, 1000, 1000]}
+    many = {k: crowded[k] * 40 for k in ("boxes", "labels", "crowds", "areas", "masks")}
+    targets = TASK.examples.targets(column_of([{**crowded, **many}]), 1)
+    tracemalloc.start()
+    batch = targets.batch(np.arange(1))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert batch.shape == (1, 40, 6 + LEARNED**2)
+    assert (batch[..., 6:] == 1).all()
+    assert most < 12e6
+
+
+def test_a_picture_of_too_many_things_is_left_out_and_listed(
+    way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = way[0]
+    plain = json.loads((folder / "train.json").read_text())
+    counts = Counter(thing["image_id"] for thing in plain["annotations"])
+    assert set(counts.values()) == {1, 2}
+    monkeypatch.setattr(TASK.examples, "MOST", 1)
+    settings = ImportSettings(task="instances", size=64, holdout=0.0)
+    made = import_images(folder / "train.json", tmp_path / "some", settings)
+    assert len(made.train) == list(counts.values()).count(1)
+    assert [s.reason for s in made.info.skipped] == (
+        ["2 things: instances take 1"] * list(counts.values()).count(2)
+    )
+    monkeypatch.setattr(TASK.examples, "MOST", 0)
+    with pytest.raises(DataError, match="too many things"):
+        import_images(folder / "train.json", tmp_path / "none", settings)
+    with pytest.raises(ValueError, match="1 things"):
+        TASK.examples.targets(column_of([row([MASK], [0])]), 1)
 
 
 def test_the_share_of_a_cell_is_exact_and_masks_come_back() -> None:
@@ -422,7 +489,9 @@ def test_a_dataset_s_masks_of_another_size_are_told(text: bytes) -> None:
     assert thing.outlines == ()
 
 
-def test_answers_of_any_numbers_are_bounded_by_their_picture() -> None:
+def test_answers_of_any_numbers_are_bounded_by_their_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A plan may be a stranger's: boxes far outside, the wrong way round or of no area."""
     output = np.full((1, 100, 5 + CELLS), 0.9, np.float32)
     output[0, :5, :4] = [
@@ -435,6 +504,10 @@ def test_answers_of_any_numbers_are_bounded_by_their_picture() -> None:
     masks = [read_mask(a) for a in told]
     assert {m.shape for m in masks} == {(30, 50)}
     assert sorted(int(m.sum()) for m in masks) == [0, 0, 0, 1500, 1500]
+    monkeypatch.setattr(TASK.answers, "MOST_COLUMNS", 400)
+    with pytest.raises(InputError, match=r"too many masks.*top=8"):
+        TASK.answers.answer(output, ("a",), about, Query(views=(view,)))
+    assert len(TASK.answers.answer(output, ("a",), about, Query(views=(view,), top=8))[0]) == 8
     (cells,) = TASK.answers.answer(output[:, 4:5], ("a",), about, Query())
     assert read_mask(cells[0]).shape == (SIDE, SIDE)
     assert read_mask(cells[0]).all()

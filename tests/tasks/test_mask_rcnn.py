@@ -54,6 +54,29 @@ def test_its_boxes_and_masks_are_torchvision_s() -> None:
         assert (one[count:] == 0).all()
 
 
+def test_a_surest_box_outside_of_the_picture_is_no_box_and_spoils_none() -> None:
+    """What is clipped to nothing has a score of −inf, also in the place that empty rows look at."""
+    module = built(proposals=20, detections=5).eval()
+    heads = module.network.roi_heads
+
+    def predict(told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, moves = torch.zeros(len(told), 4), torch.zeros(len(told), 16)
+        scores[0, 1], scores[1, 2], moves[0, 4] = 9.0, 3.0, -300.0
+        return scores, moves
+
+    heads.box_predictor.forward = predict
+    proposals = torch.tensor([10.0, 20.0, 30.0, 40.0]).expand(1, 20, 4)
+    with torch.no_grad():
+        boxes, scores, kinds = module._boxes(
+            torch.zeros(1, 20, 16, 7, 7), proposals, torch.ones(1, 20, dtype=torch.bool),
+            torch.full((4,), float(SIZE)),
+        )  # fmt: skip
+    assert scores.isfinite().all()
+    assert scores[0, 0] == pytest.approx(torch.tensor([0.0, 0, 3, 0]).softmax(0)[2].item())
+    assert kinds[0, 0] == 1
+    assert boxes[0, 0].tolist() == [10.0, 20.0, 30.0, 40.0]
+
+
 def targets_of(boxes: list[list[list[float]]]) -> torch.Tensor:
     """Things with the label of their place, whose masks fill the left half of their boxes."""
     out = torch.zeros(len(boxes), 3, 6 + LEARNED**2)
@@ -155,6 +178,8 @@ def test_other_backbones_make_the_same_maps(backbone: str, channels: int) -> Non
         ({"detections": 101}, "at most 100"),
         ({"proposals": True}, "proposals"),
         ({"backbone": "vit_b_16"}, "resnet18"),
+        ({"backbone": "alexnet"}, "resnet18"),
+        ({"backbone": "swin_t"}, "resnet18"),
         ({"backbone": "no_such"}, "resnet18"),
         ({"backbone": "/etc/passwd"}, "resnet18"),
         ({"backbone": 3}, "resnet18"),

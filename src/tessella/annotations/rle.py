@@ -30,18 +30,17 @@ def counts_of(mask: npt.NDArray[np.generic]) -> Counts:
     return np.concatenate([[0], counts]) if flat.size and flat[0] else counts
 
 
-def placed(part: npt.NDArray[np.bool_], place: tuple[int, int], size: tuple[int, int]) -> Counts:
-    """The run lengths of a mask that is empty but for a part of it.
+def of_runs(begins: Counts, ends: Counts, pixels: int) -> Counts:
+    """The run lengths of a mask of so many pixels, of where its runs begin and end, in order.
 
-    Args:
-        place: row and column of the part's corner; ``size``: height and width of the whole mask.
+    A run may touch the one before it, and may be empty.
     """
-    (top, left), (height, width) = place, size
-    columns = np.zeros((part.shape[1], height), bool)
-    columns[:, top : top + part.shape[0]] = part.T
-    flat = np.concatenate([[False], columns.ravel(), [False]])
-    edges = np.flatnonzero(flat[1:] != flat[:-1]) + left * height
-    counts = np.diff(np.concatenate([[0], edges, [height * width]]))
+    begins, ends = begins[begins < ends], ends[begins < ends]
+    apart = begins[1:] > ends[:-1]
+    begins = begins[np.concatenate([[True], apart])] if len(begins) else begins
+    ends = ends[np.concatenate([apart, [True]])] if len(ends) else ends
+    edges = np.stack([begins, ends], axis=1).ravel()
+    counts = np.diff(np.concatenate([[0], edges, [pixels]]))
     return counts if counts[-1] or len(counts) == 1 else counts[:-1]
 
 
@@ -53,17 +52,14 @@ def mask_of(counts: Counts, height: int, width: int) -> Mask:
 
 def compressed(counts: Counts) -> bytes:
     """Counts as text."""
-    deltas = counts.astype(np.int64).copy()
+    deltas = counts.astype(np.int64)
     deltas[3:] -= counts[1:-2]
-    out = bytearray()
-    for value in deltas.tolist():
-        more = True
-        while more:
-            low = value & 31
-            value >>= 5
-            more = value != (-1 if low & 16 else 0)
-            out.append((low | (32 if more else 0)) + 48)
-    return bytes(out)
+    size = np.where(deltas < 0, ~deltas, deltas)  # one bit more, and it has its sign
+    lengths = 1 + np.searchsorted(1 << (5 * np.arange(1, 13) - 1), size, side="right")
+    place = np.arange(lengths.max(initial=0))
+    codes = (deltas[:, None] >> (5 * place)) & 31
+    codes |= np.where(place < lengths[:, None] - 1, 32, 0)
+    return bytes((codes[place < lengths[:, None]] + 48).astype(np.uint8))
 
 
 def expanded(text: bytes) -> Counts:

@@ -52,6 +52,8 @@ class Receipt:
         samples: number of samples.
         before, after: the metric of the float32 plan, and of this one.
         loss: percentage points below float32; ``low`` to ``high`` is the 95 % confidence interval.
+        resamples: how often samples were drawn again for the interval (bootstrap); None where it is
+            exact.
         p_value: probability that chance alone loses and wins right answers this unevenly (McNemar's
             exact test); None for metrics that do not count answers.
         budget: percentage points that the plan was allowed to lose.
@@ -69,6 +71,7 @@ class Receipt:
     budget: float
     flipped: int
     flips: tuple[Flip, ...] = ()
+    resamples: int | None = None
 
     def __post_init__(self) -> None:
         listed = len(self.flips) == min(self.flipped, MAX_FLIPS)
@@ -80,15 +83,21 @@ class Receipt:
             )
 
     @property
+    def within(self) -> bool:
+        """Whether the loss is no larger than the budget; 0: no answer may change at all."""
+        return self.loss <= self.budget + 1e-9 and not (self.budget == 0 and self.flipped)
+
+    @property
     def resolved(self) -> bool:
         """Whether the samples suffice to say that the loss is within the budget."""
         return self.high <= self.budget
 
     def __str__(self) -> str:
+        drawn = "" if self.resamples is None else f" from {self.resamples} resamples"
         lines = [
             f"{self.metric}: {100 * self.after:.2f} on {self.samples:,} samples, "
             f"{100 * self.before:.2f} in float32: loses {self.loss:.2f} points of {self.metric} "
-            f"({self.low:.2f} to {self.high:.2f} with 95 % confidence), "
+            f"({self.low:.2f} to {self.high:.2f} with 95 % confidence{drawn}), "
             f"allowed {self.budget:g}; {self.flipped} answers changed"
             f"{'' if self.p_value is None else f', p = {self.p_value:.2g}'}"
         ]

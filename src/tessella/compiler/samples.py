@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from tessella.artifacts.dataset import Split
@@ -23,8 +24,9 @@ from tessella.tasks import of, targets_of
 
 COUNT = 512  # NVIDIA's reference for ImageNet takes 500
 BATCH_SIZE = 32
-ANSWER_BYTES = 1 << 30  # of one plan's answers; some are compared at a time
+ANSWER_BYTES = 1 << 30  # of one plan's answers, unless the fewest samples have more
 LEAST_SAMPLES = 64
+HELD = 4  # float32's answers by two programs, and a plan's in batches and joined
 KEPT_BYTES = 1 << 30  # of decoded images, which a search looks at some twenty times
 
 
@@ -87,6 +89,9 @@ def labelled(
 
     Args:
         task: that of the network whose answers they judge.
+
+    Raises:
+        UsageError: there is not enough memory for the answers of ``LEAST_SAMPLES``.
     """
     kept: dict[int, torch.Tensor] = {}
     most = KEPT_BYTES // (4 * int(np.prod(record.input_shape)))
@@ -102,6 +107,8 @@ def labelled(
     counted = of(task).metrics.COUNTED
     head = of(task).head
     answer = head.shape(len(split.info.class_counts), record.input_shape[1:])
+    nbytes = 4 * math.prod(answer)
+    _require_memory(min(LEAST_SAMPLES, len(split)), nbytes)
     samples = Labelled(
         read=lambda places: {name: torch.stack([image(p) for p in places])},
         labels=_Targets(split),
@@ -110,4 +117,15 @@ def labelled(
         classes=tuple(classes),
         score=None if counted else TaskScore(split, task, classes),
     )
-    return samples.spread(max(LEAST_SAMPLES, ANSWER_BYTES // (4 * math.prod(answer))))
+    return samples.spread(max(LEAST_SAMPLES, ANSWER_BYTES // nbytes))
+
+
+def _require_memory(count: int, nbytes: int) -> None:
+    """Refuse answers of so many bytes each for which the machine has no memory."""
+    needed, there = HELD * count * nbytes, psutil.virtual_memory().available
+    if needed > there:
+        raise UsageError(
+            "the answers of the fewest samples that can judge do not fit in memory",
+            seen=f"{count} samples need {needed / 2**30:.1f} GiB, {there / 2**30:.1f} are free",
+            fix="train with smaller inputs, or judge on a machine with more memory",
+        )

@@ -41,7 +41,7 @@ from tessella.server.traffic import Route
 from tessella.tasks import Query, View, verbs
 
 MANAGEMENT_BODY_BYTES = 1 << 20
-LONG_ANSWER = 1 << 20  # bytes of scores that are put into words in a thread
+LONG_ANSWER = 1 << 20  # bytes of scores that any task puts into words in a thread
 
 
 class App:
@@ -292,7 +292,7 @@ class App:
                 require_finite(scores, name=first)
                 known = model.signature
                 asked = scores, known.labels, known.task, replace(_query(query), views=views)
-                if scores.nbytes > LONG_ANSWER:  # masks: others should not wait for them
+                if known.answers.SLOW or scores.nbytes > LONG_ANSWER:  # others should not wait
                     predictions = await asyncio.to_thread(known.answers.answer, *asked)
                 else:
                     predictions = known.answers.answer(*asked)

@@ -5,6 +5,7 @@ As an image it runs no scripts, whatever a class is called, and it scales as its
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
@@ -13,6 +14,9 @@ from nicegui.element import Element
 
 from tessella.studio import parts
 from tessella.tasks.thing import Thing
+
+# what XML allows in no form: one of them, and no picture has its boxes
+UNWRITABLE = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def boxed(
@@ -56,7 +60,8 @@ def _shapes(thing: Thing, letter: float, width: int, names: bool) -> list[str]:
     shapes = [_mask(thing, color), frame] if thing.outlines else [frame]
     if not names:
         return shapes
-    wide = 0.58 * letter * len(thing.name) + 0.4 * letter
+    name = UNWRITABLE.sub("", thing.name)
+    wide = 0.58 * letter * len(name) + 0.4 * letter
     x = max(0.0, min(x0, width - wide))
     y = y0 - 1.2 * letter if y0 >= 1.2 * letter else y0
     ground = (
@@ -65,7 +70,7 @@ def _shapes(thing: Thing, letter: float, width: int, names: bool) -> list[str]:
     )
     written = (
         f'<text x="{x + 0.2 * letter:.2f}" y="{y + 0.92 * letter:.2f}" fill="white"'
-        f' font-size="{letter:.2f}" font-family="sans-serif">{escape(thing.name)}</text>'
+        f' font-size="{letter:.2f}" font-family="sans-serif">{escape(name)}</text>'
     )
     return [*shapes, ground, written]
 

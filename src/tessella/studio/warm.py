@@ -26,7 +26,7 @@ MOST_BYTES = 4 << 30  # a process that holds more ends after its answer
 IDLE_S = 300.0
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 120.0
-LINE_BYTES = 4 << 20
+LINE_BYTES = 64 << 20  # a hundred ragged masks of a photo of 12 megapixels take 7 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +205,13 @@ class _Process:
         except asyncio.CancelledError:  # its page went away: the next answer would be this one's
             await self.end()
             raise
+        except ValueError:  # what is left of the line would be the next answer
+            await self.end()
+            raise NoAnswer(
+                "the network's answer is too long",
+                seen=f"a line of more than {LINE_BYTES:,} bytes",
+                fix="ask for fewer things: run the command shown on the page",
+            ) from None
         if not line:
             await self.end()
             raise NoAnswer(

@@ -267,6 +267,7 @@ class Answers(Protocol):
     """
 
     VERB: str  # the server's route: classify, predict, …
+    SLOW: bool  # whether an answer takes long to make, as masks do: others do not wait for it
     HEADER: tuple[str, ...]  # of ``lines``
 
     def answer(

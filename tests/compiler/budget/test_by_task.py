@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -15,6 +17,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.compiler.budget import Front, Labelled, judging, search
 from tessella.compiler.budget.judging import Judge
 from tessella.compiler.samples import labelled
+from tessella.core.errors import UsageError
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.core.task import TaskRecord
 from tessella.data.importing import ImportSettings, import_images
@@ -132,6 +135,22 @@ def test_a_score_of_drawn_samples_counts_one_as_often_as_it_was_drawn(
     said = [scores[i].argmax(0).numpy() for i in drawn]
     found = data.score.score(rows[drawn], [data.places[i] for i in drawn])
     assert found == pytest.approx(miou(list(labels), said), abs=1e-6)
+
+
+def test_answers_for_which_there_is_no_memory_are_refused(
+    painted: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fewest samples, each with a score for every class and pixel, four times over."""
+    needed = 4 * len(painted.val) * CLASSES * SIDE * SIDE * 4
+    task = TaskRecord(name="segmentation", score="miou")
+
+    def judging_with(free: int) -> Labelled:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        return labelled(painted.val, painted.preprocess, "image", painted.classes, task)
+
+    assert len(judging_with(needed)) == len(painted.val)
+    with pytest.raises(UsageError, match=r"do not fit in memory.*GiB"):
+        judging_with(needed - 1)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
 from tessella.artifacts.receipt import Flip
+from tessella.compiler.budget import judging
 from tessella.compiler.budget.judging import (
     Judge,
     answers,
@@ -76,8 +79,8 @@ def test_flips_are_listed_with_what_was_answered() -> None:
             probability=float(new),
         ),
     )
-    assert judge.within({"scores": after}, 17.0)
-    assert not judge.within({"scores": after}, 16.0)
+    assert judge.receipt({"scores": after}, 17.0).within
+    assert not judge.receipt({"scores": after}, 16.0).within
 
 
 def test_with_a_budget_of_zero_no_answer_may_change_even_for_the_better() -> None:
@@ -87,8 +90,8 @@ def test_with_a_budget_of_zero_no_answer_may_change_even_for_the_better() -> Non
     worse[0] = torch.tensor([0.0, 0.0, 1.0])
     judge = Judge(data=data, before={"scores": worse})
     assert judge.loss({"scores": right}) < 0
-    assert judge.within({"scores": right}, 0.1)
-    assert not judge.within({"scores": right}, 0)
+    assert judge.receipt({"scores": right}, 0.1).within
+    assert not judge.receipt({"scores": right}, 0).within
 
 
 def test_any_metric_judges_and_gets_an_interval() -> None:
@@ -105,6 +108,38 @@ def test_any_metric_judges_and_gets_an_interval() -> None:
     assert receipt.loss == pytest.approx(20.0)
     assert 5 < receipt.low < 20 < receipt.high < 40
     assert receipt.flips == ()
+
+
+def test_the_score_of_a_task_may_be_drawn_less_often_and_a_metric_of_the_user_s_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The samples are those of a task in both cases; the receipt says how often."""
+    monkeypatch.setattr(judging, "SECONDS", 0.0)
+    data = data_of(20)
+    right = torch.nn.functional.one_hot(data.truth, 3).float()
+
+    class ByTask:
+        name = "share"
+
+        def rows(self, outputs: Any, places: Any) -> Any:
+            return outputs["scores"].numpy()
+
+        def score(self, rows_NR: Any, places: Any) -> float:
+            return float(rows_NR.argmax(1).mean())
+
+        def changed(self, before: Any, after: Any) -> list[int]:
+            return []
+
+    def share(outputs: Any, labels: torch.Tensor) -> float:
+        return float(outputs["scores"].argmax(1).double().mean())
+
+    of_task = replace(data, score=ByTask())  # type: ignore[arg-type]
+    for metric, times in ((share, judging.RESAMPLES), (None, judging.LEAST_RESAMPLES)):
+        receipt = Judge(data=of_task, before={"scores": right}, metric=metric).receipt(
+            {"scores": right.flip(1)}, 1.0
+        )
+        assert receipt.resamples == times
+        assert f"from {times} resamples" in str(receipt)
 
 
 def test_calibration_gets_samples_that_do_not_judge() -> None:

@@ -256,16 +256,10 @@ class Judge:
         changed = first_of(self.before).argmax(1) != first_of(after).argmax(1)
         return changed.nonzero().flatten().tolist()
 
-    def within(self, after: Tensors, budget: float) -> bool:
-        """Whether the loss is no larger than the budget; 0: no answer may change at all."""
-        if budget == 0 and self.flipped(after):
-            return False
-        return self.loss(after) <= budget + 1e-9
-
     def receipt(self, after: Tensors, budget: float) -> Receipt:
         """All that is to be said of a plan's answers."""
         flipped = self.flipped(after)
-        low, high = self._interval(after)
+        low, high, resamples = self._interval(after)
         before, now = self.paired(after)(None)
         return Receipt(
             metric=self.name,
@@ -275,6 +269,7 @@ class Judge:
             loss=100 * (before - now),
             low=low,
             high=high,
+            resamples=resamples,
             p_value=mcnemar(*self._changes(after)) if self._counts else None,
             budget=budget,
             flipped=len(flipped),
@@ -300,10 +295,11 @@ class Judge:
         scores = first_of(self.before)
         return scores.dim() == 2 and scores.shape[1] > 1 and scores.is_floating_point()
 
-    def _interval(self, after: Tensors) -> tuple[float, float]:
+    def _interval(self, after: Tensors) -> tuple[float, float, int | None]:
+        """Where the loss lies, and how often samples were drawn again for it."""
         if not self._counts:
             return _bootstrap(self, after)
-        return paired_interval(*self._changes(after), len(self.data))
+        return *paired_interval(*self._changes(after), len(self.data)), None
 
     def _changes(self, after: Tensors) -> tuple[int, int]:
         """How many right answers became wrong, and wrong ones right."""
@@ -386,14 +382,14 @@ def _root(grows: Callable[[float], float], value: float) -> float:
     return (low + high) / 2
 
 
-def _bootstrap(judge: Judge, after: Tensors) -> tuple[float, float]:
-    """Efron's percentile interval of the paired loss, over samples drawn again."""
+def _bootstrap(judge: Judge, after: Tensors) -> tuple[float, float, int]:
+    """Efron's percentile interval of the paired loss, over samples drawn again; and how often."""
     generator = torch.Generator().manual_seed(0)
     count, paired = len(judge.data), judge.paired(after)
     begun, losses = time.perf_counter(), list[float]()
     for done in range(RESAMPLES):
         late = done >= LEAST_RESAMPLES and time.perf_counter() - begun > SECONDS
-        if late and judge.data.score is not None:
+        if late and judge._task is not None:
             break
         drawn = torch.randint(count, (count,), generator=generator)
         old, new = paired(drawn)
@@ -401,4 +397,4 @@ def _bootstrap(judge: Judge, after: Tensors) -> tuple[float, float]:
     edges = torch.tensor([ERROR / 2, 1 - ERROR / 2], dtype=torch.float64)
     low, high = torch.tensor(losses, dtype=torch.float64).quantile(edges).tolist()
     loss = judge.loss(after)
-    return min(low, loss), max(high, loss)
+    return min(low, loss), max(high, loss), len(losses)

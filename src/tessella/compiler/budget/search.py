@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tessella.artifacts.plan import Plan
+from tessella.artifacts.receipt import Receipt
 from tessella.compiler.budget import mixes, sensitivity
 from tessella.compiler.budget.costs import Built, Costs, Measured, uniform
 from tessella.compiler.budget.front import Front, Point, counted, undominated
@@ -196,11 +197,11 @@ class _Search:
         self.emit(phase("measure", f"{len(built)} plans side by side"))
         times = self.costs.plans_us([b for b, _ in built], sample)
         points = [
-            self._point(b, after, time_us, judge, units)
-            for (b, after), time_us in zip(built, times, strict=True)
+            self._point(b, receipt, time_us, units)
+            for (b, receipt), time_us in zip(built, times, strict=True)
         ]
         kept = undominated(points)
-        affordable = [p for p in kept if self._affordable(p)]
+        affordable = [p for p in kept if p.receipt.within]
         return Front(
             points=tuple(kept),
             chosen=kept.index(min(affordable, key=lambda p: p.time_us)),
@@ -267,12 +268,15 @@ class _Search:
         probe.within(mix_of([]), self.budget)
         return probe
 
-    def _built(self, probe: _Probe) -> tuple[list[tuple[Built, dict[str, torch.Tensor]]], Judge]:
-        """Plans of the float32 network and of the best candidates, and what they answer."""
+    def _built(self, probe: _Probe) -> tuple[list[tuple[Built, Receipt]], Judge]:
+        """Plans of the float32 network and of the best candidates, judged.
+
+        Their answers may be large: those of one plan are held at a time.
+        """
         exact = self._build({})
         before = self._answers(exact)
         judge = Judge(data=self.data, before=before, metric=self.metric)
-        made = [(exact, before)]
+        made = [(exact, judge.receipt(before, self.budget))]
         within, beyond = self._candidates(probe)
         waiting = [*beyond[:BEYOND], *within[:WITHIN]]
         rest = within[WITHIN:]
@@ -280,12 +284,12 @@ class _Search:
             for mix in waiting:
                 try:
                     one = self._build(mix)
-                    made.append((one, self._answers(one)))
+                    made.append((one, judge.receipt(self._answers(one), self.budget)))
                 except BuildStopped:
                     raise
                 except CompileError as error:
                     self.refused[_named(mix)] = str(error)
-            holds = any(judge.within(after, self.budget) for b, after in made[1:])
+            holds = any(receipt.within for _, receipt in made[1:])
             waiting, rest = ([], []) if holds else (rest[:OTHERS], rest[OTHERS:])
         return made, judge
 
@@ -328,19 +332,13 @@ class _Search:
     def _answers(self, built: Built) -> dict[str, torch.Tensor]:
         return answers(lambda batch: built.predict(self.feed(batch)), self.data, self.batch.opt)
 
-    def _affordable(self, point: Point) -> bool:
-        flips = self.budget == 0 and point.receipt.flipped
-        return point.receipt.loss <= self.budget + 1e-9 and not flips
-
     def _point(
         self,
         built: Built,
-        after: Mapping[str, torch.Tensor],
+        receipt: Receipt,
         time_us: float,
-        judge: Judge,
         units: Sequence[Unit],
     ) -> Point:
-        receipt = judge.receipt(after, self.budget)
         plan = replace(built.plan, manifest=replace(built.plan.manifest, receipt=receipt))
         held = plan.program.buckets[-1].held_bytes
         names = [name for unit in units for name in unit.layers]

@@ -116,9 +116,13 @@ def _nms(w: Writer, node: Node) -> None:
         apart = w.add("Mul", [farthest, w.constant(torch.tensor(2.5))])
         steps = w.add("Unsqueeze", [w.add("Cast", [groups.name], to=NUMBERS["float32"]), w.ints(2)])
         places = w.add("Add", [places, w.add("Mul", [apart, steps])])
-    limits = [w.constant(torch.tensor([node.attrs["iou_threshold"]], dtype=torch.float32))]
-    if node.attrs["score_threshold"] is not None:
-        limits += [w.constant(torch.tensor([node.attrs["score_threshold"]], dtype=torch.float32))]
+    least = node.attrs["score_threshold"]
+    if least is None:  # of −inf there is no box, which ONNX says of no score by itself
+        least = torch.finfo(torch.float32).min
+    limits = [
+        w.constant(torch.tensor([limit], dtype=torch.float32))
+        for limit in (node.attrs["iou_threshold"], least)
+    ]
     told = cast(w, scores, "float32")
     found = w.add("NonMaxSuppression", [places, told, w.ints(most), *limits])  # [M, 3]
 

@@ -133,7 +133,9 @@ class MaskRCNN(nn.Module):
         )[:, 0]  # fmt: skip
         at = kept.clamp(min=0)
         boxes = boxes.gather(1, at[:, :, None].expand(-1, -1, 4))
-        return boxes, score.gather(1, at) * (kept >= 0), kinds.gather(1, at)
+        # place 0, where none was kept, may be −inf
+        told = score.gather(1, at).masked_fill(kept < 0, 0)
+        return boxes, told, kinds.gather(1, at)
 
     def _masks(self, regions: Tensor, kinds_ND: Tensor) -> Tensor:
         """How sure each cell is part of the thing, [N, D, cells]."""
@@ -287,7 +289,7 @@ def pyramid(name: Any, channels: int, width: int) -> nn.Module:
     refused = UsageError(
         "torchvision has no backbone of this name with maps of a fourth to a 32nd of the picture",
         seen=name,
-        fix="take a ResNet, as resnet18, or mobilenet_v3_large, efficientnet_b0, convnext_tiny",
+        fix="take a ResNet, MobileNet, EfficientNet, ConvNeXt, DenseNet or VGG, as resnet18",
     )
     known = models.list_models(module=models)
     if name not in known:
@@ -304,7 +306,7 @@ def pyramid(name: Any, channels: int, width: int) -> nn.Module:
         adapted = standard.Architecture(first=first, heads=(), initialize=_initialize)
         standard.replace_first(body, adapted, channels)
     found = _maps(body, channels)
-    if set(found) < set(STRIDES):
+    if not set(STRIDES) <= set(found):
         raise refused
     layers_of = {found[stride][0]: str(level) for level, stride in enumerate(STRIDES)}
     depths = [found[stride][1] for stride in STRIDES]
@@ -328,7 +330,9 @@ def _maps(body: nn.Module, channels: int) -> dict[int, tuple[str, int]]:
             if name in ("avgpool", "fc"):
                 break
             x = layer(x)
-            if x.dim() == 4 and x.shape[2] and side % x.shape[2] == 0:
+            # of others, as Swin's, channels come last
+            square = x.dim() == 4 and x.shape[2] == x.shape[3] > 0
+            if square and side % x.shape[2] == 0:
                 found[side // x.shape[2]] = (name, x.shape[1])
     body.train(training)
     return found

@@ -15,6 +15,7 @@ from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
 VERB = "detect"
+SLOW = False
 HEADER: tuple[str, ...] = ("class", "score", "x0", "y0", "x1", "y1")
 USUAL = 0.3  # the least score that counts, where nothing was measured on a validation split
 ALIKE, CLOSE = 0.9, 0.02  # overlap and score: two boxes with so much, and so little, say the same

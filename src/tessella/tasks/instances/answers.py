@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessella.annotations import rle
+from tessella.core.errors import InputError
 from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
 from tessella.tasks.detection import answers as boxes
@@ -19,13 +20,15 @@ from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
 VERB = "segment"
+SLOW = True
 HEADER: tuple[str, ...] = (*boxes.HEADER, "pixels")
 ALIKE = 0.8  # of two masks' cells, those in both over those in one: with so much they say the same
+MOST_COLUMNS = 1 << 21  # of pixels that the masks of an answer are drawn in: some 6 s
 VEIL = 0.45  # of a mask's color over the picture
 
 __all__ = [
-    "HEADER", "USUAL", "VERB", "answer", "changes", "drawn", "lines", "marked", "said", "same",
-    "taught", "things", "thresholds", "truth",
+    "HEADER", "SLOW", "USUAL", "VERB", "answer", "changes", "drawn", "lines", "marked", "said",
+    "same", "taught", "things", "thresholds", "truth",
 ]  # fmt: skip
 
 
@@ -36,6 +39,9 @@ def answer(
 
     ``mask`` is run lengths in COCO's compressed form, in the size of the picture that
     ``query.views`` tells of; without one it is of the box alone, ``SIDE`` · ``SIDE`` cells.
+
+    Raises:
+        InputError: so many things in so wide a picture would take minutes to draw.
     """
     answers = boxes.answer(outputs[..., :-CELLS], labels, record, query)
     classes = outputs.shape[2] - 4 - CELLS
@@ -48,11 +54,21 @@ def answer(
         if query.views:
             view = query.views[number]
             size = (view.height, view.width)
+            _require_drawable(len(rows), view.width)
             around = view.around_picture(output[rows, :4].astype(np.float64))
         for one, row, box in zip(told, rows.tolist(), around.tolist(), strict=True):
             counts = counts_of(output[row, -CELLS:].reshape(SIDE, SIDE), box, size)
             one["mask"] = {"size": list(size), "counts": rle.compressed(counts).decode()}
     return answers
+
+
+def _require_drawable(things: int, width: int) -> None:
+    if things * width > MOST_COLUMNS:
+        raise InputError(
+            "these are too many masks for so wide a picture",
+            seen=f"{things} things, {width:,} pixels",
+            fix=f"ask for fewer: top={MOST_COLUMNS // width}; or give parts of the picture",
+        )
 
 
 def lines(answer: Any) -> list[tuple[str, ...]]:
@@ -108,7 +124,9 @@ def drawn(picture: Pixels, answer: Any) -> Pixels:
         mask = _mask(a)
         if mask.shape != made.shape[:2]:
             continue
-        _veil(made, mask.astype(bool), a["index"])
+        x0, y0, x1, y1 = a["box"]
+        part = slice(int(y0), math.ceil(y1)), slice(int(x0), math.ceil(x1))
+        _veil(made[part], mask[part].astype(bool), a["index"])
     return boxes.drawn(made, answer)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tessella.annotations import rle
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]
 SIDE = 28  # cells along the side of a box that is told, as Mask R-CNN has it
 CELLS = SIDE * SIDE
 PART = 0.5  # from which a pixel is part of the thing
+TIE = 1e-6  # pixels: what rounding may move a pixel that is just PART
 
 
 def cells_of(mask: npt.NDArray[np.uint8], box: Sequence[float], side: int) -> Floats:
@@ -53,11 +55,26 @@ def counts_of(cells: Floats, box: Sequence[float], size: tuple[int, int]) -> rle
     """
     (height, width), (x0, y0, x1, y1) = size, box
     rows, columns = _pixels(y0, y1, height), _pixels(x0, x1, width)
-    if len(rows) and len(columns):
-        down, across = _between(y0, y1, rows, len(cells)), _between(x0, x1, columns, len(cells))
-        inside = down @ cells.astype(np.float32) @ across.T >= PART
-        return rle.placed(inside, (rows[0], columns[0]), size)
-    return np.array([height * width], np.int64)
+    if not rows or not columns:
+        return np.array([height * width], np.int64)
+    # down a column of pixels numbers are straight between the middles of cells: of each stretch it
+    # is known where it comes to PART, so that the work is columns × cells, however high the box
+    at_XS = _between(x0, x1, columns, len(cells)) @ cells.astype(np.float64).T
+    inside = np.pad(at_XS >= PART, ((0, 0), (1, 1)))
+    first, last = at_XS[:, :-1], at_XS[:, 1:]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossed = np.arange(len(cells) - 1) + (PART - first) / (last - first)
+    middles = y0 + (crossed + 0.5) * ((y1 - y0) / len(cells)) - 0.5
+    over = np.pad(middles, ((0, 0), (1, 1)), constant_values=(rows.start, rows.stop - 1))
+    begins, ends = ~inside[:, :-1] & inside[:, 1:], inside[:, :-1] & ~inside[:, 1:]
+    tops = (np.array(columns) * height)[:, None]
+
+    def places(chosen: npt.NDArray[np.bool_], edges: Floats) -> rle.Counts:
+        within = edges.clip(rows.start, rows.stop)
+        return (tops + np.where(chosen, within, 0).astype(np.int64))[chosen]
+
+    runs = places(begins, np.ceil(over - TIE)), places(ends, np.floor(over + TIE) + 1)
+    return rle.of_runs(*runs, height * width)
 
 
 def _pixels(low: float, high: float, most: int) -> range:
@@ -72,7 +89,7 @@ def _between(low: float, high: float, pixels: range, side: int) -> Floats:
     """How much each cell counts at the middle of each pixel, [pixels, side]."""
     at = (np.array(pixels) + 0.5 - low) / (high - low) * side - 0.5
     at = at.clip(0, side - 1)
-    return (1 - abs(at[:, None] - np.arange(side))).clip(0).astype(np.float32)
+    return np.asarray((1 - abs(at[:, None] - np.arange(side))).clip(0))
 
 
 def outlines(mask: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], ...]:

@@ -5,7 +5,7 @@ A thing that has a box and no mask is a crowd: nobody can say whether an answer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow.compute
 
 from tessella.annotations import coco, rle
 from tessella.annotations.record import Picture
+from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
 from tessella.core.preprocess import Preprocess
 from tessella.tasks.detection import examples as boxes
@@ -36,6 +37,7 @@ from tessella.tasks.segmentation.examples import fitted
 
 LEARNED = 56  # cells along the side of a box, of a mask that is learned: twice those that are told
 CELLS = LEARNED * LEARNED
+MOST = 1000  # things of a picture: 13 MB of cells in a batch, for each of its pictures
 
 JOINED: tuple[str, ...] = ()  # masks are decoded for one picture at a time
 Mask = npt.NDArray[np.uint8]
@@ -57,10 +59,26 @@ def find(request: Request) -> Found:
             seen=f"{lost:,} boxes in {request.source}",
             fix="give outlines or run lengths, or learn boxes alone: --task detection",
         )
+    found = _without_crowded(found)
     if not lost:
         return found
     note = f"{lost:,} things have a box and no mask: what is answered there counts as neither"
     return replace(found, notes=(*found.notes, f"{note} right nor wrong"))
+
+
+def _without_crowded(found: Found) -> Found:
+    """Without pictures of more than ``MOST`` things: those left out would be learned as nothing."""
+    crowded = [s for s in found.sources if len(s.label.things) > MOST]
+    kept = tuple(s for s in found.sources if len(s.label.things) <= MOST)
+    if not kept:
+        raise DataError(
+            "every picture has too many things for instances",
+            seen=f"{len(crowded[0].label.things):,} things in {crowded[0].path}",
+            fix=f"cut the pictures into parts of at most {MOST:,} things",
+        )
+    reasons = [f"{len(s.label.things):,} things: instances take {MOST:,}" for s in crowded]
+    skipped = [SkippedFile(path=s.path, reason=r) for s, r in zip(crowded, reasons, strict=True)]
+    return replace(found, sources=kept, skipped=(*found.skipped, *skipped))
 
 
 def stored(target: Picture, file: str, record: Preprocess) -> dict[str, Any]:
@@ -103,6 +121,8 @@ class MaskSets(boxes.BoxSets):
         counts = pa.compute.list_value_length(lists).fill_null(-1).to_numpy(zero_copy_only=False)
         if not np.array_equal(counts, np.diff(self.starts)):
             raise ValueError("boxes without a mask each")
+        if counts.max(initial=0) > MOST:
+            raise ValueError(f"a picture of {counts.max():,} things")
         self._masks = lists.flatten()
         if self._masks.null_count:
             raise ValueError("a box without its mask")
@@ -122,14 +142,12 @@ class MaskSets(boxes.BoxSets):
         made = []
         for place, index in enumerate(indices.tolist()):
             move = self.still(index) if moves is None else moves[place]
-            rows, masks = self._moved(index, move)
             sides = np.array([move.width, move.height] * 2)
-            cells = [
-                cells_of(mask, box, LEARNED).ravel()
-                for mask, box in zip(masks, rows[:, :4] * sides, strict=True)
+            things = [
+                np.concatenate([row[:FIELDS], cells_of(mask, row[:4] * sides, LEARNED).ravel()])
+                for row, mask in self._moved(index, move)
             ]
-            drawn = np.array(cells, np.float32).reshape(-1, CELLS)
-            made.append(np.concatenate([rows[:, :FIELDS].astype(np.float32), drawn], axis=1))
+            made.append(np.array(things, np.float32).reshape(-1, FIELDS + CELLS))
         most = max((len(m) for m in made), default=0)
         out = np.zeros((len(made), most, FIELDS + CELLS), np.float32)
         out[:, :, 4] = NOTHING
@@ -137,9 +155,9 @@ class MaskSets(boxes.BoxSets):
             row[: len(boxed)] = boxed
         return out
 
-    def shown(self, index: int) -> list[Mask]:
+    def shown(self, index: int) -> Iterator[Mask]:
         """The masks of the boxes ``evaluated(index)``, of what an evaluated network sees."""
-        return self._moved(index, self.still(index))[1]
+        return (mask for _, mask in self._moved(index, self.still(index)))
 
     def texts(self, index: int) -> list[bytes]:
         """The same masks as compressed run lengths."""
@@ -150,16 +168,18 @@ class MaskSets(boxes.BoxSets):
         _, owners = self.seen(index, self.still(index))
         return [self._text(owner, size) for owner in owners.tolist()]
 
-    def _moved(self, index: int, moves: Moves) -> tuple[Floats, list[Mask]]:
-        """Boxes as ``seen`` has them, and the masks of the whole that the network sees."""
+    def _moved(self, index: int, moves: Moves) -> Iterator[tuple[Floats, Mask]]:
+        """Each box as ``seen`` has it, and its mask of the whole that the network sees.
+
+        Of masks that are as large as their picture one is held at a time.
+        """
         rows, owners = self.seen(index, moves)
         size = (int(self.sizes[index, 0]), int(self.sizes[index, 1]))
-        known = {owner: moves.mask(self._mask(owner, size)) for owner in set(owners.tolist())}
-        masks = [known[owner] for owner in owners.tolist()]
-        if moves.angle or moves.zoom != 1.0:
-            for row, mask in zip(rows, masks, strict=True):
+        for row, owner in zip(rows, owners.tolist(), strict=True):
+            mask = moves.mask(self._mask(owner, size))
+            if moves.angle or moves.zoom != 1.0:
                 _tighten(row, mask)
-        return rows, masks
+            yield row, mask
 
     def _mask(self, row: int, size: tuple[int, int]) -> Mask:
         return rle.mask_of(rle.expanded(self._text(row, size)), *size)

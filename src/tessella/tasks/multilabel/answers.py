@@ -13,6 +13,7 @@ from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
 VERB = "classify"
+SLOW = False
 HEADER: tuple[str, ...] = ("label", "probability", "threshold")
 HALF = 0.5  # where nothing was measured on a validation split
 

@@ -16,6 +16,7 @@ from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
 VERB = "predict"
+SLOW = False
 HEADER: tuple[str, ...] = ("name", "value")
 CLOSE = 0.01  # standard deviations: two answers that are nearer say the same
 

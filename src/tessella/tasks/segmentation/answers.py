@@ -17,6 +17,7 @@ from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
 VERB = "segment"
+SLOW = True
 HEADER: tuple[str, ...] = ("class", "share of the picture")
 ALIKE = 0.999  # of the pixels: two answers with so many in common say the same
 SHOWN = 4

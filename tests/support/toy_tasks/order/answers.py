@@ -13,6 +13,7 @@ from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
 VERB = "rank"
+SLOW = False
 HEADER: tuple[str, ...] = ("score",)
 
 
