@@ -11,6 +11,7 @@ from nicegui import ui
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.preprocess import Preprocess
 from tessella.core.version import VERSION
 from tessella.jobs import commands
 from tessella.studio import parts, pictures
@@ -21,6 +22,7 @@ from tessella.studio.keeping import dialog
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, readable
+from tessella.tasks import View
 
 MISSING = "Choose an image of a detection or a segmentation on the Data page."
 KEYS = {
@@ -209,16 +211,18 @@ class _Editor:
         stamp = (chosen.path / "checkpoint.json").stat().st_mtime_ns
         asked: dict[str, object] = {"image": str(self._context.uploads.file(upload))}
         told = await self._context.answers.ask(Opened(path=chosen.path, stamp=stamp), asked)
-        found = self._proposed(told["answer"])
+        found = self._proposed(told["answer"], chosen.info.preprocess)
         self._call("propose", found)
         ui.notify(f"{len(found)} proposed", timeout=1500)
 
-    def _proposed(self, told: Any) -> list[Any]:
-        """What a network answers, as it is drawn; without what the dataset has no class for."""
+    def _proposed(self, told: Any, seen: Preprocess) -> list[Any]:
+        """What a network answers, which sees pictures so, as it is drawn; without what the dataset
+        has no class for."""
         classes, record = self._dataset.classes, self._dataset.preprocess
         size = record.height, record.width
         if self._form.NAME == "masks":
-            return [dict(thing) for thing in proposed(told, classes, size)]
+            view = View(height=record.height, width=record.width, record=seen)
+            return [dict(thing) for thing in proposed(told, classes, view)]
         found = []
         for one in told:
             if one["label"] not in classes:
