@@ -77,9 +77,35 @@ def test_versions_stay_and_an_export_is_imported_again(labelled: Served, tmp_pat
     (file,) = (tmp_path / "annotations").iterdir()
     file.write_text(file.read_text() + '{"split": "tr')  # a crash
     assert drawn.count(dataset) == 2
-    file.write_text("no\n")
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    for reader in (drawn, Drawn(tmp_path / "annotations")):  # before and after a new start
+        assert reader.save(dataset, "train", 1, one) == 3 + (reader is not drawn)
+        assert [list(b) for b in reader.of(dataset, "train", 1)] == one
+        assert [list(b) for b in reader.of(dataset, "train", 0)] == two
+        file.write_text(file.read_text() + '{"split": "tr')
+    lines = file.read_text().splitlines()
+    lines[1] = lines[1][:30]
+    file.write_text("".join(f"{line}\n" for line in lines[:4]))
+    with pytest.raises(ArtifactError, match=r"line 2 of .*copy the file"):
         drawn.count(dataset)
+    assert len(file.read_text().splitlines()) == 4
+
+
+def test_what_was_read_is_not_read_again(
+    labelled: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Dataset(labelled.root / "datasets" / "digits")
+    path = tmp_path / f"{dataset.info.content_hash[:24]}.jsonl"
+    line = {"split": "train", "index": 1, "boxes": [[1, 2, 30, 40, 1, 0]]}
+    path.write_text(f"{json.dumps(line)}\n" * 300)
+    drawn, parsed, loads = Drawn(tmp_path), [], json.loads
+    assert drawn.count(dataset) == 300
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    for index in (0, 1):
+        assert drawn.save(dataset, "train", index, [], since=300) == 301 + index
+    assert drawn.of(dataset, "train", 1, version=300) == ((1, 2, 30, 40, 1, 0),)
+    assert drawn.of(dataset, "train", 1) == ()
+    assert drawn.count(dataset) == 302
+    assert len(parsed) < 10
 
 
 def versions(root: Path) -> list[list[list[float]]]:
