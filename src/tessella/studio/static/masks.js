@@ -96,7 +96,13 @@ window.masking = (() => {
         const mask = meant ? maskOf(one) : null;
         if (!mask || (erases && !meets(mask, made))) return kept.push(one);
         const all = runs.full(mask, width, height);
-        runs.each(made, (x, y) => { all[y * width + x] = erases ? 0 : 1; });
+        let changes = false;
+        runs.each(made, (x, y) => {
+          const at = y * width + x, value = erases ? 0 : 1;
+          if (all[at] !== value) changes = true;
+          all[at] = value;
+        });
+        if (!changes) return kept.push(one); // an outline stays one
         const left = runs.cropped(all, width, height);
         if (left) kept.push({ label: one.label, mask: left, proposed: one.proposed });
         else choice = -1;
