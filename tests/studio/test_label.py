@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +110,31 @@ def test_what_was_read_is_not_read_again(
     assert drawn.of(dataset, "train", 1) == ()
     assert drawn.count(dataset) == 302
     assert len(parsed) < 10
+
+
+def test_a_file_that_takes_long_to_read_keeps_nobody_else_waiting(labelled: Served) -> None:
+    dataset = Dataset(labelled.root / "datasets" / "digits")
+    folder = labelled.root / ".studio" / "annotations"
+    folder.mkdir(parents=True, exist_ok=True)
+    pipe = folder / f"{dataset.info.content_hash[:24]}.jsonl"
+    os.mkfifo(pipe)  # opening it waits for somebody who writes
+    address = "/label?dataset=datasets/digits&split=train&index=0"
+    try:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            closing(labelled.client()) as one,
+            closing(labelled.client()) as other,
+        ):
+            slow = pool.submit(one.get, address, timeout=60)
+            try:
+                time.sleep(1.0)
+                assert other.get("/data", timeout=10).status_code == 200
+                assert not slow.done()
+            finally:
+                pipe.open("wb").close()
+            slow.result()
+    finally:
+        pipe.unlink()
 
 
 def versions(root: Path) -> list[list[list[float]]]:

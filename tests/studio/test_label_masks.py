@@ -38,6 +38,7 @@ from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tests.support.studio.browsing import enter, fit, go, press, resize, see, until
 from tests.support.studio.served import Served, serve, stop
 
+PLAY = (Path(__file__).parents[1] / "support" / "studio" / "labelling.js").read_text()
 SIZE = 64
 CLASSES = ("background", "größe", "<b>two</b>")
 WHOLE = rle.compressed(np.array([0, SIZE * SIZE])).decode()
@@ -370,7 +371,8 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
     tool = Tool(chromium)
     until(lambda: tool.count() == 3)
     other = Drawn(labelled.root / ".studio" / "annotations")
-    number = other.save(dataset, "train", 1, [{"label": 2, "polygon": TRIANGLE}])
+    triangle = [{"label": 2, "polygon": TRIANGLE}]
+    number = other.save(dataset, "train", 1, triangle)
     tool.click((30, 30), (50, 30), (50, 50), (30, 30))
     until(lambda: tool.count() == 4)
     tool.with_control("s")
@@ -379,7 +381,7 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
     press(chromium, "Save mine as the newest")
     see(chromium, f"Saved as version {number + 1}")
     kept = versions(labelled.root)
-    assert kept[number - 1] == [{"label": 2, "polygon": TRIANGLE}]
+    assert kept[number - 1] == triangle
     assert len(kept[number]) == 4
 
     until(lambda: not chromium.find_elements(By.CSS_SELECTOR, ".q-dialog__backdrop"))
@@ -393,14 +395,18 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
             == 1
         )
     )
+    assert other.save(dataset, "train", 1, triangle) == number + 2  # the draft knows nothing of it
     go(chromium, labelled, "/label?dataset=datasets/shapes&split=train&index=1")
     see(chromium, "Work on this picture was not saved.")
     tool = Tool(chromium)
-    until(lambda: tool.count() == 4)
+    until(lambda: tool.count() == 1)
     press(chromium, "Restore it")
     until(lambda: tool.count() == 5)
     tool.with_control("s")
-    see(chromium, f"Saved as version {number + 2}")
+    see(chromium, f"Version {number + 2} of this picture is newer")
+    assert len(versions(labelled.root)) == number + 2
+    press(chromium, "Save mine as the newest")
+    see(chromium, f"Saved as version {number + 3}")
     until(
         lambda: (
             chromium.execute_script(
@@ -409,3 +415,28 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
             == 0
         )
     )
+
+
+@pytest.mark.browser
+def test_what_comes_in_between_costs_no_work(labelled: Served, chromium) -> None:
+    """Saves that are not answered yet, keys during a drag, open outlines, drafts on offer."""
+    enter(chromium, labelled, "/label?dataset=datasets/shapes&split=train&index=0")
+    Tool(chromium)
+    chromium.execute_async_script(
+        "const script = document.createElement('script');"
+        "script.onload = arguments[0]; script.src = '/static/boxes.js';"
+        "document.head.append(script)"
+    )
+    said, three = chromium.execute_async_script(PLAY)
+    sent, dirty, words = said["open"]
+    assert (sent, dirty) == (0, True)
+    assert "an outline is open" in words
+    assert said["closed"] == [{"label": 1, "polygon": [5, 5, 30, 5, 30, 30]}]
+    assert (said["many"], said["back"], said["all"]) == (True, True, False)
+    moved = [[7, 6], [20, 20], [40, 40]]
+    assert said["dragged"] == [[moved[1:], moved]] * 2
+    assert (said["beside"], said["on"]) == (["label", "polygon"], ["label", "rle"])
+    assert said["kept"]
+    assert said["restored"] == [3, three]
+    assert said["left"] is None
+    assert said["since"] == [7, 9]

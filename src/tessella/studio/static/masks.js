@@ -325,6 +325,7 @@ window.masking = (() => {
     from(content);
     return {
       act, draw, from, plain, propose, unmark,
+      unfinished: () => outline.length && "not saved: an outline is open; Enter closes it, Esc takes it away",
       read: () => [things, chosen, point],
       write: (kept) => { [things, chosen, point] = kept; outline = []; },
     };
