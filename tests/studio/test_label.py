@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +81,60 @@ def test_versions_stay_and_an_export_is_imported_again(labelled: Served, tmp_pat
     (file,) = (tmp_path / "annotations").iterdir()
     file.write_text(file.read_text() + '{"split": "tr')  # a crash
     assert drawn.count(dataset) == 2
-    file.write_text("no\n")
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    for reader in (drawn, Drawn(tmp_path / "annotations")):  # before and after a new start
+        assert reader.save(dataset, "train", 1, one) == 3 + (reader is not drawn)
+        assert [list(b) for b in reader.of(dataset, "train", 1)] == one
+        assert [list(b) for b in reader.of(dataset, "train", 0)] == two
+        file.write_text(file.read_text() + '{"split": "tr')
+    lines = file.read_text().splitlines()
+    lines[1] = lines[1][:30]
+    file.write_text("".join(f"{line}\n" for line in lines[:4]))
+    with pytest.raises(ArtifactError, match=r"line 2 of .*copy the file"):
         drawn.count(dataset)
+    assert len(file.read_text().splitlines()) == 4
+
+
+def test_what_was_read_is_not_read_again(
+    labelled: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Dataset(labelled.root / "datasets" / "digits")
+    path = tmp_path / f"{dataset.info.content_hash[:24]}.jsonl"
+    line = {"split": "train", "index": 1, "boxes": [[1, 2, 30, 40, 1, 0]]}
+    path.write_text(f"{json.dumps(line)}\n" * 300)
+    drawn, parsed, loads = Drawn(tmp_path), [], json.loads
+    assert drawn.count(dataset) == 300
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    for index in (0, 1):
+        assert drawn.save(dataset, "train", index, [], since=300) == 301 + index
+    assert drawn.of(dataset, "train", 1, version=300) == ((1, 2, 30, 40, 1, 0),)
+    assert drawn.of(dataset, "train", 1) == ()
+    assert drawn.count(dataset) == 302
+    assert len(parsed) < 10
+
+
+def test_a_file_that_takes_long_to_read_keeps_nobody_else_waiting(labelled: Served) -> None:
+    dataset = Dataset(labelled.root / "datasets" / "digits")
+    folder = labelled.root / ".studio" / "annotations"
+    folder.mkdir(parents=True, exist_ok=True)
+    pipe = folder / f"{dataset.info.content_hash[:24]}.jsonl"
+    os.mkfifo(pipe)  # opening it waits for somebody who writes
+    address = "/label?dataset=datasets/digits&split=train&index=0"
+    try:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            closing(labelled.client()) as one,
+            closing(labelled.client()) as other,
+        ):
+            slow = pool.submit(one.get, address, timeout=60)
+            try:
+                time.sleep(1.0)
+                assert other.get("/data", timeout=10).status_code == 200
+                assert not slow.done()
+            finally:
+                pipe.open("wb").close()
+            slow.result()
+    finally:
+        pipe.unlink()
 
 
 def versions(root: Path) -> list[list[list[float]]]:

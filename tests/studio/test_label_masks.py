@@ -20,6 +20,8 @@ from selenium.webdriver.common.keys import Keys
 from tessella.annotations import coco, rle
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
+from tessella.core.preprocess import Preprocess, centre_crop
+from tessella.core.preprocess import fit as fitted
 from tessella.data.importing import ImportSettings, import_images
 from tessella.studio.drawn import Drawn, Overtaken
 from tessella.studio.drawn_masks import (
@@ -31,11 +33,12 @@ from tessella.studio.drawn_masks import (
     stored,
     things_of,
 )
-from tessella.tasks import named
+from tessella.tasks import View, named
 from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tests.support.studio.browsing import enter, fit, go, press, resize, see, until
 from tests.support.studio.served import Served, serve, stop
 
+PLAY = (Path(__file__).parents[1] / "support" / "studio" / "labelling.js").read_text()
 SIZE = 64
 CLASSES = ("background", "größe", "<b>two</b>")
 WHOLE = rle.compressed(np.array([0, SIZE * SIZE])).decode()
@@ -124,12 +127,42 @@ def test_what_a_network_answers_is_proposed_in_the_datasets_classes_and_size() -
     labels = ("background", "unknown", "<b>two</b>")
     query = type("Q", (), {"top": None})()
     (answer,) = answers.answer(told, labels, None, query)
-    (thing,) = proposed(answer, CLASSES, (64, 64))
+    record = Preprocess(height=128, width=128)
+    (thing,) = proposed(answer, CLASSES, View(height=64, width=64, record=record))
     expected = np.zeros((64, 64), np.uint8)
     expected[40:56, 40:60] = 2
     assert (painted([thing], CLASSES, (64, 64)) == expected).all()
     (answer,) = answers.answer(told, CLASSES, None, query)
-    assert [t["label"] for t in proposed(answer, CLASSES, (512, 512))] == [1, 2]
+    large = View(height=512, width=512, record=record)
+    assert [t["label"] for t in proposed(answer, CLASSES, large)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "record"),
+    [
+        ((256, 256), Preprocess(height=256, width=256, crop=(224, 192))),
+        ((64, 128), Preprocess(height=128, width=128, resize="fill")),
+        ((128, 64), Preprocess(height=160, width=128, resize="fill", crop=(144, 96))),
+        ((64, 128), Preprocess(height=96, width=96, resize="crop")),
+    ],
+)
+def test_a_proposal_lies_where_the_network_saw_it(
+    size: tuple[int, int], record: Preprocess
+) -> None:
+    """A rectangle is found by its brightness in what preprocessing makes of its picture."""
+    drawn = np.zeros(size, np.uint8)
+    drawn[size[0] // 3 : size[0] // 2, size[1] // 3 : size[1] // 2] = 1
+    seen = centre_crop(fitted(np.repeat(255 * drawn[..., None], 3, axis=2), record), record)
+    bright = seen[..., 0] > 191  # padding is grey
+    told = [
+        {"label": name, "mask": {"size": bright.shape, "counts": counts}}
+        for name, inside in ((CLASSES[1], bright), (CLASSES[2], seen[..., 0] == 127))
+        for counts in [rle.compressed(rle.counts_of(inside.astype(np.uint8))).decode()]
+    ]
+    things = proposed(told, CLASSES, View(height=size[0], width=size[1], record=record))
+    found = painted(things, CLASSES, size)
+    assert_near(found == 1, drawn == 1)
+    assert not (found == 2).any()  # of the padding nothing is proposed
 
 
 def test_versions_stay_and_an_export_is_imported_again(labelled: Served, tmp_path: Path) -> None:
@@ -338,7 +371,8 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
     tool = Tool(chromium)
     until(lambda: tool.count() == 3)
     other = Drawn(labelled.root / ".studio" / "annotations")
-    number = other.save(dataset, "train", 1, [{"label": 2, "polygon": TRIANGLE}])
+    triangle = [{"label": 2, "polygon": TRIANGLE}]
+    number = other.save(dataset, "train", 1, triangle)
     tool.click((30, 30), (50, 30), (50, 50), (30, 30))
     until(lambda: tool.count() == 4)
     tool.with_control("s")
@@ -347,7 +381,7 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
     press(chromium, "Save mine as the newest")
     see(chromium, f"Saved as version {number + 1}")
     kept = versions(labelled.root)
-    assert kept[number - 1] == [{"label": 2, "polygon": TRIANGLE}]
+    assert kept[number - 1] == triangle
     assert len(kept[number]) == 4
 
     until(lambda: not chromium.find_elements(By.CSS_SELECTOR, ".q-dialog__backdrop"))
@@ -361,14 +395,18 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
             == 1
         )
     )
+    assert other.save(dataset, "train", 1, triangle) == number + 2  # the draft knows nothing of it
     go(chromium, labelled, "/label?dataset=datasets/shapes&split=train&index=1")
     see(chromium, "Work on this picture was not saved.")
     tool = Tool(chromium)
-    until(lambda: tool.count() == 4)
+    until(lambda: tool.count() == 1)
     press(chromium, "Restore it")
     until(lambda: tool.count() == 5)
     tool.with_control("s")
-    see(chromium, f"Saved as version {number + 2}")
+    see(chromium, f"Version {number + 2} of this picture is newer")
+    assert len(versions(labelled.root)) == number + 2
+    press(chromium, "Save mine as the newest")
+    see(chromium, f"Saved as version {number + 3}")
     until(
         lambda: (
             chromium.execute_script(
@@ -377,3 +415,28 @@ def test_no_work_is_lost(labelled: Served, chromium) -> None:
             == 0
         )
     )
+
+
+@pytest.mark.browser
+def test_what_comes_in_between_costs_no_work(labelled: Served, chromium) -> None:
+    """Saves that are not answered yet, keys during a drag, open outlines, drafts on offer."""
+    enter(chromium, labelled, "/label?dataset=datasets/shapes&split=train&index=0")
+    Tool(chromium)
+    chromium.execute_async_script(
+        "const script = document.createElement('script');"
+        "script.onload = arguments[0]; script.src = '/static/boxes.js';"
+        "document.head.append(script)"
+    )
+    said, three = chromium.execute_async_script(PLAY)
+    sent, dirty, words = said["open"]
+    assert (sent, dirty) == (0, True)
+    assert "an outline is open" in words
+    assert said["closed"] == [{"label": 1, "polygon": [5, 5, 30, 5, 30, 30]}]
+    assert (said["many"], said["back"], said["all"]) == (True, True, False)
+    moved = [[7, 6], [20, 20], [40, 40]]
+    assert said["dragged"] == [[moved[1:], moved]] * 2
+    assert (said["beside"], said["on"]) == (["label", "polygon"], ["label", "rle"])
+    assert said["kept"]
+    assert said["restored"] == [3, three]
+    assert said["left"] is None
+    assert said["since"] == [7, 9]

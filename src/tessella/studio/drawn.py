@@ -6,12 +6,15 @@ be looked at and exported. Places are in pixels of the stored pictures.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_folder
@@ -57,11 +60,43 @@ class Overtaken(TessellaError):
         self.version = version
 
 
+@dataclass
+class _Index:
+    """Where the complete lines of a file are, as far as it was read.
+
+    Attributes:
+        starts: the first byte of each version.
+        end: the byte after the last version.
+        last: that version's line; where the file has another there, somebody has changed it.
+        versions: the numbers of those that a split's image has, ascending.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    end: int = 0
+    last: bytes = b""
+    versions: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+
+    def add(self, line: bytes, name: str) -> None:
+        content = json.loads(line)
+        if not {"split", "index", name} <= set(content):
+            raise ValueError(f"a line without {name}")
+        same = self.versions.setdefault((content["split"], content["index"]), [])
+        self.starts.append(self.end)
+        same.append(len(self.starts))
+        self.end += len(line)
+        self.last = line
+
+
 class Drawn:
-    """The versions of all datasets of a workspace, a file for each content hash."""
+    """The versions of all datasets of a workspace, a file for each content hash.
+
+    The first call of a dataset reads its whole file, later ones what was added since: 40 MB take
+    seconds. Any thread may call.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
+        self._indices: dict[Path, _Index] = {}
 
     def save(
         self, dataset: Dataset, split: str, index: int, content: Any, *, since: int | None = None
@@ -81,21 +116,21 @@ class Drawn:
             raise UsageError("the dataset has no such image", seen=f"{split} {index}")
         made = form.checked(content, len(dataset.classes), (record.height, record.width))
         line = {"split": split, "index": index, form.NAME: made, "time": time.time()}
-        with self._lock:
-            lines = self._read(dataset)
-            if since is not None:
-                same = [(each["split"], each["index"]) == (split, index) for each in lines]
-                if any(same[since:]):
-                    raise Overtaken(max(n for n, is_same in enumerate(same, 1) if is_same))
-            path = self._path(dataset)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
-        return len(lines) + 1
+        path = self._path(dataset)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock, path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process may save, too
+            known = self._indexed(dataset, file)
+            newest = known.versions.get((split, index), [0])[-1]
+            if since is not None and newest > since:
+                raise Overtaken(newest)
+            file.truncate(known.end)  # the start of a line that a crash has cut
+            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            return len(known.starts) + 1
 
     def count(self, dataset: Dataset) -> int:
         """How many versions there are."""
-        return len(self._read(dataset))
+        return len(self._read(dataset).starts)
 
     def of(
         self, dataset: Dataset, split: str, index: int, *, version: int | None = None
@@ -104,16 +139,25 @@ class Drawn:
         return self._newest(dataset, version)(split, index)
 
     def _newest(self, dataset: Dataset, version: int | None) -> Callable[[str, int], Sequence[Any]]:
-        """What any image has at a version, by its split and number; the file is read once."""
-        lines = {(line["split"], line["index"]): line for line in self._read(dataset)[:version]}
+        """What any image has at a version, by its split and number."""
+        known, path = self._read(dataset), self._path(dataset)
+        last = len(known.starts) if version is None else version
         size = (dataset.preprocess.height, dataset.preprocess.width)
         form = FORMS[dataset.info.task.name]
 
         def of(split: str, index: int) -> Sequence[Any]:
-            line = lines.get((split, index))
-            if line is None:
+            versions = known.versions.get((split, index), [])
+            at = bisect(versions, last)
+            if at == 0:
                 return form.stored(dataset, split, index)
-            return form.checked(line[form.NAME], len(dataset.classes), size)
+            number = versions[at - 1]
+            try:
+                with path.open("rb") as file:
+                    file.seek(known.starts[number - 1])
+                    content = json.loads(file.readline())[form.NAME]
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise _unreadable(form.NAME, error, number, path) from error
+            return form.checked(content, len(dataset.classes), size)
 
         return of
 
@@ -146,22 +190,41 @@ class Drawn:
     def _path(self, dataset: Dataset) -> Path:
         return self._folder / f"{dataset.info.content_hash[:24]}.jsonl"
 
-    def _read(self, dataset: Dataset) -> list[dict[str, Any]]:
-        """The versions; a last line that a crash has cut is none."""
+    def _read(self, dataset: Dataset) -> _Index:
+        """Where the versions are; a last line that a crash has cut is none."""
+        path = self._path(dataset)
+        with self._lock:
+            try:
+                with path.open("rb") as file:
+                    return self._indexed(dataset, file)
+            except FileNotFoundError:
+                self._indices.pop(path, None)
+                return _Index()
+
+    def _indexed(self, dataset: Dataset, file: BinaryIO) -> _Index:
+        """The index of a file, with what was added to it since the last call."""
         path, name = self._path(dataset), FORMS[dataset.info.task.name].NAME
-        try:
-            text = path.read_text()
-        except FileNotFoundError:
-            return []
-        try:
-            lines = [json.loads(line) for line in text.split("\n")[:-1]]
-            if not all({"split", "index", name} <= set(line) for line in lines):
-                raise ValueError(f"a line without {name}")
-        except (ValueError, TypeError) as error:
-            raise ArtifactError(
-                f"the drawn {name} cannot be read", seen=f"{error} in {path}", fix="remove the file"
-            ) from error
-        return lines
+        known = self._indices.setdefault(path, _Index())
+        file.seek(known.end - len(known.last))
+        if file.read(len(known.last)) != known.last:
+            known = self._indices[path] = _Index()
+            file.seek(0)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                known.add(line, name)
+            except (ValueError, TypeError) as error:
+                raise _unreadable(name, error, len(known.starts) + 1, path) from error
+        return known
+
+
+def _unreadable(name: str, error: Exception, line: int, path: Path) -> ArtifactError:
+    return ArtifactError(
+        f"the drawn {name} cannot be read",
+        seen=f"{error} in line {line} of {path}",
+        fix="copy the file to another place, then remove that line from it: the others stay",
+    )
 
 
 def _write_pictures(

@@ -22,6 +22,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
 from tessella.studio.drawn_boxes import is_number
 from tessella.tasks.segmentation.examples import BACKGROUND, IGNORED, decoded, encoded
+from tessella.tasks.view import View
 
 NAME = "masks"
 MOST_THINGS = 2_000  # of a picture
@@ -128,21 +129,33 @@ def things_of(mask: Mask, ground: int, *, least: int = 1) -> tuple[Drawn, ...]:
     return tuple(found)
 
 
-def proposed(told: Sequence[dict[str, Any]], classes: Sequence[str], size: Size) -> list[Drawn]:
+def proposed(told: Sequence[dict[str, Any]], classes: Sequence[str], view: View) -> list[Drawn]:
     """What a network answers of a picture (see ``tasks.segmentation.answers``) as things.
 
-    Patches of a few pixels are left out, and what the dataset has no class for.
+    Patches of a few pixels are left out, and what the dataset has no class for. Where the network
+    did not see the picture, nothing is proposed.
     """
     ground = ground_of(classes)
-    mask = np.full(size, ground, np.uint8)
+    mask = np.full((view.height, view.width), ground, np.uint8)
+    left, top, right, bottom = view.around_picture(np.array([[0.0, 0.0, 1.0, 1.0]]))[0]
     for one in told:
         if one["label"] not in classes:
             continue
         height, width = one["mask"]["size"]
         inside = rle.mask_of(rle.expanded(one["mask"]["counts"].encode()), height, width)
-        fitted = cv2.resize(inside, size[::-1], interpolation=cv2.INTER_NEAREST)
-        mask[fitted.astype(bool)] = classes.index(one["label"])
+        rows = _cells(view.height, top, bottom, height)
+        columns = _cells(view.width, left, right, width)
+        # of the cell after the last, which is empty, are the pixels that the network did not see
+        placed = np.pad(inside, ((0, 1), (0, 1)))[np.ix_(rows, columns)]
+        mask[placed.astype(bool)] = classes.index(one["label"])
     return list(things_of(mask, ground, least=max(1, round(SPECK * mask.size))))
+
+
+def _cells(pixels: int, start: float, end: float, count: int) -> npt.NDArray[np.intp]:
+    """In which of so many equal cells from ``start`` to ``end`` the middle of each pixel lies; in
+    none: ``count``."""
+    cells = np.floor((np.arange(pixels) + 0.5 - start) * count / (end - start)).astype(np.intp)
+    return np.where((cells >= 0) & (cells < count), cells, count)
 
 
 def painted(things: Sequence[Drawn], classes: Sequence[str], size: Size) -> Mask:

@@ -74,11 +74,14 @@ class Layers:
             self._items[0].classes("here")
             self._show(look["layer"])
 
-    def again(self, look: Look, ask: Ask, pictures: str) -> None:
-        """Show what the chosen layer makes of another picture."""
+    async def again(self, look: Look, ask: Ask, pictures: str) -> None:
+        """Show what the chosen layer makes of another picture; ``look`` may have the one that was
+        chosen when it was asked for."""
         self._ask, self._pictures = ask, pictures
         if look["layer"] is not None and look["layer"]["name"] == self._layers[self.here]["name"]:
             self._show(look["layer"])
+        else:
+            await self._choose(self.here)
 
     def _item(self, index: int, layer: Line) -> ui.element:
         with ui.element("button").classes("item") as item:

@@ -295,8 +295,8 @@ class _Classify:
         line = commands.shown(commands.show_layers(self._ref, here, out="layers", trust_code=trust))
         pictures = f"/pictures/own/layers/{key}"
         if look is not None and self._shown is not None:
-            self._shown.again(look, ask, pictures)
             self._layers_command.show(line)
+            await self._shown.again(look, ask, pictures)
             return
         self._layers.clear()
         self._shown = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from nicegui import ui
@@ -11,6 +12,7 @@ from nicegui import ui
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.preprocess import Preprocess
 from tessella.core.version import VERSION
 from tessella.jobs import commands
 from tessella.studio import parts, pictures
@@ -21,6 +23,7 @@ from tessella.studio.keeping import dialog
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, readable
+from tessella.tasks import View
 
 MISSING = "Choose an image of a detection or a segmentation on the Data page."
 KEYS = {
@@ -61,7 +64,11 @@ def register(context: Context) -> None:
                 pictures.stored_file(opened, split, index)
                 for name in SCRIPTS[FORMS[opened.info.task.name].NAME]:
                     ui.add_head_html(f'<script src="/static/{name}.js?v={VERSION}"></script>')
-                _Editor(context, drawn, opened, (dataset, split, index), version, runs)
+                shown = None if version < 0 else version
+                count = await asyncio.to_thread(drawn.count, opened)
+                content = await asyncio.to_thread(drawn.of, opened, split, index, version=shown)
+                editor = _Editor(context, drawn, opened, (dataset, split, index), count)
+                editor.build(content, shown, runs)
             except TessellaError as error:
                 parts.refused(error, MISSING)
 
@@ -71,19 +78,20 @@ class _Editor:
 
     Args:
         where: the dataset's ref, the split, and the image's place in it.
-        version: which is shown; negative: the newest.
+        count: how many versions there are.
     """
 
     def __init__(
         self, context: Context, drawn: Drawn, dataset: Dataset, where: tuple[str, str, int],
-        version: int, runs: dict[str, Any],
+        count: int,
     ) -> None:  # fmt: skip
         self._context, self._drawn, self._dataset, self._where = context, drawn, dataset, where
-        self._form = FORMS[dataset.info.task.name]
-        ref, split, index = where
-        shown = None if version < 0 else version
-        self._since = drawn.count(dataset)
-        content = drawn.of(dataset, split, index, version=shown)
+        self._form, self._count = FORMS[dataset.info.task.name], count
+        self._saving, self._last = asyncio.Lock(), (-1, -1)  # the last save's `since` and number
+
+    def build(self, content: Sequence[Any], shown: int | None, runs: dict[str, Any]) -> None:
+        """Show the picture with what is drawn on it, of a version or (None) of the newest."""
+        dataset, (ref, split, index) = self._dataset, self._where
         with parts.box("split"):
             with parts.box("stack"):
                 self._about(shown)
@@ -92,7 +100,9 @@ class _Editor:
             with parts.card().classes("first-if-narrow"):
                 self._editor = parts.box("editor")
                 self._editor.on(
-                    "drawn", lambda e: self._save(e.args), js_handler="(e) => emit(e.detail)"
+                    "drawn",
+                    lambda e: self._save(e.args["content"], e.args["since"], e.args["change"]),
+                    js_handler="(e) => emit(e.detail)",
                 )
                 text("p", KEYS[self._form.NAME]).classes("muted small")
         opened = {
@@ -103,6 +113,7 @@ class _Editor:
             "classes": list(dataset.classes),
             "content": content,
             "ground": ground_of(dataset.classes),
+            "since": self._count,
             "draft": f"tessella {dataset.info.content_hash[:24]} {split} {index}",
         }
         tool = TOOLS[self._form.NAME]
@@ -115,8 +126,7 @@ class _Editor:
         ui.run_javascript(f"{tool}.{verb}({self._editor.id}{given})")
 
     def _about(self, shown: int | None) -> None:
-        ref, split, index = self._where
-        count = self._drawn.count(self._dataset)
+        (ref, split, index), count = self._where, self._count
         with parts.card(self._dataset.split(split)[index].path):
             told = (
                 f"version {count} of the {self._form.NAME}"
@@ -142,23 +152,29 @@ class _Editor:
                 )
             )  # fmt: skip
 
-    def _save(self, content: Any) -> None:
+    async def _save(self, content: Any, since: int, change: int) -> None:
+        """Save what was drawn from so many versions on, in so many changes."""
         _, split, index = self._where
         try:
-            number = self._drawn.save(self._dataset, split, index, content, since=self._since)
+            async with self._saving:
+                # a second save that was sent before the first was answered is no other window's
+                known = self._last[1] if since == self._last[0] else since
+                number = await asyncio.to_thread(
+                    self._drawn.save, self._dataset, split, index, content, since=known
+                )
+                self._last = since, number
         except Overtaken as error:
             self._call("refused")
-            self._ask(error, content)
+            self._ask(error, content, change)
         except TessellaError as error:
             self._call("refused")
             parts.tell(error)
         else:
-            self._since = number
             self._version.text = f"version {number} of the {self._form.NAME}"
-            self._call("saved")
+            self._call("saved", change, number)
             ui.notify(f"Saved as version {number}", type="positive", timeout=1500)
 
-    def _ask(self, error: Overtaken, content: Any) -> None:
+    def _ask(self, error: Overtaken, content: Any, change: int) -> None:
         """What to do with two works on one picture: neither is lost."""
         ref, split, index = self._where
         with dialog("Saved in another window meanwhile") as asking:
@@ -176,10 +192,10 @@ class _Editor:
                 "open_in_new",
             )  # fmt: skip
 
-            def mine() -> None:
+            async def mine() -> None:
                 asking.close()
-                self._since = self._drawn.count(self._dataset)
-                self._save(content)
+                count = await asyncio.to_thread(self._drawn.count, self._dataset)
+                await self._save(content, count, change)
 
             parts.button("Save mine as the newest", mine, icon="save")
 
@@ -209,16 +225,18 @@ class _Editor:
         stamp = (chosen.path / "checkpoint.json").stat().st_mtime_ns
         asked: dict[str, object] = {"image": str(self._context.uploads.file(upload))}
         told = await self._context.answers.ask(Opened(path=chosen.path, stamp=stamp), asked)
-        found = self._proposed(told["answer"])
+        found = self._proposed(told["answer"], chosen.info.preprocess)
         self._call("propose", found)
         ui.notify(f"{len(found)} proposed", timeout=1500)
 
-    def _proposed(self, told: Any) -> list[Any]:
-        """What a network answers, as it is drawn; without what the dataset has no class for."""
+    def _proposed(self, told: Any, seen: Preprocess) -> list[Any]:
+        """What a network answers, which sees pictures so, as it is drawn; without what the dataset
+        has no class for."""
         classes, record = self._dataset.classes, self._dataset.preprocess
         size = record.height, record.width
         if self._form.NAME == "masks":
-            return [dict(thing) for thing in proposed(told, classes, size)]
+            view = View(height=record.height, width=record.width, record=seen)
+            return [dict(thing) for thing in proposed(told, classes, view)]
         found = []
         for one in told:
             if one["label"] not in classes:
@@ -241,7 +259,7 @@ class _Editor:
             command = parts.Command()
 
             async def export() -> None:
-                count = self._drawn.count(self._dataset)
+                count = await asyncio.to_thread(self._drawn.count, self._dataset)
                 name = f"{self._dataset.path.name}-{self._form.NAME}-{count}"
                 out = self._context.workspace.root / "annotations" / name
                 with parts.errors_shown():

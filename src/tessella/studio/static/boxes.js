@@ -82,26 +82,28 @@ window.boxing = (() => {
       const { index, corner } = event.target.dataset;
       if (index !== undefined) chosen = Number(index);
       const drawn = index === undefined;
-      drag = { from: start, corner: drawn ? 2 : Number(corner ?? -1), drawn, start: null };
+      drag = { from: start, corner: drawn ? 2 : Number(corner ?? -1), one: drawn ? null : all[chosen], start: null };
       draw();
     });
     svg.addEventListener("pointermove", (event) => {
+      if (drag?.one && !all.includes(drag.one)) drag = null; // deleted or undone meanwhile
       if (!drag) return;
       const [x, y] = frame.place(event), [fx, fy] = drag.from;
       if (!drag.start) {
         if (Math.hypot(x - fx, y - fy) < 2) return; // a click, not a move
         keep();
-        if (drag.drawn) {
-          all.push({ box: [fx, fy, fx, fy], label: Number(select.value), crowd: 0 });
-          chosen = all.length - 1;
+        if (!drag.one) {
+          drag.one = { box: [fx, fy, fx, fy], label: Number(select.value), crowd: 0 };
+          chosen = all.push(drag.one) - 1;
         }
-        drag.start = [...all[chosen].box];
+        drag.start = [...drag.one.box];
       }
-      all[chosen].box = moved(drag.start, drag.corner, x - fx, y - fy);
+      drag.one.box = moved(drag.start, drag.corner, x - fx, y - fy);
+      frame.changed();
       draw();
     });
     const release = () => {
-      if (drag?.drawn && !drag.start) chosen = -1;
+      if (drag && !drag.one) chosen = -1;
       drag = null;
       draw();
     };

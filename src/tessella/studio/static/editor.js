@@ -15,10 +15,12 @@ window.editing = (() => {
 
   // A picture that is worked on. The tool has `read()` and `write(value)`, what can be undone; `plain()` and
   // `from(plain)`, what is saved; `draw()`; `act(event)`, which says whether it knew a key; and perhaps
-  // `unmark()`, which takes back a step of what is not finished and says whether there was one.
+  // `unmark()`, which takes back a step of what is not finished and says whether there was one, and `unfinished()`, which
+  // says in words what keeps the picture from being saved. `since` is how many versions there were when the work began.
   class Frame {
-    constructor(root, { source, alt, width, height, classes, draft }, title) {
-      Object.assign(this, { root, width, height, classes, draft, past: [], future: [], tool: null });
+    constructor(root, { source, alt, width, height, classes, draft, since }, title) {
+      Object.assign(this, { root, width, height, classes, draft, since, past: [], future: [], tool: null });
+      Object.assign(this, { changes: 0, offered: false });
       const image = Object.assign(document.createElement("img"), { src: source, alt });
       this.svg = document.createElementNS(SVG, "svg");
       this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -90,17 +92,18 @@ window.editing = (() => {
     }
 
     changed() {
+      this.changes++;
       this.root.dataset.dirty = "1";
       this.state.textContent = "not saved";
       clearTimeout(this.timer);
       this.timer = setTimeout(() => this.store(), DRAFT_AFTER_MS);
     }
 
-    // --- drafts: what a crash of the browser would take -------------------------------------
+    // --- drafts: what a crash of the browser would take; an earlier one stays while it is on offer
     store() {
-      if (!this.root.dataset.dirty) return;
+      if (!this.root.dataset.dirty || this.offered) return;
       try {
-        localStorage.setItem(this.draft, JSON.stringify(this.tool.plain()));
+        localStorage.setItem(this.draft, JSON.stringify({ since: this.since, content: this.tool.plain() }));
       } catch {
         // no room, or none allowed: the page still asks before it is left
       }
@@ -113,31 +116,43 @@ window.editing = (() => {
         return;
       }
       if (!draft) return;
+      const { since = 0, content = draft } = draft; // an older draft is the content alone
+      this.offered = true;
       const words = Object.assign(document.createElement("span"), { textContent: "Work on this picture was not saved." });
       this.found.append(words);
-      const done = () => this.found.replaceChildren();
-      this.button("Restore it", () => { this.keep(); this.tool.from(draft); this.tool.draw(); done(); }, this.found);
-      this.button("Forget it", () => { this.forget(); done(); }, this.found);
+      const answer = (label, act) => this.button(label, () => { this.offered = false; this.found.replaceChildren(); act(); }, this.found);
+      answer("Restore it", () => { this.keep(); this.since = since; this.tool.from(content); this.tool.draw(); });
+      answer("Forget it", () => { this.forget(); this.store(); });
     }
 
     save() {
-      const detail = this.tool.plain();
-      if (JSON.stringify(detail).length > MOST_CHARACTERS) {
+      const unfinished = this.tool.unfinished?.();
+      if (unfinished) {
+        this.state.textContent = unfinished;
+        return;
+      }
+      const content = this.tool.plain();
+      if (JSON.stringify(content).length > MOST_CHARACTERS) {
         this.state.textContent = "too much to save: delete small things";
         return;
       }
       this.state.textContent = "saving …";
-      this.sent = this.past.length;
+      const detail = { content, since: this.since, change: this.changes };
       this.root.dispatchEvent(new CustomEvent("drawn", { detail }));
     }
-    saved() {
-      if (this.sent !== this.past.length) return; // changed since
+    saved(change, version) { // what was there after so many changes
+      this.since = version;
+      if (change !== this.changes) {
+        this.state.textContent = "not saved";
+        return this.store();
+      }
       clearTimeout(this.timer);
       delete this.root.dataset.dirty;
       this.state.textContent = "saved";
       this.forget();
     }
     forget() {
+      if (this.offered) return;
       try {
         localStorage.removeItem(this.draft);
       } catch {
@@ -171,7 +186,7 @@ window.editing = (() => {
   return {
     ARROWS, COLORS, limit, next, open,
     propose: (id, found) => frames.get(id)?.tool.propose(found),
-    saved: (id) => frames.get(id)?.saved(),
+    saved: (id, change, version) => frames.get(id)?.saved(change, version),
     refused: (id) => { const frame = frames.get(id); if (frame) frame.state.textContent = "not saved"; },
   };
 })();

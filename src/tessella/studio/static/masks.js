@@ -96,7 +96,13 @@ window.masking = (() => {
         const mask = meant ? maskOf(one) : null;
         if (!mask || (erases && !meets(mask, made))) return kept.push(one);
         const all = runs.full(mask, width, height);
-        runs.each(made, (x, y) => { all[y * width + x] = erases ? 0 : 1; });
+        let changes = false;
+        runs.each(made, (x, y) => {
+          const at = y * width + x, value = erases ? 0 : 1;
+          if (all[at] !== value) changes = true;
+          all[at] = value;
+        });
+        if (!changes) return kept.push(one); // an outline stays one
         const left = runs.cropped(all, width, height);
         if (left) kept.push({ label: one.label, mask: left, proposed: one.proposed });
         else choice = -1;
@@ -175,18 +181,22 @@ window.masking = (() => {
       if (of !== undefined) point = Number(of);
       else if (middle !== undefined) [point, adds] = [Number(middle), place];
       else [chosen, point] = [owner[pixel(place)], -1];
-      drag = chosen < 0 ? null : { from: place, start: things[chosen], adds, kept: false };
+      const one = things[chosen];
+      drag = one ? { from: place, index: chosen, point, start: one, last: one, adds, kept: false } : null;
       draw();
     }
     function pull(place) {
+      if (things[drag.index] !== drag.last) return void (drag = null); // deleted, undone or changed meanwhile
       const [dx, dy] = [place[0] - drag.from[0], place[1] - drag.from[1]];
       if (!drag.kept) {
         if (Math.hypot(dx, dy) < 1) return; // a click, not a move
         frame.keep();
         drag.kept = true;
-        if (drag.adds) drag.start = { ...drag.start, points: drag.start.points.toSpliced(point, 0, drag.adds) };
+        if (drag.adds) drag.start = { ...drag.start, points: drag.start.points.toSpliced(drag.point, 0, drag.adds) };
       }
-      things = replaced(chosen, movedBy(drag.start, dx, dy, point));
+      drag.last = movedBy(drag.start, dx, dy, drag.point);
+      things = replaced(drag.index, drag.last);
+      frame.changed();
       draw();
     }
     function begin(place) {
@@ -315,6 +325,7 @@ window.masking = (() => {
     from(content);
     return {
       act, draw, from, plain, propose, unmark,
+      unfinished: () => outline.length && "not saved: an outline is open; Enter closes it, Esc takes it away",
       read: () => [things, chosen, point],
       write: (kept) => { [things, chosen, point] = kept; outline = []; },
     };
