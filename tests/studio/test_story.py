@@ -25,6 +25,7 @@ from tests.support.studio.browsing import (
     alive,
     choose,
     enter,
+    field,
     fill,
     go,
     press,
@@ -103,6 +104,7 @@ def import_folder(chromium, served, folder, picture):
     see(chromium, "New dataset")
     alive(chromium)
     fill(chromium, "Folder on this machine", folder)
+    until(lambda: field(chromium, "Name").get_attribute("value"), what="a name that is proposed")
     fill(chromium, "Name", "digits")
     fill(chromium, "Size (height × width)", "28")
     choose(chromium, "Channels", "Grey (1)")
