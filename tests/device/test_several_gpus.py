@@ -186,9 +186,11 @@ def test_a_trial_runs_on_the_same_device(
 
     loaded: list[tuple[str, str | None]] = []
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(
-        trial, "load", lambda plan, *, device, compiled: loaded.append((plan.target, device))
-    )
+
+    def load(plan: Plan, *, device: str | None, **_: Any) -> None:
+        loaded.append((plan.target, device))
+
+    monkeypatch.setattr(trial, "load", load)
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         runtime.load_tried(path, device=device, folder=tmp_path / "cache")
     assert [one["device"] for one in asked] == ["cuda:1", "cuda:0"]  # what passed is remembered
