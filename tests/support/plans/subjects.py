@@ -104,7 +104,7 @@ class Wide(nn.Module):
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().eval()
 
