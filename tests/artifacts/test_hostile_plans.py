@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import types
 from dataclasses import replace
@@ -34,10 +35,11 @@ def with_attrs(op: str, **changes: Any) -> Plan:
     return with_step(op, attrs={**step.attrs, **changes})
 
 
-def refused(plan: Plan, match: str) -> None:
+def refusal(plan: Plan) -> str:
     """Hashes are honest: the plan is written by us, and loaded whole, self-test and all."""
-    with pytest.raises(ArtifactError, match=match):
+    with pytest.raises(ArtifactError) as refused:
         runtime.load(from_bytes(to_bytes(plan)))
+    return str(refused.value)
 
 
 def test_the_subject_itself_loads() -> None:
@@ -62,7 +64,9 @@ def test_no_constant_is_shorter_than_its_layer(kind: str, length: int) -> None:
                 if count == 1 and step.op in ("quantize", "dequantize"):
                     continue  # one number for all is right
                 weights = {**plan.weights, name: weight.new_ones(count)}
-                refused(with_bucket(replace(plan, weights=weights)), "has the shape|numbers")
+                assert re.search(
+                    "has the shape|numbers", refusal(with_bucket(replace(plan, weights=weights)))
+                )
                 tried += 1
     assert tried > 0
 
@@ -133,7 +137,7 @@ ATTRS = {
 @pytest.mark.parametrize("name", ATTRS)
 def test_hostile_attributes(name: str) -> None:
     op, changes = ATTRS[name]
-    refused(with_attrs(op, **changes), "cannot be bound|cannot run|program")
+    assert re.search("cannot be bound|cannot run|program", refusal(with_attrs(op, **changes)))
 
 
 @pytest.mark.parametrize("changes", [
@@ -149,7 +153,7 @@ def test_hostile_attributes_of_attention(changes: dict[str, Any]) -> None:
         for s in bucket.steps
     )
     assert steps != bucket.steps
-    refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run|program")
+    assert re.search("cannot be bound|cannot run|program", refusal(with_bucket(plan, steps=steps)))
 
 
 @functools.cache
@@ -174,7 +178,7 @@ def test_hostile_attributes_of_a_norm_in_a_layer(changes: dict[str, Any]) -> Non
         for s in bucket.steps
     )
     assert steps != bucket.steps
-    refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run|program")
+    assert re.search("cannot be bound|cannot run|program", refusal(with_bucket(plan, steps=steps)))
 
 
 def test_hostile_operands_of_a_norm_in_a_layer() -> None:
@@ -185,7 +189,9 @@ def test_hostile_operands_of_a_norm_in_a_layer() -> None:
         inputs = list(first.inputs)
         inputs[position] = name
         steps = tuple(replace(s, inputs=tuple(inputs)) if s is first else s for s in bucket.steps)
-        refused(with_bucket(plan, steps=steps), "cannot be bound|cannot run|program")
+        assert re.search(
+            "cannot be bound|cannot run|program", refusal(with_bucket(plan, steps=steps))
+        )
 
 
 PROGRAMS = ["neg", None, {"0": "neg"}, [["neg", [0]]], [[0, [0], {}]], [["neg", 0, {}]], ["neg"]]
@@ -193,14 +199,14 @@ PROGRAMS = ["neg", None, {"0": "neg"}, [["neg", [0]]], [[0, [0], {}]], [["neg", 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_what_is_no_program_is_not_even_shown(program: Any) -> None:
-    refused(with_attrs("pointwise", program=program), "not valid")
+    assert re.search("not valid", refusal(with_attrs("pointwise", program=program)))
 
 
 @pytest.mark.parametrize(
     "config", [{"more": 1}, {"tile": 2**63}, {"": {}}, {"nested": {"x": [1]}}, {"constants": None}]
 )
 def test_only_configurations_that_the_kernel_has(config: dict[str, Any]) -> None:
-    refused(with_step("conv2d", config=config), "does not know the configuration")
+    assert re.search("does not know the configuration", refusal(with_step("conv2d", config=config)))
 
 
 # --- buckets must be one network ------------------------------------------------------------------
@@ -217,7 +223,7 @@ def test_another_batch_cannot_do_something_else() -> None:
     ):
         steps = (*two.steps[:-1], replace(two.steps[-1], **changes))
         program = replace(plan.program, buckets=(one, replace(two, steps=steps)))
-        refused(replace(plan, program=program), "program")
+        assert re.search("program", refusal(replace(plan, program=program)))
 
 
 def test_a_number_that_follows_the_batch_is_run_for_every_batch() -> None:
@@ -228,7 +234,7 @@ def test_a_number_that_follows_the_batch_is_run_for_every_batch() -> None:
         for s in two.steps
     )
     program = replace(plan.program, buckets=(one, replace(two, steps=steps)))
-    refused(replace(plan, program=program), "fails its self-test")
+    assert re.search("fails its self-test", refusal(replace(plan, program=program)))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -246,16 +252,18 @@ def test_live_buffers_must_not_overlap() -> None:
     offsets = {b.name: b.offset for b in bucket.buffers}
     one, other = add.inputs
     assert offsets[one] != offsets[other]
-    refused(
-        with_bucket(plan, buffers=moved(bucket, one, offsets[other])),
+    assert re.search(
         "same memory at the same time",
+        refusal(with_bucket(plan, buffers=moved(bucket, one, offsets[other]))),
     )
-    refused(with_bucket(plan, buffers=moved(bucket, one, None)), "no place for its result")
+    assert re.search(
+        "no place for its result", refusal(with_bucket(plan, buffers=moved(bucket, one, None)))
+    )
 
 
 @pytest.mark.parametrize("nbytes", [2**40, 2**40 - 64])
 def test_an_arena_beyond_the_memory_of_the_machine(nbytes: int) -> None:
-    refused(with_bucket(good(), arena_bytes=nbytes), "more memory than there is")
+    assert re.search("more memory than there is", refusal(with_bucket(good(), arena_bytes=nbytes)))
 
 
 def test_memory_that_a_view_still_needs_is_not_given_away() -> None:
@@ -296,7 +304,7 @@ def test_memory_that_a_view_still_needs_is_not_given_away() -> None:
         manifest=replace(plan.manifest, outputs=outputs),
         golden=right,
     )
-    refused(plan, "b and a lie in the same memory")
+    assert re.search("b and a lie in the same memory", refusal(plan))
     apart = (flat, back, *spec[:2], replace(spec[2], offset=192), spec[3])
     with runtime.load(with_bucket(plan, buffers=apart)) as engine:
         assert torch.equal(engine(x)["scores"], right["output.scores"])
@@ -374,7 +382,7 @@ def test_a_workspace_in_its_place_loads(scratch: Plan) -> None:
     ],
 )
 def test_workspaces_that_are_none(scratch: Plan, changes: dict[str, Any], wrong: str) -> None:
-    refused(with_space(scratch, **changes), wrong)
+    assert re.search(wrong, refusal(with_space(scratch, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +400,7 @@ def test_workspaces_that_are_none(scratch: Plan, changes: dict[str, Any], wrong:
     ],
 )
 def test_steps_with_other_workspaces(scratch: Plan, changes: dict[str, Any], wrong: str) -> None:
-    refused(with_last(scratch, **changes), wrong)
+    assert re.search(wrong, refusal(with_last(scratch, **changes)))
 
 
 def test_a_workspace_over_what_is_read(scratch: Plan) -> None:
@@ -409,7 +417,10 @@ def test_a_workspace_over_what_is_read(scratch: Plan) -> None:
     kept = Buffer(name="kept", dtype="float32", shape=(1, 3), offset=space.offset)
     before = tuple(replace(s, frees=()) for s in steps)
     buffers = (*bucket.buffers, kept)
-    refused(with_bucket(scratch, steps=before, buffers=buffers), "scratch and kept lie in the same")
+    assert re.search(
+        "scratch and kept lie in the same",
+        refusal(with_bucket(scratch, steps=before, buffers=buffers)),
+    )
 
 
 # --- reading alone --------------------------------------------------------------------------------
@@ -469,14 +480,18 @@ def test_imports(imports: dict[str, Any], wrong: str) -> None:
     """Nothing is imported, and the words that a user is asked to type are a module's name."""
     plan = good()
     assert any(s.kernel == "softmax.aten" for s in plan.program.buckets[0].steps)
-    refused(replace(plan, manifest=replace(plan.manifest, imports=imports)), wrong)
+    assert re.search(
+        wrong, refusal(replace(plan, manifest=replace(plan.manifest, imports=imports)))
+    )
     assert "this" not in sys.modules
 
 
 @pytest.mark.parametrize("tolerance", [-1.0, 1.1, 1e300])
 def test_a_self_test_that_tests_nothing(tolerance: float) -> None:
     plan = good()
-    refused(replace(plan, manifest=replace(plan.manifest, tolerance=tolerance)), "program")
+    assert re.search(
+        "program", refusal(replace(plan, manifest=replace(plan.manifest, tolerance=tolerance)))
+    )
 
 
 def test_a_self_test_without_its_tensors() -> None:
@@ -492,9 +507,9 @@ def test_a_self_test_without_its_tensors() -> None:
         {"input.image": x[:, :, :2], "output.scores": y},
         {"input.image": x, "output.scores": torch.cat([y, y])},
     ):
-        refused(replace(plan, golden=golden), "fails its self-test")
+        assert re.search("fails its self-test", refusal(replace(plan, golden=golden)))
 
 
 @pytest.mark.parametrize("batch", [0, -1, 2, 10**9])
 def test_hostile_batches(batch: int) -> None:
-    refused(with_bucket(good(), batch=batch), "program|cannot be bound")
+    assert re.search("program|cannot be bound", refusal(with_bucket(good(), batch=batch)))

@@ -160,8 +160,8 @@ class _Room:
                     return
             except OSError:
                 pass  # it has crashed
-            except Exception:
-                log.exception("an acceptor said what none would say")
+            except Exception:  # of any kind: the thread serves all other acceptors, too
+                log.exception("an acceptor said what none would say; its connection is closed")
             self._selector.unregister(connection)
             connection.close()
             with self._lock:

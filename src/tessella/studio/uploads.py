@@ -195,6 +195,7 @@ def unpack(archive: Path, folder: Path) -> None:
             _check_members(members, archive.stat().st_size)
             for member in members:
                 _unpack_member(opened, member, folder)
+    # zipfile's words for what it cannot read: damage, a way to pack, a password, an early end
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         raise DataError(
             "this is not a ZIP that can be read",

@@ -7,6 +7,7 @@ blank images, and a few images loaded.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ from tessella.training.schedule import Schedule
 from tessella.training.trainer import Trainer
 from tessella.training.ways import Way, usual_way
 
+log = logging.getLogger(__name__)
 WARM = 2  # steps
 LOADED = 128  # images
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
@@ -186,8 +188,10 @@ def expected_memory(info: RunInfo, optimizer: optim.Optimizer) -> Memory | None:
             if recipe.recompute:
                 recompute_blocks(module)
             return memory_of(module, optimizer, recipe, info)
-    except (TessellaError, RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None  # a network of a user's, which wants numbers when it is made
+    # a network of a user's, which wants numbers when it is made, says so in any of these
+    except (TessellaError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        log.info("the memory of a step is not forecast: %s", error)
+        return None
 
 
 # Tensors of a weight's size that torch's optimizers keep, with momentum.
@@ -228,7 +232,8 @@ def kept_bytes(module: nn.Module, shape: tuple[int, ...], precision: Precision) 
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
             outputs = functional_call(module.train(), state, (image,))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        log.info("what a forward pass keeps is not forecast: %s", error)
         return None
     finally:
         module.train(was)
