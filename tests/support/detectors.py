@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import onnxruntime as ort
 import torch
+from torch import nn
+from torchvision.models.detection.image_list import ImageList
 
 from tessella import api
 from tessella.artifacts.checkpoint import Checkpoint
@@ -68,3 +70,23 @@ def goes_the_whole_way(folder: Path, run: Run, *, least_boxes: int = 0) -> Plan:
 
 def kernels_of(plan: Plan) -> list[str]:
     return [step.kernel for step in plan.program.buckets[0].steps]
+
+
+def learns_from_nothing(module: nn.Module, size: int, targets: torch.Tensor) -> None:
+    """Two pictures without things give every parameter of a network in training a gradient."""
+    loss, overlap = module(torch.randn(2, 3, size, size), targets)
+    loss.backward()
+    assert loss.isfinite()
+    assert overlap == 0
+    assert not [name for name, p in module.named_parameters() if p.grad is None]
+
+
+def has_layers_and_anchors_of(module: Any, right: Any, generator: Any) -> None:
+    """For pictures of 128 pixels a side; ``right`` and ``generator`` are torchvision's."""
+    own, known = module.network.state_dict(), right.state_dict()
+    assert {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in known.items()}
+    right.eval()
+    with torch.no_grad():
+        maps = list(right.backbone(torch.zeros(1, 3, 128, 128)).values())
+        (anchors,) = generator(ImageList(torch.zeros(1, 3, 128, 128), [(128, 128)]), maps)
+    assert torch.equal(module.anchors, anchors)

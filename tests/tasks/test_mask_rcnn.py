@@ -14,6 +14,7 @@ from tessella.nn import zoo
 from tessella.nn.zoo import mask_rcnn
 from tessella.nn.zoo.mask_targets import shown
 from tessella.tasks.instances.head import CELLS
+from tests.support.detectors import has_layers_and_anchors_of, learns_from_nothing
 
 SIZE, LEARNED = 96, 56
 
@@ -135,11 +136,7 @@ def test_what_a_proposal_shows_of_a_mask() -> None:
 
 def test_pictures_without_things_are_learned_from() -> None:
     module = built().train()
-    loss, overlap = module(torch.randn(2, 3, SIZE, SIZE), targets_of([[], []]))
-    loss.backward()
-    assert loss.isfinite()
-    assert overlap == 0
-    assert not [name for name, p in module.named_parameters() if p.grad is None]
+    learns_from_nothing(module, SIZE, targets_of([[], []]))
 
 
 def test_it_has_the_layers_and_the_anchors_of_torchvision_s() -> None:
@@ -148,15 +145,7 @@ def test_it_has_the_layers_and_the_anchors_of_torchvision_s() -> None:
     module = zoo.build(record)
     assert isinstance(module, mask_rcnn.MaskRCNN)
     right = theirs.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
-    own, known = module.network.state_dict(), right.state_dict()
-    assert {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in known.items()}
-    right.eval()
-    with torch.no_grad():
-        maps = list(right.backbone(torch.zeros(1, 3, 128, 128)).values())
-        (anchors,) = right.rpn.anchor_generator(
-            ImageList(torch.zeros(1, 3, 128, 128), [(128, 128)]), maps
-        )
-    assert torch.equal(module.anchors, anchors)
+    has_layers_and_anchors_of(module, right, right.rpn.anchor_generator)
 
 
 @pytest.mark.parametrize(

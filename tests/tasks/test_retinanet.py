@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torchvision.models import detection as theirs
-from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import nms
 
 from tessella import api, graph
@@ -16,7 +15,14 @@ from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import TensorSpec
 from tessella.nn import zoo
 from tessella.nn.zoo import retinanet
-from tests.support.detectors import HEAD, goes_the_whole_way, kernels_of, trained
+from tests.support.detectors import (
+    HEAD,
+    goes_the_whole_way,
+    has_layers_and_anchors_of,
+    kernels_of,
+    learns_from_nothing,
+    trained,
+)
 
 SIZE, ANCHOR = 64, 12
 
@@ -104,11 +110,7 @@ def test_it_learns_what_torchvision_s_learns() -> None:
 
 def test_pictures_without_things_are_learned_from() -> None:
     module = built().train()
-    loss, overlap = module(torch.randn(2, 3, SIZE, SIZE), torch.full((2, 1, 6), -1.0))
-    loss.backward()
-    assert loss.isfinite()
-    assert overlap == 0
-    assert not [name for name, p in module.named_parameters() if p.grad is None]
+    learns_from_nothing(module, SIZE, torch.full((2, 1, 6), -1.0))
 
 
 def test_it_has_the_layers_and_the_anchors_of_torchvision_s() -> None:
@@ -117,15 +119,7 @@ def test_it_has_the_layers_and_the_anchors_of_torchvision_s() -> None:
     module = zoo.build(record)
     assert isinstance(module, retinanet.RetinaNet)
     right = theirs.retinanet_resnet50_fpn(weights=None, weights_backbone=None)
-    own, known = module.network.state_dict(), right.state_dict()
-    assert {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in known.items()}
-    right.eval()
-    with torch.no_grad():
-        maps = list(right.backbone(torch.zeros(1, 3, 128, 128)).values())
-        (anchors,) = right.anchor_generator(
-            ImageList(torch.zeros(1, 3, 128, 128), [(128, 128)]), maps
-        )
-    assert torch.equal(module.anchors, anchors)
+    has_layers_and_anchors_of(module, right, right.anchor_generator)
 
 
 def test_torchvision_s_own_module_is_told_what_to_do_instead() -> None:
