@@ -344,8 +344,14 @@ def test_a_plan_with_a_flipped_byte_is_refused(tessella: Tessella, tmp_path: Pat
 
 
 def test_networks_and_kernels_are_listed(tessella: Tessella, tmp_path: Path) -> None:
-    names = {n["name"] for n in tessella("show", "networks", "--json").json["networks"]}
-    assert {"lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152"} <= names
+    learns = {
+        n["name"]: n["tasks"] for n in tessella("show", "networks", "--json").json["networks"]
+    }
+    for name in ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152"):
+        assert {"classification", "regression"} <= {*learns[name]}
+    assert (learns["unet"], learns["centernet"]) == (["segmentation"], ["detection"])
+    pixelwise = tessella("show", "network", "unet", "--classes", "3", "--size", "32x48", "--json")
+    assert pixelwise.json["rows"][-1]["output_shape"][-3:] == [3, 32, 48]
     svg = tmp_path / "net.svg"
     shown = tessella(
         "show", "network", "lenet", "--classes", "3", "--size", "20x28", "--channels", "1",

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 from typer import Argument, Option
 
-from tessella import api, graph
+from tessella import api, graph, tasks
 from tessella.artifacts.checkpoint import Checkpoint, Network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
@@ -25,6 +25,7 @@ from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.nn import inspect, zoo
+from tessella.tasks import named
 
 
 def register(app: typer.Typer) -> None:
@@ -115,13 +116,15 @@ def _path(out: Output, path: Path, target: str | None) -> None:
 
 
 def _networks(out: Output) -> None:
-    found = {name: zoo.describe(name) for name in zoo.names()}
-    rows = [
-        (name, d.title, str(d.year), f"{d.size}×{d.size}×{d.channels}", d.smallest_size)
-        for name, d in found.items()
-    ]
-    table = grid(("network", "", "year", "usual input", "smallest"), rows)
-    plain = [{"name": name, **to_plain(d)} for name, d in found.items()]
+    by_task = {task: named(task).head.ANSWERS for task in tasks.names()}
+    rows, plain = list[tuple[object, ...]](), list[dict[str, Any]]()
+    for answers, networks in zoo.ANSWERING.items():
+        learns = [task for task, asked in by_task.items() if asked == answers]
+        for name, d in networks.items():
+            side = f"{d.size}×{d.size}×{d.channels}"
+            rows.append((name, d.title, str(d.year), side, d.smallest_size, ", ".join(learns)))
+            plain.append({"name": name, "tasks": learns, **to_plain(d)})
+    table = grid(("network", "", "year", "usual input", "smallest", "for"), rows)
     out.result({"networks": plain}, table)
     out.note("and every timm name as timm/NAME, your own as file.py:Class, Caffe's net.prototxt")
 
@@ -161,7 +164,11 @@ def _built(
 ) -> tuple[Network, torch.nn.Module]:
     """A network of the zoo with weights that nobody trained."""
     network = zoo.network(
-        name, classes=classes, channels=channels, size=None if size is None else parse_size(size)
+        name,
+        classes=classes,
+        channels=channels,
+        size=None if size is None else parse_size(size),
+        answers=zoo.answering(name),
     )
     return network, zoo.build(network).eval()
 

@@ -68,7 +68,8 @@ class SweepForm:
 
     def offer(self, networks: Mapping[str, str]) -> None:
         """Offer these networks: titles by name."""
-        self._networks.set_options(dict(networks), value=self._networks.value)
+        chosen = [name for name in self._networks.value or () if name in networks]
+        self._networks.set_options(dict(networks), value=chosen)
 
     def _changed(self) -> None:
         self._box.set_visibility(self.on)

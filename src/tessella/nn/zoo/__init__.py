@@ -5,12 +5,12 @@
 returns logits ``[N, classes]``, or those of each pixel, ``[N, classes, height, width]``.
 """
 
-from tessella.nn.zoo.build import build, network, untrained
-from tessella.nn.zoo.catalog import Description, describe, names
+from tessella.nn.zoo.build import answering, build, network, untrained
+from tessella.nn.zoo.catalog import ANSWERING, Description, describe, names
 from tessella.nn.zoo.restore import init_from, load
 from tessella.nn.zoo.stage import Stage, stages
 
 __all__ = [
-    "Description", "Stage", "build", "describe", "init_from", "load", "names", "network", "stages",
-    "untrained",
+    "ANSWERING", "Description", "Stage", "answering", "build", "describe", "init_from", "load",
+    "names", "network", "stages", "untrained",
 ]  # fmt: skip

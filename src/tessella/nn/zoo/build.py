@@ -159,13 +159,18 @@ def untrained(
     """
     shape = shape if shape and len(shape) == 3 and all(isinstance(n, int) for n in shape) else None
     channels, size = (None, None) if shape is None else (shape[0], shape[1:])
-    answers = _ANSWERS.get(_kind(name), "picture")
+    answers = answering(name)
     classes = CLASSES_OF_BOXES if answers in ("boxes", "masks") else CLASSES
     record = network(name, classes=classes, channels=channels, size=size, answers=answers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = user_module.call(record) if _kind(name) == "python" else build(record)
     return made.eval(), (record.channels, record.height, record.width)
+
+
+def answering(name: str) -> Answering:
+    """What the outputs of a network of this name are for; those of a user's own: the picture."""
+    return _ANSWERS.get(_kind(name), "picture")
 
 
 def _kind(name: str) -> str:

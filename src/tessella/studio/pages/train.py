@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+from typing import Any
 
 from nicegui import ui
 
@@ -69,6 +70,7 @@ class _Train:
         begun = flat(start) | ({"epochs": epochs} if epochs > 0 else {}) if start else None
         self._drawing: asyncio.Task[None] | None = None
         self._ready = False
+        self._known: list[dict[str, Any]] = []  # all networks, once the command line has told them
         self._shown: tuple[str, Augment] | None = None
         with parts.box("split"):
             with parts.box("stack"):
@@ -113,7 +115,8 @@ class _Train:
         self._source = ui.toggle(SOURCES, value=source, on_change=self._source_changed).props(
             "unelevated dense no-caps spread toggle-color=teal-9 size=13px"
         )
-        value = start.network if start and start.network in STANDARD else "lenet"
+        self._wanted = start.network if start else ""
+        value = self._wanted if self._wanted in STANDARD else STANDARD[0]
         self._standard = parts.field(
             ui.select(list(STANDARD), value=value, label="Network", on_change=self._network_changed)
         )
@@ -230,6 +233,7 @@ class _Train:
             element.set_visibility(self._source.value == name)
 
     def _dataset_changed(self) -> None:
+        self._offer()
         self._changed()
         self._redraw()
 
@@ -293,9 +297,18 @@ class _Train:
         except TessellaError as error:
             ui.notify(str(error), type="warning")
             return
-        names = {n["name"]: n["title"] or n["name"] for n in answer["networks"]}
-        self._standard.set_options(names, value=self._standard.value)
-        self._sweep.offer(names)
+        self._known = answer["networks"]
+        self._offer()
+
+    def _offer(self) -> None:
+        """Offer the networks that learn the dataset's task."""
+        task = self._datasets[self._dataset.value].info.task.name
+        names = {n["name"]: n["title"] or n["name"] for n in self._known if task in n["tasks"]}
+        if names:
+            wanted, self._wanted = self._wanted or self._standard.value, ""
+            value = wanted if wanted in names else next(iter(names))
+            self._standard.set_options(names, value=value)
+            self._sweep.offer(names)
 
     def _specs(self, recipe: Recipe, name: str) -> tuple[JobSpec, ...]:
         """The trainings: one, or those of the sweep."""
