@@ -445,5 +445,6 @@ def test_what_comes_in_between_costs_no_work(labelled: Served, chromium) -> None
 @pytest.mark.browser
 def test_a_training_is_offered_what_draws_masks(labelled: Served, chromium: Chrome) -> None:
     """The first network of the form is one that the dataset's task can be learned by."""
+    enter(chromium, labelled)
     go(chromium, labelled, "/train?dataset=datasets/shapes")
-    until(lambda: "tessella train unet datasets/shapes" in chromium.page_source, what="a U-Net")
+    see(chromium, "tessella train unet datasets/shapes")
