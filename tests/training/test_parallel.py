@@ -46,7 +46,9 @@ train(settings, Path(sys.argv[2]), emit=emit)
 """
 
 
-def test_two_processes_give_the_curve_of_one_even_when_killed(dataset, tmp_path, monkeypatch):
+def test_two_processes_give_the_curve_of_one_even_when_killed_and_stopped(
+    dataset, tmp_path, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "two"
     start = str(train(recipe(dataset, epochs=1.0), tmp_path / "start").latest().path)
@@ -61,8 +63,17 @@ def test_two_processes_give_the_curve_of_one_even_when_killed(dataset, tmp_path,
     assert not alive
     assert 10 <= len(losses(Run(out))) < 80
 
+    def stop(event):
+        if event.kind == "metric" and event.step == 30:
+            signal.raise_signal(signal.SIGINT)
+
+    settings = recipe(dataset, gpus=2, init=start, **SETTINGS)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, out, resume=True, emit=stop)
+    assert 30 <= Run(out).latest().info.position.step == len(losses(Run(out))) < 80
+
     told = []
-    two = train(recipe(dataset, gpus=2, init=start, **SETTINGS), out, resume=True, emit=told.append)
+    two = train(settings, out, resume=True, emit=told.append)
     assert told[0].text.startswith("gpus=2 with all GPUs hidden") != torch.cuda.is_available()
     assert (next(e.name for e in told if e.kind == "phase"), told[-1].kind) == ("resume", "result")
     assert [e.to_json() for e in told] == [e.to_json() for e in two.events()[-len(told) :]]
@@ -105,7 +116,7 @@ def work(monkeypatch):
     world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "end_with_parent", lambda heard: None)
 
     def run(out) -> int:
         monkeypatch.setattr(sys, "argv", ["worker", str(out)])

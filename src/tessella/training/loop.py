@@ -45,7 +45,7 @@ from tessella.training.race import way_of
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import pack, prune
-from tessella.training.stopping import never, stop_signals
+from tessella.training.stopping import stop_signals
 from tessella.training.trainer import Trainer
 from tessella.training.ways import NAMES
 
@@ -75,8 +75,8 @@ def train(
         UsageError, DataError: see ``prepare.begin``.
         TrainError: training diverged, or a process of it failed.
         OutOfMemory: with a batch size that fits.
-        KeyboardInterrupt: SIGINT or SIGTERM came: of a single process, behind a checkpoint of the
-            step at hand. The second ends it at once.
+        KeyboardInterrupt: SIGINT or SIGTERM came, behind a checkpoint of the step at hand (of
+            several processes, of one in the next few). The second ends it at once.
     """
     run, resumed = begin(recipe, Path(out), resume=resume)
     if resume and not resumed:
@@ -178,8 +178,9 @@ class Training:
 
     def _go_on(self) -> None:
         """Step until the end; asked to stop, save first."""
-        # several processes would have to agree on the step: there, the last snapshot has to do
-        listening = stop_signals() if self._world.size == 1 else nullcontext(never)
+        # several processes agree on the step with the losses that they share
+        one = self._world.size == 1
+        listening = stop_signals() if one else nullcontext(lambda: self._meter.asked)
         with listening as asked, closing(self._trainer.feed.stream(self._batches())) as stream:
             for fed in stream:
                 self._step(fed)

@@ -30,6 +30,7 @@ class Meter:
         self._seconds = self._waited_s = 0.0
         self._group = _GROUP if world.device.type == "cuda" else 1
         self._pending: list[tuple[int, float, Tensor]] = []
+        self.asked = False  # a process was asked to stop: all learn it at the same step
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -51,7 +52,10 @@ class Meter:
         """
         if not self._pending:
             return
-        measured = self._world.mean(torch.stack([pair for *_, pair in self._pending])).tolist()
+        pairs = [pair for *_, pair in self._pending]
+        wish = torch.full_like(pairs[0], float(self._world.asked()))
+        *measured, (wished, _) = self._world.mean(torch.stack([*pairs, wish])).tolist()
+        self.asked |= wished > 0
         for (step, rate, _), (loss, accuracy) in zip(self._pending, measured, strict=True):
             if not math.isfinite(loss):
                 raise not_finite(loss, step, rate, self._schedule.recipe)

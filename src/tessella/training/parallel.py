@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, EventLog, read_events, warning
+from tessella.training.stopping import never, stop_signals
 
 ERROR_FILE = "error.json"
 LOG_FILE = "workers.log"
@@ -36,11 +37,15 @@ _LAST_WORDS = 20  # lines of the workers' log that an unexplained end is reporte
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among the ``size`` that train together."""
+    """This process among the ``size`` that train together.
+
+    ``asked`` tells whether this process, of several, was asked to stop; the others may not know.
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    asked: Callable[[], bool] = never
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module whose backward pass averages the gradients over all processes."""
@@ -85,8 +90,8 @@ def alone() -> World:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
-    """The world that torchrun's environment variables describe."""
+def joined(asked: Callable[[], bool] = never) -> Iterator[World]:
+    """The world that torchrun's environment variables describe; ``asked`` is its ``World``'s."""
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
@@ -96,7 +101,7 @@ def joined() -> Iterator[World]:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     try:
-        yield World(device=device, rank=dist.get_rank(), size=dist.get_world_size())
+        yield World(device=device, rank=dist.get_rank(), size=dist.get_world_size(), asked=asked)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -128,10 +133,13 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
     """Train the run in ``out`` with torchrun, and pass its events on to ``emit``.
 
     The environment goes on to the workers as it is. They hold the read end of a pipe whose write
-    end is here: when this process ends, however it ends, so do they.
+    end is here: when this process ends, however it ends, so do they. A byte in it asks the one that
+    reads it to stop, and all stop behind the same step.
 
     Raises:
         TessellaError: a worker raised it, or ended without an error of its own.
+        KeyboardInterrupt: SIGINT or SIGTERM came, and the workers have saved a checkpoint. Behind
+            the second they end at once.
     """
     (out / ERROR_FILE).unlink(missing_ok=True)
     events, environment = out / "events.jsonl", dict(os.environ)
@@ -150,20 +158,30 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
             stdout=log,
             stderr=log,
             env=environment,
+            start_new_session=True,  # Ctrl-C is heard here alone: torchrun would kill the workers
         )
+    assert process.stdin is not None
+    running, sent, ended = True, False, False
     try:
-        running = True
-        while running:
-            running = process.poll() is None
-            found, offset = read_events(events, offset)
-            for event in found:
-                emit(event)
-            if running:
-                time.sleep(_POLL_S)
+        with stop_signals() as asked:
+            while running:
+                running = process.poll() is None
+                found, offset = read_events(events, offset)
+                for event in found:
+                    emit(event)
+                    ended |= event.kind == "result"
+                if asked() and not sent and running:
+                    sent = True
+                    with suppress(BrokenPipeError):  # they are at their end already
+                        os.write(process.stdin.fileno(), b"!")
+                if running:
+                    time.sleep(_POLL_S)
     finally:
         process.communicate()  # closes the pipe, and waits
     if process.returncode != 0:
         raise failure_of(out, process.returncode)
+    if sent and not ended:
+        raise KeyboardInterrupt
 
 
 def failure_of(out: Path, code: int) -> TessellaError:
@@ -182,7 +200,11 @@ def failure_of(out: Path, code: int) -> TessellaError:
     )
 
 
-def end_with_parent() -> None:
-    """Exit when standard input closes, a pipe whose other end the parent process holds."""
-    os.read(0, 1)
+def end_with_parent(heard: Callable[[], None] = lambda: None) -> None:
+    """Exit when standard input closes, a pipe whose other end the parent process holds.
+
+    ``heard`` is called for each byte that comes through it.
+    """
+    while os.read(0, 1):
+        heard()
     os._exit(1)

@@ -27,7 +27,8 @@ def main() -> int:
     parser.add_argument("--resumed", action="store_true")
     parser.add_argument("--recipe", type=Path)
     arguments = parser.parse_args()
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    asked = threading.Event()
+    threading.Thread(target=end_with_parent, args=(asked.set,), daemon=True).start()
     try:
         if arguments.recipe is not None:
             plain = parse_json(arguments.recipe.read_bytes(), where=str(arguments.recipe))
@@ -35,8 +36,10 @@ def main() -> int:
             # every trial steps in the usual way: their scores differ by their settings alone
             train(recipe, arguments.out, resume=True, races=False)
             return 0
-        with joined() as world:
+        with joined(asked.is_set) as world:
             train_run(Run(arguments.out), world, resumed=arguments.resumed, emit=silent)
+    except KeyboardInterrupt:  # as the parent asked, which knows
+        return 0
     except TessellaError as error:
         _report(arguments.out, error)
         return error.exit_code
