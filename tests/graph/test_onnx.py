@@ -14,8 +14,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from tessella.core.errors import CompileError, UnboundInput
-from tessella.core.spec import DimRange
+from tessella.core.errors import CompileError, UnboundInput, UsageError
+from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import Dim, Graph, interpret
 from tessella.graph.onnx import read, supported
 from tessella.graph.onnx.read import OPERATORS
@@ -388,6 +388,50 @@ def test_sizes_are_reshaped(target: tuple[int, ...], allowzero: int) -> None:
     constants = [ints("target", *target), ints("flat", -1), scalar("one", 1)]
     graph = read(model(nodes, {"x": [4, 3]}, ["y"], constants).SerializeToString())
     assert graph.outputs[0].shape == (4, 3)
+
+
+def test_a_shape_of_a_shape_is_known() -> None:
+    """What torch writes for ``expand`` with −1: ones as long as the shape, compared with it."""
+    nodes = [
+        node("Shape", ["x"], ["s"]),
+        node("Shape", ["s"], ["rank"]),
+        node("ConstantOfShape", ["rank"], ["ones"], value=ints("", 1)),
+        node("Mul", ["ones", "minus"], ["kept"]),
+        node("Equal", ["s", "kept"], ["same"]),
+        node("Where", ["same", "ones", "s"], ["shape"]),
+        node("Expand", ["row", "shape"], ["wide"]),
+        node("Add", ["x", "wide"], ["y"]),
+    ]
+    made = model(nodes, {"x": ["N", 3]}, ["y"], [ints("minus", -1), weight("row", 1, 3)])
+    assert agree(made, {"x": random(5, 3)}).inputs[0].shape == (Dim(), 3)
+
+
+def test_sizes_that_a_file_leaves_open_are_said() -> None:
+    """Once for each name, in whichever input; the batch stays open."""
+    nodes = [node("Add", ["x", "z"], ["sum"]), node("ReduceSum", ["sum", "last"], ["y"])]
+    names: dict[str, list[int | str]] = {"x": ["N", "s", 4], "z": ["N", "s", 4]}
+    data = model(nodes, names, ["y"], [ints("last", 2)]).SerializeToString()
+
+    def said(name: str, *shape: int, dtype: str = "float32") -> Graph:
+        return read(data, inputs=[TensorSpec(name=name, dtype=dtype, shape=shape)])
+
+    graph = said("z", 1, 6, 4)
+    assert [v.shape for v in graph.inputs] == [(Dim(), 6, 4)] * 2
+    feeds = {"x": random(2, 6, 4), "z": random(2, 6, 4)}
+    (got,) = interpret(graph, {n: torch.from_numpy(a) for n, a in feeds.items()}).values()
+    torch.testing.assert_close(got, torch.from_numpy(runtime(data, feeds)[0]))
+    with pytest.raises(UsageError, match=r"no such input\. Seen: image\. To do: name one of x, z"):
+        said("image", 1, 6, 4)
+    for wrong in ((1, 6, 5), (1, 6), (1, 6, 4, 1)):
+        with pytest.raises(UsageError, match="input 'x' of the file is another one"):
+            said("x", *wrong)
+    with pytest.raises(UsageError, match="is another one"):
+        said("x", 1, 6, 4, dtype="int64")
+    both = [TensorSpec(name=n, dtype="float32", shape=(1, s, 4)) for n, s in (("x", 6), ("z", 7))]
+    with pytest.raises(UsageError, match=r"two sizes for 's'\. Seen: 6 and 7"):
+        read(data, inputs=both)
+    with pytest.raises(CompileError, match="--inputs x:float32:1x128x4"):
+        read(data)
 
 
 def test_open_sizes_and_broken_lines_are_refused() -> None:

@@ -65,8 +65,9 @@ def compile(
     Args:
         source: a checkpoint, a run (its best checkpoint), a path of one of these or of an ONNX
             file, ``file.py:NAME`` of a function or class that makes a torch module, a network's
-            name, a torch module (then ``inputs`` says what it takes), or a graph: what
-            ``tessella.graph.onnx.read`` makes of a file, perhaps with some inputs bound.
+            name, a torch module (then ``inputs`` says what it takes, as it does of
+            an ONNX file with open sizes), or a graph: what ``tessella.graph.onnx.read`` makes of a
+            file, perhaps with some inputs bound.
         batch: one size, or the smallest, the usual and the largest.
         target: ``cpu``, a GPU's (``sm_90``) or ``reference``; by default what this machine has. For
             several (``"cpu,sm_80"``) the plan has a program each, and ``load`` takes the one for

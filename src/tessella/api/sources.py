@@ -75,17 +75,19 @@ def opened(
 ) -> Opened:
     """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
     is_file = isinstance(source, str | Path) and Path(source).suffix == ".onnx"
-    if inputs is not None and (is_file or isinstance(source, graph.Graph)):
+    if inputs is not None and isinstance(source, graph.Graph):
         raise UsageError(
-            "an ONNX file and a graph say themselves what they take",
+            "a graph says itself what it takes",
             seen=f"inputs={', '.join(map(str, inputs))}",
-            fix="leave out inputs; a value for an input that shapes depend on is bound when the "
-            "file is read: ts.compile(tessella.graph.onnx.read(path, bound={name: tensor}))",
+            fix="leave out inputs; sizes that an ONNX file leaves open, and a value for an input "
+            "that shapes depend on, are said when the file is read: "
+            "tessella.graph.onnx.read(path, inputs=…, bound={name: tensor})",
         )
     if isinstance(source, graph.Graph):
         return Opened(graph=source, name=source.name, preprocess=preprocess)
     if isinstance(source, str | Path) and is_file:
-        read, said = onnx.read(Path(source), batch=batch), onnx.read_metadata(source)
+        read = onnx.read(Path(source), batch=batch, inputs=inputs or ())
+        said = onnx.read_metadata(source)
         record = said.preprocess if preprocess is None else preprocess
         return Opened(
             graph=read, name=str(source), preprocess=record, labels=said.labels, task=said.task

@@ -88,7 +88,8 @@ class BuildRequest:
         "calibration: min-max, percentile, entropy or mse (the default).", "--calibrate-method"
     )
     inputs: tuple[TensorSpec, ...] = option(
-        "NAME:DTYPE:1x3x224x224 of an input of file.py:NAME or of a network; repeatable.",
+        "NAME:DTYPE:1x3x224x224 of an input of file.py:NAME or of a network, or of a model.onnx"
+        " that leaves sizes open; repeatable.",
         default=(),
     )
     input: Input = option(

@@ -41,6 +41,7 @@ from tessella.graph.onnx.functions import FUNCTIONS, body, version
 from tessella.graph.onnx.indexing import INDEXING
 from tessella.graph.onnx.layers import LAYERS
 from tessella.graph.onnx.movement import MOVEMENT
+from tessella.graph.onnx.open_sizes import said_sizes
 from tessella.graph.onnx.pointwise import POINTWISE
 from tessella.graph.onnx.pool import POOL
 from tessella.graph.onnx.quantize import QUANTIZE
@@ -86,6 +87,7 @@ def read(
     batch: DimRange | None = None,
     name: str = "",
     bound: Mapping[str, torch.Tensor] | None = None,
+    inputs: Sequence[TensorSpec] = (),
 ) -> Graph:
     """The graph of an ONNX model.
 
@@ -95,8 +97,11 @@ def read(
             fixes it; by default, and with a range of several, it stays symbolic.
         name: the graph's name; by default the one in the file.
         bound: values of inputs that thereby become constants: a shape, axes, an empty tensor.
+        inputs: sizes for inputs whose other dimensions have names, too. What one of them says of a
+            name holds for all; the first dimension stays what ``batch`` says.
 
     Raises:
+        UsageError: ``inputs`` do not fit those of the file.
         UnboundInput: shapes depend on the value of an input; its ``input`` says which.
         CompileError: the file is not valid ONNX, reaches outside its folder, is too new, or uses
             operators that are not known: then the message lists all of them.
@@ -110,7 +115,7 @@ def read(
             fix=f"export it with opset_version={NEWEST_OPSET}, or use onnx.version_converter",
         )
     _refuse_unknown(model)
-    graph = _Reader(model, opset, batch, name, bound or {}).read()
+    graph = _Reader(model, opset, batch, name, bound or {}, inputs).read()
     recognize(graph)
     check(graph)
     return graph
@@ -250,6 +255,7 @@ class _Reader:
         batch: DimRange | None,
         name: str,
         bound: Mapping[str, torch.Tensor],
+        inputs: Sequence[TensorSpec],
     ) -> None:
         graph = model.graph
         names = [v.name for v in (*graph.input, *graph.output)]
@@ -257,6 +263,7 @@ class _Reader:
         self.opset = opset
         self.batch = batch
         self.bound = bound
+        self.sizes = said_sizes(graph.input, inputs)
         held = sum(math.prod(t.dims) for t in _tensors([graph.node], graph))
         held = min(held, model.ByteSize())  # what the checker let pass takes a byte or more each
         self.budget = Budget(held)
@@ -285,6 +292,7 @@ class _Reader:
         if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
             raise CompileError(f"input {info.name!r} is not a tensor of known rank")
         dims = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
+        dims = [self.sizes.get((info.name, i)) if d is None else d for i, d in enumerate(dims)]
         if 0 in dims:
             raise UnboundInput(
                 f"input {info.name!r} has no elements",
@@ -295,10 +303,13 @@ class _Reader:
             )
         if None in dims[1:] or any(d is not None and d < 1 for d in dims):
             shown = [d.dim_param or d.dim_value or "?" for d in tensor.shape.dim]
+            said = "x".join(str(d or 128) for d in [1, *dims[1:]])
             raise CompileError(
                 f"only the first dimension of input {info.name!r}, the batch, may be open",
                 seen=shown,
-                fix="export the model with the other sizes fixed",
+                fix="say the other sizes, as --inputs "
+                f"{info.name}:{_dtype(tensor.elem_type)}:{said} (in Python inputs=[TensorSpec(…)])"
+                ", or export the model with them fixed",
             )
         first, batch = dims[0] if dims else None, self.batch
         dynamic = bool(dims) and first is None

@@ -6,6 +6,7 @@ nothing of it reaches the graph but the sizes that come out.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tessella.graph.graph import Dim
+from tessella.graph.onnx.budget import MOST_SIZES
 from tessella.graph.onnx.call import Call, Result, Sizes, Translator, table
 
 
@@ -22,7 +25,8 @@ def _array(values: Any) -> Sizes:
 
 
 def _shape(call: Call) -> Result:
-    shape = call.value(0).shape
+    given = call.given(0)
+    shape = given.shape if isinstance(given, np.ndarray) else call.value(0).shape
     return _array(list(shape[call.attrs.get("start", 0) : call.attrs.get("end")]))
 
 
@@ -101,10 +105,16 @@ def _product(call: Call) -> Result:
 
 
 def _constant_of_shape(call: Call) -> Result:
-    """A tensor of one number whose shape follows the batch: that number, spread."""
-    number = call.attrs.get("value", torch.zeros(1))
+    """A tensor of one number whose shape follows the batch: that number, spread.
+
+    Where its shape is known and its numbers are whole, files go on to compute a shape with them.
+    """
+    number, shape = call.attrs.get("value", torch.zeros(1)), list[Any](call.sizes(0).flat)
+    known = [int(size) for size in shape if not isinstance(size, Dim)]
+    if number.dtype == torch.int64 and len(known) == len(shape) and math.prod(known) <= MOST_SIZES:
+        return np.full(known, int(number), dtype=object)
     spread = call.build.constant(call.outputs[0], number.reshape(()))
-    return call.emit("expand", spread, shape=tuple(call.sizes(0).flat))
+    return call.emit("expand", spread, shape=tuple(shape))
 
 
 ON_SIZES: dict[str, Translator] = table(
