@@ -44,11 +44,11 @@ class Constants:
     def __init__(self, isa: InstructionSet, pointer: str = "rax") -> None:
         self._table = torch.zeros(MOST_CONSTANTS, isa.lanes, dtype=torch.float32)
         self._places: dict[object, int] = {}
-        self._isa, self._pointer = isa, pointer
+        self._isa, self.pointer = isa, pointer
 
     def begin(self, a: Assembler) -> None:
         """Set the pointer."""
-        a.set(self._pointer, self._table.data_ptr())
+        a.set(self.pointer, self._table.data_ptr())
 
     def first(self, lanes: int) -> At:
         """Where a vector lies whose first lanes have all bits, and the others none."""
@@ -62,7 +62,7 @@ class Constants:
     def _at(self, key: object, vector: torch.Tensor) -> At:
         place = self._places.setdefault(key, len(self._places))
         self._table[place] = vector
-        return At(base=self._pointer, distance=place * self._isa.vector_bytes)
+        return At(base=self.pointer, distance=place * self._isa.vector_bytes)
 
 
 def activate(a: Assembler, name: str | None, constants: Constants, x: int, first: int) -> None:

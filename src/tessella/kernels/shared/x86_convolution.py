@@ -30,22 +30,14 @@ from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
     CACHE_LINE,
-    CALL_RESIDUAL,
-    CALL_RESULT,
     COLUMN,
-    COUNT,
-    HAS_REST,
-    LEFT,
     LEFT_PANELS,
     MAX_BYTES,
     OWN_ITEM,
     PANEL,
     PANELS,
     PIXELS,
-    PLACES,
     POINTERS,
-    RESIDUAL,
-    RESULT,
     STACK,
     TAPS,
     WEIGHT,
@@ -218,34 +210,7 @@ class _Tiles(Tiles):
     def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
         """All tiles of the item, and ``depth`` words of their pixels."""
         name = f"pass {number}"
-        a.load("rbx", kept(OWN_ITEM))
-        for register, base, place in (
-            ("r13", CALL_RESULT, RESULT),
-            ("r12", CALL_RESIDUAL, RESIDUAL),
-        ):
-            a.load(register, base)
-            a.add_stored(register, At(base="rbx", distance=place))
-            a.add_stored(register, kept(COLUMN))
-        a.load("rbp", At(base="rbx", distance=PLACES))
-        a.load("rax", At(base="rbx", distance=COUNT))
-        a.store(kept(LEFT), "rax")
-        a.compare("rax", 0)
-        a.jump_if("je", f"{name}, rest")
-        a.label(f"{name}, tile")
-        self._tile(a, f"{name}, tile", self.pixels, number, constants)
-        result, residual = self.pitches
-        a.add("r13", self.pixels * result)
-        a.add("r12", self.pixels * (residual or 0))
-        a.add_to_stored(kept(LEFT), -1)
-        a.jump_if("jne", f"{name}, tile")
-        a.label(f"{name}, rest")
-        if self.rest:
-            a.load("rbx", kept(OWN_ITEM))
-            a.load("rax", At(base="rbx", distance=HAS_REST))
-            a.compare("rax", 0)
-            a.jump_if("je", f"{name}, end")
-            self._tile(a, f"{name}, rest", self.rest, number, constants)
-        a.label(f"{name}, end")
+        self._each_tile(a, name, lambda n, pixels: self._tile(a, n, pixels, number, constants))
         a.add_to_stored(kept(PANEL), self.taps * self.depth * self.width * WORD)
 
     def _tile(
@@ -319,15 +284,3 @@ class _Tiles(Tiles):
             a.load_bfloat16(self._taken + 1, added)
             a.vector("vaddps", sums, sums, self._taken + 1)
         activate(a, self.activation, constants, sums, self._taken)
-
-    def _column(self, vector: int) -> int:
-        """The distance in bytes from the panel's first channel to the vector's first."""
-        return self.panels.columns[vector] * self.size
-
-    def _of_result(self, pixel: int, vector: int) -> At:
-        return At(base="r13", distance=pixel * self.pitches[0] + self._column(vector))
-
-    def _of_residual(self, pixel: int, vector: int) -> At | None:
-        if self.pitches[1] is None:
-            return None
-        return At(base="r12", distance=pixel * self.pitches[1] + self._column(vector))
