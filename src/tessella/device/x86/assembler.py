@@ -424,7 +424,8 @@ class Assembler:
             short: of half the register's bytes.
         """
         if isinstance(rm, At):
-            high, middle, tail = 0, NUMBER[rm.base] >> 3, _address(reg, rm)
+            high, middle = 0, NUMBER[rm.base] >> 3
+            tail = _address(reg, rm, scaled=self._wide)
         else:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
@@ -441,10 +442,14 @@ class Assembler:
         self._emit(text, head + bytes((opcode,)) + tail)
 
 
-def _address(reg: int, place: At) -> bytes:
-    """ModRM with a distance of 32 bits, which EVEX does not scale; some bases want one more."""
+def _address(reg: int, place: At, *, scaled: bool = False) -> bytes:
+    """ModRM with a distance of 32 bits, or of 8 where it fits, unless EVEX would scale that; some
+    bases want one more byte.
+    """
     base, more = NUMBER[place.base] & 7, b""
     if place.index is not None or base == NUMBER["rsp"]:
         more = bytes((NUMBER[place.index or "rsp"] << 3 | base,))  # rsp: none
         base = NUMBER["rsp"]
-    return bytes((0x80 | (reg & 7) << 3 | base,)) + more + struct.pack("<i", place.distance)
+    short = -128 <= place.distance <= 127 and not scaled
+    distance = struct.pack("<b" if short else "<i", place.distance)
+    return bytes(((0x40 if short else 0x80) | (reg & 7) << 3 | base,)) + more + distance
