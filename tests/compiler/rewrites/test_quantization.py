@@ -284,7 +284,7 @@ def test_a_plan_gives_the_rounded_networks_answers(kind: str) -> None:
     got = runtime.load(from_bytes(to_bytes(made)))(x=x)["scores"]  # as a file, checked
     torch.testing.assert_close(got, right, rtol=1e-2, atol=1e-2)
     kernels = {s.kernel for s in made.program.buckets[0].steps}
-    assert kind == "fp8" or {"conv2d.onednn_int8", "linear.onednn_int8"} <= kernels
+    assert kind == "fp8" or sum("int8." in f"{k}." for k in kernels) > 1
     assert made.manifest.precision == kind
 
 

@@ -407,5 +407,3 @@ class _Tiles(Tiles):
     def _waiting(self, sums: int) -> At:
         """Where a wide sum waits on the stack."""
         return kept(SUMS + sums * self.isa.vector_bytes)
-
-
