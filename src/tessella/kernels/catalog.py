@@ -379,6 +379,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # between floating numbers and int8 or fp8
     *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
+    *_cpu("quantize", "avx2", "quant.x86", isa="avx2"),
     *_aten("quantize dequantize", "quant.aten"),
     *_gpu(
         f"pointwise {_ACTIVATIONS} softplus {_FUNCTIONS} {_SUMS} maximum minimum to batch_norm"

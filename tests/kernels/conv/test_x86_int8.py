@@ -84,7 +84,8 @@ def right(p: Problem, given: list[torch.Tensor], constants: dict[int, torch.Tens
     return y if p.output.dtype == "float32" else y.round().clamp(-128, 127).to(torch.int8)
 
 
-def run(p: Problem, given: list[torch.Tensor], constants: dict[int, torch.Tensor], **config: int
+def run(
+    p: Problem, given: list[torch.Tensor], constants: dict[int, torch.Tensor], **config: int
 ) -> torch.Tensor:
     out = p.output.empty(CPU).fill_(77)
     assert x86_int8.bind(p, constants, **config)(*given, out=out) is out

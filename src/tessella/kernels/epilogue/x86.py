@@ -75,6 +75,37 @@ def activate(a: Assembler, name: str | None, constants: Constants, x: int, first
         WRITTEN[name](_Vector(a, constants, x, first))
 
 
+def to_integers(a: Assembler, constants: Constants, x: int) -> None:
+    """Round the numbers of a vector half to even, to int32: of more than 127 that, which int8
+    saturates to anyway, since beyond 2³¹ there is none.
+    """
+    a.vector("vminps", x, x, constants.at(127.0))
+    a.convert("vcvtps2dq", x, x)
+
+
+def store_int8(
+    a: Assembler, to: At, vectors: Sequence[int], spare: int, *, at_least_zero: bool = False
+) -> None:
+    """Store one or two vectors of int32 one after the other as int8, saturated (AVX2)."""
+    x = vectors[0]
+    if len(vectors) == 2:
+        a.vector("vpackssdw", x, *vectors)
+        a.upper_half(spare, x)
+        a.in_half("vpacksswb", x, x, spare)
+        a.swap_middle(x, x)
+    else:
+        a.upper_half(spare, x)
+        a.in_half("vpackssdw", x, x, spare)
+        a.in_half("vpacksswb", x, x, x)
+    if at_least_zero:
+        a.vector("vxorps", spare, spare, spare)
+        a.in_half("vpmaxsb", x, x, spare)
+    if len(vectors) == 2:
+        a.store_half(to, x)
+    else:
+        a.store_quarter(to, x)
+
+
 class _Vector:
     """The numbers ``x`` and four temporaries, all vectors, and instructions on them."""
 

@@ -26,7 +26,7 @@ from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Config
-from tessella.kernels.epilogue.x86 import Constants, activate
+from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
     COLUMN,
@@ -364,12 +364,13 @@ class _Tiles(Tiles):
             if self.gamma != 1:
                 a.vector("vmulps", x, x, constants.at(self.gamma))
             if self.rounds:
-                a.vector("vminps", x, x, constants.at(127.0))  # beyond 2³¹ is no integer
-                a.convert("vcvtps2dq", x, x)
+                to_integers(a, constants, x)
             else:
                 a.store_vector(self._of_result(pixel, v), x)
         if self.rounds:
-            self._store_int8(a, self._of_result(pixel, 0), first, spare)
+            at_least_zero = self.activation == "relu"
+            vectors = range(first, first + self.vectors)
+            store_int8(a, self._of_result(pixel, 0), vectors, spare, at_least_zero=at_least_zero)
 
     def _add_residual(
         self, a: Assembler, x: int, added: At | None, spare: int, constants: Constants
@@ -384,25 +385,6 @@ class _Tiles(Tiles):
         if self.beta != 1:
             a.vector("vmulps", spare, spare, constants.at(self.beta))
         a.vector("vaddps", x, x, spare)
-
-    def _store_int8(self, a: Assembler, to: At, x: int, spare: int) -> None:
-        """A pixel's channels, saturated, from int32 in one or two vectors."""
-        if self.vectors == 2:
-            a.vector("vpackssdw", x, x, x + 1)
-            a.upper_half(spare, x)
-            a.in_half("vpacksswb", x, x, spare)
-            a.swap_middle(x, x)
-        else:
-            a.upper_half(spare, x)
-            a.in_half("vpackssdw", x, x, spare)
-            a.in_half("vpacksswb", x, x, x)
-        if self.activation == "relu":
-            a.vector("vxorps", spare, spare, spare)
-            a.in_half("vpmaxsb", x, x, spare)
-        if self.vectors == 2:
-            a.store_half(to, x)
-        else:
-            a.store_quarter(to, x)
 
     def _waiting(self, sums: int) -> At:
         """Where a wide sum waits on the stack."""
