@@ -164,7 +164,7 @@ def _chain(weight: torch.Tensor, most: int) -> int:
 def _largest(sums: torch.Tensor, count: int) -> int:
     """The largest sum of ``count`` rows that are added, from the first on, and of those left."""
     whole = len(sums) // count * count
-    parts = sums[:whole].unflatten(0, (-1, count)).sum(1).amax()
+    parts = sums[:whole].reshape(-1, count, *sums.shape[1:]).sum(1).amax()
     return max(int(parts), int(sums[whole:].sum(0).amax()))
 
 
