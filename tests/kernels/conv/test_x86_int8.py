@@ -12,7 +12,7 @@ from tessella.core.errors import KernelError
 from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.gemm import x86_int8 as linear
-from tessella.kernels.shared import x86_int8, x86_tiles
+from tessella.kernels.shared import x86_convolution, x86_int8, x86_tiles
 from tessella.operations import problems
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
@@ -163,6 +163,24 @@ def test_each_epilogue(activation: str | None) -> None:
         for config in x86_int8.configs(p):
             error = (run(p, given, constants, **config).double() - wanted).abs().max()
             assert error <= (1 if out == "int8" else 1e-5 * wanted.abs().max())
+
+
+@pytest.mark.parametrize("channels", [8, 43, 64])
+def test_a_first_layer_in_float32_rounds_its_result(channels: int) -> None:
+    p = convolutions.problem(
+        (2, 3, 15, 17), channels, kernel=(7, 7), stride=(2, 2), padding=(3, 3), activation="relu"
+    )  # fmt: skip
+    given, constants = convolutions.drawn(p)
+    y = convolutions.exact(p, given, constants) * 30.5
+    attrs = {**p.attrs, "dtype": "int8", "gamma": 30.5}
+    p = replace(p, outputs=(replace(p.output, dtype="int8"),), attrs=attrs)
+    assert catalog.kernel("conv2d.avx2").refusal(p) is None
+    assert y.max() > 128
+    for config in x86_convolution.configs(p):
+        out = p.output.empty(CPU).fill_(77)
+        x86_convolution.bind(p, constants, **config)(*given, out=out)
+        error = (out.double() - y.clamp(-128, 127)).abs().max()
+        assert error < 0.5001  # half a step, and float32's own error
 
 
 def test_what_no_int8_holds_saturates() -> None:

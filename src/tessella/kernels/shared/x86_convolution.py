@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At, InstructionSet
+from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Config
-from tessella.kernels.epilogue.x86 import Constants, activate
+from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
     CACHE_LINE,
@@ -58,6 +58,10 @@ MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums 
 
 def fits(problem: Problem) -> str | None:
     x, weight, isa = problem["input"], problem["weight"], code.require_instructions()
+    if rounds(problem):
+        if isa != AVX2 or problem.epilogue.residual is not None:
+            return "rounds to int8 with AVX2 alone, and adds no residual there"
+        problem = _not_rounded(problem)
     if why := refusal(problem):
         return why
     if problem.attrs["groups"] != 1:
@@ -65,6 +69,17 @@ def fits(problem: Problem) -> str | None:
     if weight.shape[0] < isa.lanes or weight.shape[1] * x.itemsize % WORD:
         return f"{isa.lanes} channels at least, those of the input by {WORD} bytes"
     return None
+
+
+def rounds(problem: Problem) -> bool:
+    """Whether the result of numbers in float32 is int8."""
+    return (problem["input"].dtype, problem.output.dtype) == ("float32", "int8")
+
+
+def _not_rounded(problem: Problem) -> Problem:
+    """The problem whose result is what is rounded, before its factor."""
+    attrs = {name: a for name, a in problem.attrs.items() if name not in ("dtype", "gamma")}
+    return replace(problem, outputs=(replace(problem.output, dtype="float32"),), attrs=attrs)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -121,7 +136,7 @@ def _depth(problem: Problem, width: int) -> int | None:
     """How many of a pixel's words a pass should take, None for all: sums are kept as float32."""
     x, taps = problem["input"], math.prod(problem["weight"].shape[2:])
     words = x.shape[1]
-    if x.itemsize != WORD:
+    if x.itemsize != WORD or rounds(problem):
         return None
     for limit in PASS_BYTES:
         most = min(limit // (taps * width * WORD), words - 1)
@@ -143,10 +158,11 @@ def bind(
     x = problem["input"]
     words = x.shape[1] * x.itemsize // WORD
     depth = words if depth is None else depth
-    tiles = _Tiles.of(problem, vectors, words=words, depth=depth)
-    if tiles.panels.overlap and depth != words:
+    gamma = float(problem.epilogue.gamma) if rounds(problem) else None
+    tiles = _Tiles.of(problem, vectors, words=words, depth=depth, gamma=gamma)
+    if (tiles.panels.overlap or gamma) and depth != words:
         raise KernelError(
-            "sums of a pass cannot wait where another panel's are",
+            "sums of a pass cannot wait where another panel's are, or in int8",
             seen=f"{problem.output.shape[1]} channels by {vectors} vectors, {depth} words a pass",
             fix="leave out depth",
         )
@@ -175,10 +191,12 @@ class _Tiles(Tiles):
 
     Attributes:
         words: of a pixel of the image; ``depth`` of them in a pass.
+        gamma: what an int8 result is multiplied by before it is rounded; None for others.
     """
 
     words: int
     depth: int
+    gamma: float | None
 
     @property
     def _taken(self) -> int:
@@ -240,11 +258,16 @@ class _Tiles(Tiles):
         for i, (p, v) in enumerate(places):
             if is_last:
                 self._finish(a, i, p, v, constants)
-            self._store(a, self._of_result(p, v), i)
+            if self.gamma is None:
+                self._store(a, self._of_result(p, v), i)
+            else:
+                a.vector("vmulps", i, i, constants.at(self.gamma))
+                to_integers(a, constants, i)
+                store_int8(a, self._of_result(p, v), (i,), self._taken)
 
     def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
         """The pass's words of the tile's pixels under one tap."""
-        multiply = "vfmadd231ps" if self.size == WORD else "vdpbf16ps"
+        multiply = "vdpbf16ps" if self.size == 2 else "vfmadd231ps"
         taken, spread = self._taken, self._taken + self.vectors
         spreads = min(2, self.isa.vectors - spread)
         unrolled = next(n for n in range(UNROLLED, 0, -1) if self.depth % n == 0)
