@@ -17,6 +17,7 @@ from tessella.device.x86 import code
 from tessella.device.x86.assembler import (
     AVX2,
     AVX512,
+    CONVERSIONS,
     ONLY_AVX512,
     REGISTERS,
     VECTOR,
@@ -68,6 +69,7 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
         a.load_if_negative(register, At(base="rsp", distance=16))
         a.fetch_add(At(base="r13"), register)
         a.multiply(register, 0x999)
+        a.clear_low_bits(register, 6)
         for number in (0x7FFFFFF0, -0x7000):
             a.add(register, number)
             a.subtract(register, number)
@@ -92,13 +94,18 @@ def test_every_vector_instruction(isa: InstructionSet, tmp_path: Path) -> None:
         for register in (0, last // 3, last // 2 + 3, last):
             a.load_vector(register, place)
             a.store_vector(place, register)
+            a.load_int8(register, place)
             for name in names:
                 a.vector(name, register, last - register, place)
+            for name in CONVERSIONS:
+                a.convert(name, register, place)
     for register in REGISTERS[:8]:
         a.broadcast_bits(last - 1, register)
     for one in (0, 7, 8, last // 2, last // 2 + 1, last):
         a.copy_vector(one, last - one)
         a.shift_left(one, last - one, 23)
+        for name in CONVERSIONS:
+            a.convert(name, one, last - one)
         for name in names:
             a.vector(name, one, last - one, (last // 2 + 1) ^ one)
     agrees(a, tmp_path)
@@ -126,7 +133,12 @@ def test_what_only_avx2_has(tmp_path: Path) -> None:
     a = Assembler(AVX2)
     for one in (0, 7, 8, 15):
         a.unordered(one, 15 - one, one ^ 8)
+        a.upper_half(one, 15 - one)
+        a.swap_middle(one, 15 - one)
+        a.in_half("vpmaxsb", one, 15 - one, one ^ 8)
         for base in REGISTERS:
+            a.store_half(At(base=base, distance=0x80), one)
+            a.store_quarter(At(base=base, distance=0x7F), one)
             a.load_some(one, At(base=base, index="rdx", distance=8), 15 - one)
             a.store_some(At(base=base, distance=-8), one, one ^ 8)
     agrees(a, tmp_path)

@@ -276,10 +276,11 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
-    *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True),
+    *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_cpu("conv2d", "avx2_winograd", "conv.x86_winograd", isa="avx2", sliced_out=True),
+    *_cpu("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2", sliced_out=True, gamma=True),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
@@ -324,6 +325,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
     *_x86("linear", "{}", "gemm.x86"),
+    *_cpu("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", gamma=True),
     *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
@@ -377,6 +379,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # between floating numbers and int8 or fp8
     *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
+    *_cpu("quantize", "avx2", "quant.x86", isa="avx2"),
     *_aten("quantize dequantize", "quant.aten"),
     *_gpu(
         f"pointwise {_ACTIVATIONS} softplus {_FUNCTIONS} {_SUMS} maximum minimum to batch_norm"

@@ -308,7 +308,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"gamma": 2.0}, "has no factor behind the activation (gamma)"),
+        ({"gamma": 2.0}, "no scale, alpha, beta or gamma"),
         ({"groups": 2}, "one group"),
     ],
 )

@@ -7,7 +7,8 @@ writes floating numbers and a step rounds them.
 
 A network's first layer has too few channels for int8, and a pooling often stands before the
 rounding. As rounding keeps the order, the largest of quantized values is the quantized largest: the
-layer writes quantized values, and the pooling reads them, half of the bytes each::
+layer writes quantized values, and the pooling reads them, half of the bytes each, or a quarter on a
+CPU with AVX2, where the layer is in float32::
 
     quantize(max_pool2d(conv2d(x))) → max_pool2d(conv2d(x, gamma=1 / scale, dtype="int8"))
 
@@ -25,8 +26,10 @@ from tessella.compiler.rewrites.lower_quantization import Scheme, scheme_of
 from tessella.core.architectures import is_gpu
 from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import fixed
 from tessella.operations.epilogue import is_gamma
 
+CHANNELS = 8  # fewer are a picture's
 ATTENTION = "scaled_dot_product_attention"
 
 
@@ -83,7 +86,12 @@ def _takes(node: Node, scheme: Scheme) -> bool:
     Fast kernels read no residual in floating numbers beside quantized values.
     """
     return (
-        (node.op == ATTENTION or _reads(node, scheme) or is_plain_sixteen_bit(node))
+        (
+            node.op == ATTENTION
+            or _reads(node, scheme)
+            or is_plain_sixteen_bit(node)
+            or _reads_an_image(node)
+        )
         and scheme.scale.numel() == 1
         and scheme.zero == 0
         and scheme.dtype in QUANTIZED
@@ -96,6 +104,21 @@ def _reads(node: Node, scheme: Scheme) -> bool:
     if node.get("scale") is None or node.get("residual") is not None:
         return False
     return node["input"].dtype == scheme.dtype
+
+
+def _reads_an_image(node: Node) -> bool:
+    """Whether a layer in float32 has too few channels for int8, and for other kernels than a CPU's
+    one that rounds its result.
+    """
+    types = {node["input"].dtype, node.output.dtype}
+    return (
+        node.op == "conv2d"
+        and types == {"float32"}
+        and node.attrs.get("groups", 1) == 1
+        and fixed(node["weight"].shape[1]) < CHANNELS
+        and "dtype" not in node.attrs
+        and node.has_only("input", "weight", "bias")
+    )
 
 
 def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:

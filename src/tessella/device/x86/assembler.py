@@ -23,7 +23,7 @@ NUMBER = {name: i for i, name in enumerate(REGISTERS)}
 SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # what a function gives back as it was
 
 NONE, X66, XF3, XF2 = range(4)  # prefixes, as VEX and EVEX say them
-M0F, M0F38 = 1, 2  # maps of opcodes
+M0F, M0F38, M0F3A = 1, 2, 3  # maps of opcodes
 
 # name → prefix, map, opcode; three vectors, the last one perhaps from memory
 VECTOR = {
@@ -37,6 +37,11 @@ VECTOR = {
     "vxorps": (NONE, M0F, 0x57),
     "vorps": (NONE, M0F, 0x56),
     "vpaddd": (X66, M0F, 0xFE),
+    "vpaddw": (X66, M0F, 0xFD),
+    "vpackssdw": (X66, M0F, 0x6B),
+    "vpacksswb": (X66, M0F, 0x63),
+    "vpmaddwd": (X66, M0F, 0xF5),
+    "vpmaddubsw": (X66, M0F38, 0x04),
     "vpmaxsw": (X66, M0F, 0xEE),
     "vpmaxub": (X66, M0F, 0xDE),
     "vpmaxsb": (X66, M0F38, 0x3C),
@@ -46,6 +51,8 @@ VECTOR = {
     "vdpbf16ps": (XF3, M0F38, 0x52),
 }
 ONLY_AVX512 = ("vdpbf16ps",)
+# name → prefix, map, opcode; a vector from a vector or from memory
+CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
 CONDITIONS = {"jge": 0x8D, "je": 0x84, "jne": 0x85}
 ORDERED, UNORDERED = 7, 3  # of vcmpps: neither is a NaN, one is
 
@@ -191,6 +198,13 @@ class Assembler:
     def compare(self, one: str, other: str | int) -> None:
         self._add("cmp", 0x39, 7, one, other)
 
+    def clear_low_bits(self, register: str, count: int) -> None:
+        """At most seven bits: an address becomes one that is divisible by 2 ** count."""
+        i, kept = NUMBER[register], -(1 << count)
+        said = f"{kept & (2**64 - 1):#x}"
+        code = bytes((0x48 | i >> 3, 0x83, 0xE0 | i & 7)) + struct.pack("<b", kept)
+        self._emit(f"and {register},{said}", code)
+
     def multiply(self, to: str, number: int) -> None:
         code = self._pair(0x69, to, to) + struct.pack("<i", number)
         self._emit(f"imul {to},{to},{number:#x}", code)
@@ -275,6 +289,47 @@ class Assembler:
         said = f"{registers}{other}" if isinstance(other, int) else f"{self._place} {other}"
         text = f"{name} {registers}{to},{registers}{one},{said}"
         self._vector(text, *VECTOR[name], to, one, other)
+
+    def convert(self, name: str, to: int, source: int | At) -> None:
+        """Write the instruction of this name in ``CONVERSIONS``; it rounds half to even."""
+        said = f"{self._place} {source}" if isinstance(source, At) else f"{self._name}{source}"
+        self._vector(f"{name} {self._name}{to},{said}", *CONVERSIONS[name], to, 0, source)
+
+    def load_int8(self, to: int, source: At) -> None:
+        """As many of them as a vector has lanes, as int32."""
+        place = "XMMWORD" if self._wide else "QWORD"
+        text = f"vpmovsxbd {self._name}{to},{place} PTR {source}"
+        self._vector(text, X66, M0F38, 0x21, to, 0, source)
+
+    def upper_half(self, to: int, source: int) -> None:
+        """The upper 16 bytes of a vector as the lower ones of another (AVX2)."""
+        assert not self._wide, "AVX-512 has four quarters"
+        self._vector(f"vextracti128 xmm{to},ymm{source},0x1", X66, M0F3A, 0x39, source, 0, to)
+        self._code.append(1)
+
+    def in_half(self, name: str, to: int, one: int, other: int) -> None:
+        """The instruction of this name in ``VECTOR`` on the lower 16 bytes (AVX2)."""
+        assert not self._wide, "written for AVX2 alone"
+        text = f"{name} xmm{to},xmm{one},xmm{other}"
+        self._vector(text, *VECTOR[name], to, one, other, short=True)
+
+    def swap_middle(self, to: int, source: int) -> None:
+        """The lower 16 bytes with the second and the third 4 of them swapped (AVX2)."""
+        assert not self._wide, "written for AVX2 alone"
+        self._vector(f"vpshufd xmm{to},xmm{source},0xd8", X66, M0F, 0x70, to, 0, source, short=True)
+        self._code.append(0xD8)
+
+    def store_half(self, to: At, source: int) -> None:
+        """The lower 16 bytes of a vector (AVX2)."""
+        assert not self._wide, "written for AVX2 alone"
+        text = f"vmovdqu XMMWORD PTR {to},xmm{source}"
+        self._vector(text, XF3, M0F, 0x7F, source, 0, to, short=True)
+
+    def store_quarter(self, to: At, source: int) -> None:
+        """The lower 8 bytes of a vector (AVX2)."""
+        assert not self._wide, "written for AVX2 alone"
+        text = f"vmovq QWORD PTR {to},xmm{source}"
+        self._vector(text, X66, M0F, 0xD6, source, 0, to, short=True)
 
     def shift_left(self, to: int, source: int, bits: int) -> None:
         """Shift each 32 bits of a vector by themselves."""
@@ -369,7 +424,8 @@ class Assembler:
             short: of half the register's bytes.
         """
         if isinstance(rm, At):
-            high, middle, tail = 0, NUMBER[rm.base] >> 3, _address(reg, rm)
+            high, middle = 0, NUMBER[rm.base] >> 3
+            tail = _address(reg, rm, scaled=self._wide)
         else:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
@@ -386,10 +442,14 @@ class Assembler:
         self._emit(text, head + bytes((opcode,)) + tail)
 
 
-def _address(reg: int, place: At) -> bytes:
-    """ModRM with a distance of 32 bits, which EVEX does not scale; some bases want one more."""
+def _address(reg: int, place: At, *, scaled: bool = False) -> bytes:
+    """ModRM with a distance of 32 bits, or of 8 where it fits, unless EVEX would scale that; some
+    bases want one more byte.
+    """
     base, more = NUMBER[place.base] & 7, b""
     if place.index is not None or base == NUMBER["rsp"]:
         more = bytes((NUMBER[place.index or "rsp"] << 3 | base,))  # rsp: none
         base = NUMBER["rsp"]
-    return bytes((0x80 | (reg & 7) << 3 | base,)) + more + struct.pack("<i", place.distance)
+    short = -128 <= place.distance <= 127 and not scaled
+    distance = struct.pack("<b" if short else "<i", place.distance)
+    return bytes(((0x40 if short else 0x80) | (reg & 7) << 3 | base,)) + more + distance

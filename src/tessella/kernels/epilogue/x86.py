@@ -44,11 +44,11 @@ class Constants:
     def __init__(self, isa: InstructionSet, pointer: str = "rax") -> None:
         self._table = torch.zeros(MOST_CONSTANTS, isa.lanes, dtype=torch.float32)
         self._places: dict[object, int] = {}
-        self._isa, self._pointer = isa, pointer
+        self._isa, self.pointer = isa, pointer
 
     def begin(self, a: Assembler) -> None:
         """Set the pointer."""
-        a.set(self._pointer, self._table.data_ptr())
+        a.set(self.pointer, self._table.data_ptr())
 
     def first(self, lanes: int) -> At:
         """Where a vector lies whose first lanes have all bits, and the others none."""
@@ -62,7 +62,7 @@ class Constants:
     def _at(self, key: object, vector: torch.Tensor) -> At:
         place = self._places.setdefault(key, len(self._places))
         self._table[place] = vector
-        return At(base=self._pointer, distance=place * self._isa.vector_bytes)
+        return At(base=self.pointer, distance=place * self._isa.vector_bytes)
 
 
 def activate(a: Assembler, name: str | None, constants: Constants, x: int, first: int) -> None:
@@ -73,6 +73,37 @@ def activate(a: Assembler, name: str | None, constants: Constants, x: int, first
     """
     if name is not None:
         WRITTEN[name](_Vector(a, constants, x, first))
+
+
+def to_integers(a: Assembler, constants: Constants, x: int) -> None:
+    """Round the numbers of a vector half to even, to int32: of more than 127 that, which int8
+    saturates to anyway, since beyond 2³¹ there is none.
+    """
+    a.vector("vminps", x, x, constants.at(127.0))
+    a.convert("vcvtps2dq", x, x)
+
+
+def store_int8(
+    a: Assembler, to: At, vectors: Sequence[int], spare: int, *, at_least_zero: bool = False
+) -> None:
+    """Store one or two vectors of int32 one after the other as int8, saturated (AVX2)."""
+    x = vectors[0]
+    if len(vectors) == 2:
+        a.vector("vpackssdw", x, *vectors)
+        a.upper_half(spare, x)
+        a.in_half("vpacksswb", x, x, spare)
+        a.swap_middle(x, x)
+    else:
+        a.upper_half(spare, x)
+        a.in_half("vpackssdw", x, x, spare)
+        a.in_half("vpacksswb", x, x, x)
+    if at_least_zero:
+        a.vector("vxorps", spare, spare, spare)
+        a.in_half("vpmaxsb", x, x, spare)
+    if len(vectors) == 2:
+        a.store_half(to, x)
+    else:
+        a.store_quarter(to, x)
 
 
 class _Vector:

@@ -21,29 +21,39 @@ WINDOW = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 
 def fits(problem: Problem) -> str | None:
+    return refusal(problem) or x86_convolution.fits(as_convolution(problem))
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why rows of this problem are not pixels of an image, or None."""
     rows = (problem["input"], problem.output, problem.epilogue.residual)
     if any(m is not None and (m.format != "contiguous" or len(m.shape) < 2) for m in rows):
         return "needs contiguous rows"
     if problem["weight"].format == "strided":
         return "the weight must be dense"
-    return x86_convolution.fits(_convolution(problem))
+    return None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    return x86_convolution.configs(_convolution(problem))
+    return x86_convolution.configs(as_convolution(problem))
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
     problem.require_constants(constants)
-    weight = constants[1]
-    constants = {**constants, 1: weight[:, :, None, None]}
-    return x86_convolution.bind(_convolution(problem), constants, **config)
+    return x86_convolution.bind(as_convolution(problem), with_filter(constants), **config)
 
 
-def _convolution(problem: Problem) -> Problem:
+def with_filter(constants: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The constants, the weight as a filter of one place."""
+    return {**constants, 1: constants[1][:, :, None, None]}
+
+
+def as_convolution(problem: Problem) -> Problem:
+    """The 1×1 convolution that the problem is."""
     x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
     residual = epilogue.residual
-    numbers = {name: n for name, n in problem.attrs.items() if name in NUMBERS}
+    kept = (*NUMBERS, "dtype", "non_negative")
+    numbers = {name: n for name, n in problem.attrs.items() if name in kept}
     return replace(
         problem,
         op="conv2d",

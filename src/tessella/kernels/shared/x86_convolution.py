@@ -17,35 +17,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At, InstructionSet
+from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Config
-from tessella.kernels.epilogue.x86 import Constants, activate
+from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
     CACHE_LINE,
-    CALL_RESIDUAL,
-    CALL_RESULT,
     COLUMN,
-    COUNT,
-    HAS_REST,
-    LEFT,
     LEFT_PANELS,
     MAX_BYTES,
     OWN_ITEM,
     PANEL,
     PANELS,
     PIXELS,
-    PLACES,
     POINTERS,
-    RESIDUAL,
-    RESULT,
     STACK,
     TAPS,
     WEIGHT,
@@ -66,6 +58,10 @@ MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums 
 
 def fits(problem: Problem) -> str | None:
     x, weight, isa = problem["input"], problem["weight"], code.require_instructions()
+    if rounds(problem):
+        if isa != AVX2 or problem.epilogue.residual is not None:
+            return "rounds to int8 with AVX2 alone, and adds no residual there"
+        problem = _not_rounded(problem)
     if why := refusal(problem):
         return why
     if problem.attrs["groups"] != 1:
@@ -73,6 +69,17 @@ def fits(problem: Problem) -> str | None:
     if weight.shape[0] < isa.lanes or weight.shape[1] * x.itemsize % WORD:
         return f"{isa.lanes} channels at least, those of the input by {WORD} bytes"
     return None
+
+
+def rounds(problem: Problem) -> bool:
+    """Whether the result of numbers in float32 is int8."""
+    return (problem["input"].dtype, problem.output.dtype) == ("float32", "int8")
+
+
+def _not_rounded(problem: Problem) -> Problem:
+    """The problem whose result is what is rounded, before its factor."""
+    attrs = {name: a for name, a in problem.attrs.items() if name not in ("dtype", "gamma")}
+    return replace(problem, outputs=(replace(problem.output, dtype="float32"),), attrs=attrs)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -129,7 +136,7 @@ def _depth(problem: Problem, width: int) -> int | None:
     """How many of a pixel's words a pass should take, None for all: sums are kept as float32."""
     x, taps = problem["input"], math.prod(problem["weight"].shape[2:])
     words = x.shape[1]
-    if x.itemsize != WORD:
+    if x.itemsize != WORD or rounds(problem):
         return None
     for limit in PASS_BYTES:
         most = min(limit // (taps * width * WORD), words - 1)
@@ -151,10 +158,11 @@ def bind(
     x = problem["input"]
     words = x.shape[1] * x.itemsize // WORD
     depth = words if depth is None else depth
-    tiles = _Tiles.of(problem, vectors, words=words, depth=depth)
-    if tiles.panels.overlap and depth != words:
+    gamma = float(problem.epilogue.gamma) if rounds(problem) else None
+    tiles = _Tiles.of(problem, vectors, words=words, depth=depth, gamma=gamma)
+    if (tiles.panels.overlap or gamma) and depth != words:
         raise KernelError(
-            "sums of a pass cannot wait where another panel's are",
+            "sums of a pass cannot wait where another panel's are, or in int8",
             seen=f"{problem.output.shape[1]} channels by {vectors} vectors, {depth} words a pass",
             fix="leave out depth",
         )
@@ -183,10 +191,12 @@ class _Tiles(Tiles):
 
     Attributes:
         words: of a pixel of the image; ``depth`` of them in a pass.
+        gamma: what an int8 result is multiplied by before it is rounded; None for others.
     """
 
     words: int
     depth: int
+    gamma: float | None
 
     @property
     def _taken(self) -> int:
@@ -218,34 +228,7 @@ class _Tiles(Tiles):
     def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
         """All tiles of the item, and ``depth`` words of their pixels."""
         name = f"pass {number}"
-        a.load("rbx", kept(OWN_ITEM))
-        for register, base, place in (
-            ("r13", CALL_RESULT, RESULT),
-            ("r12", CALL_RESIDUAL, RESIDUAL),
-        ):
-            a.load(register, base)
-            a.add_stored(register, At(base="rbx", distance=place))
-            a.add_stored(register, kept(COLUMN))
-        a.load("rbp", At(base="rbx", distance=PLACES))
-        a.load("rax", At(base="rbx", distance=COUNT))
-        a.store(kept(LEFT), "rax")
-        a.compare("rax", 0)
-        a.jump_if("je", f"{name}, rest")
-        a.label(f"{name}, tile")
-        self._tile(a, f"{name}, tile", self.pixels, number, constants)
-        result, residual = self.pitches
-        a.add("r13", self.pixels * result)
-        a.add("r12", self.pixels * (residual or 0))
-        a.add_to_stored(kept(LEFT), -1)
-        a.jump_if("jne", f"{name}, tile")
-        a.label(f"{name}, rest")
-        if self.rest:
-            a.load("rbx", kept(OWN_ITEM))
-            a.load("rax", At(base="rbx", distance=HAS_REST))
-            a.compare("rax", 0)
-            a.jump_if("je", f"{name}, end")
-            self._tile(a, f"{name}, rest", self.rest, number, constants)
-        a.label(f"{name}, end")
+        self._each_tile(a, name, lambda n, pixels: self._tile(a, n, pixels, number, constants))
         a.add_to_stored(kept(PANEL), self.taps * self.depth * self.width * WORD)
 
     def _tile(
@@ -275,11 +258,16 @@ class _Tiles(Tiles):
         for i, (p, v) in enumerate(places):
             if is_last:
                 self._finish(a, i, p, v, constants)
-            self._store(a, self._of_result(p, v), i)
+            if self.gamma is None:
+                self._store(a, self._of_result(p, v), i)
+            else:
+                a.vector("vmulps", i, i, constants.at(self.gamma))
+                to_integers(a, constants, i)
+                store_int8(a, self._of_result(p, v), (i,), self._taken)
 
     def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
         """The pass's words of the tile's pixels under one tap."""
-        multiply = "vfmadd231ps" if self.size == WORD else "vdpbf16ps"
+        multiply = "vdpbf16ps" if self.size == 2 else "vfmadd231ps"
         taken, spread = self._taken, self._taken + self.vectors
         spreads = min(2, self.isa.vectors - spread)
         unrolled = next(n for n in range(UNROLLED, 0, -1) if self.depth % n == 0)
@@ -319,15 +307,3 @@ class _Tiles(Tiles):
             a.load_bfloat16(self._taken + 1, added)
             a.vector("vaddps", sums, sums, self._taken + 1)
         activate(a, self.activation, constants, sums, self._taken)
-
-    def _column(self, vector: int) -> int:
-        """The distance in bytes from the panel's first channel to the vector's first."""
-        return self.panels.columns[vector] * self.size
-
-    def _of_result(self, pixel: int, vector: int) -> At:
-        return At(base="r13", distance=pixel * self.pitches[0] + self._column(vector))
-
-    def _of_residual(self, pixel: int, vector: int) -> At | None:
-        if self.pitches[1] is None:
-            return None
-        return At(base="r12", distance=pixel * self.pitches[1] + self._column(vector))

@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -159,9 +159,10 @@ class Tiles(ABC):
     activation: str | None
 
     @classmethod
-    def of(cls, problem: Problem, vectors: int, **more: int) -> Self:
+    def of(cls, problem: Problem, vectors: int, pixels: int | None = None, **more: Any) -> Self:
+        """Tiles for a problem; of as many pixels as registers allow if that is not said."""
         isa, y, residual = code.require_instructions(), problem.output, problem.epilogue.residual
-        pixels = PIXELS[isa][vectors]
+        pixels = pixels or PIXELS[isa][vectors]
         return cls(
             isa=isa,
             panels=Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes),
@@ -188,7 +189,7 @@ class Tiles(ABC):
         self, problem: Problem, constants: Mapping[int, torch.Tensor], weight: torch.Tensor
     ) -> code.Launch:
         """The code with its table of items, for a weight that is laid out by panels."""
-        bias = self.panels.laid_out(constants[2].float()) if 2 in constants else None
+        bias = self._beside(problem, constants)
         places = indirection(problem, constants[1], self.pixels)
         zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
@@ -202,6 +203,14 @@ class Tiles(ABC):
             return x.data_ptr(), out.data_ptr(), added, beside
 
         return code.Launch(made, table, numbers)
+
+    def _beside(
+        self, problem: Problem, constants: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What panels read beside their weights, a row each: here the bias, in float32."""
+        if 2 not in constants:
+            return None
+        return self.panels.laid_out(constants[2].float()).reshape(len(self.panels.begins), -1)
 
     def _items(
         self,
@@ -240,7 +249,7 @@ class Tiles(ABC):
             (n * pixels + begin) * result + column,
             (n * pixels + begin) * (residual or 0) + column,
             weight.data_ptr() + panel * panel_bytes,
-            0 if bias is None else bias.data_ptr() + panel * self.width * WORD,
+            0 if bias is None else bias.data_ptr() + panel * bias[0].nbytes,
             places.data_ptr() + begin * self.taps * places.itemsize,
             count,
             some,
@@ -277,7 +286,7 @@ class Tiles(ABC):
         first = weight.data_ptr()
         code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
         if bias is not None:
-            spans = panels * self.width * WORD
+            spans = panels * bias[0].nbytes
             code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
         spans = pixels * self.taps * places.itemsize
         code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
@@ -287,12 +296,13 @@ class Tiles(ABC):
         """The code."""
 
     def _begin_item(self, a: Assembler, kept_bytes: int) -> None:
-        """Room on the stack and the next item, to rbx; where its image and the zeros are, is kept.
-
-        rdi: the call.
-        """
+        """Room on the stack, and ``_take_item``."""
         a.enter()
         a.subtract("rsp", kept_bytes)
+        self._take_item(a)
+
+    def _take_item(self, a: Assembler) -> None:
+        """The next item, to rbx; where its image and the zeros are, is kept. rdi: the call."""
         code.take_item(a, "rbx", len(ITEM))
         a.load("rax", CALL_IMAGE)
         a.add_stored("rax", At(base="rbx", distance=IMAGE))
@@ -307,6 +317,43 @@ class Tiles(ABC):
         a.label("done")
         a.add("rsp", kept_bytes)
         a.leave()
+
+    def _each_tile(self, a: Assembler, name: str, tile: Callable[[str, int], None]) -> None:
+        """All tiles of the item, under the panel whose distance ``COLUMN`` is.
+
+        r13, r12: a tile in the result and the residual; rbp: its places.
+
+        Args:
+            tile: writes the code of one, given its name and how many pixels it has.
+        """
+        a.load("rbx", kept(OWN_ITEM))
+        for register, base, place in (
+            ("r13", CALL_RESULT, RESULT),
+            ("r12", CALL_RESIDUAL, RESIDUAL),
+        ):
+            a.load(register, base)
+            a.add_stored(register, At(base="rbx", distance=place))
+            a.add_stored(register, kept(COLUMN))
+        a.load("rbp", At(base="rbx", distance=PLACES))
+        a.load("rax", At(base="rbx", distance=COUNT))
+        a.store(kept(LEFT), "rax")
+        a.compare("rax", 0)
+        a.jump_if("je", f"{name}, rest")
+        a.label(f"{name}, tile")
+        tile(f"{name}, tile", self.pixels)
+        result, residual = self.pitches
+        a.add("r13", self.pixels * result)
+        a.add("r12", self.pixels * (residual or 0))
+        a.add_to_stored(kept(LEFT), -1)
+        a.jump_if("jne", f"{name}, tile")
+        a.label(f"{name}, rest")
+        if self.rest:
+            a.load("rbx", kept(OWN_ITEM))
+            a.load("rax", At(base="rbx", distance=HAS_REST))
+            a.compare("rax", 0)
+            a.jump_if("je", f"{name}, end")
+            tile(f"{name}, rest", self.rest)
+        a.label(f"{name}, end")
 
     def _address(self, a: Assembler, register: str, pixel: int) -> None:
         """Where a pixel of the tile reads under the tap whose places rbp names."""
@@ -327,6 +374,18 @@ class Tiles(ABC):
     def _places(self, pixels: int) -> list[tuple[int, int]]:
         """The pixel and the vector of each sum."""
         return [(p, v) for p in range(pixels) for v in range(self.vectors)]
+
+    def _column(self, vector: int) -> int:
+        """The distance in bytes from the panel's first channel to the vector's first."""
+        return self.panels.columns[vector] * self.size
+
+    def _of_result(self, pixel: int, vector: int) -> At:
+        return At(base="r13", distance=pixel * self.pitches[0] + self._column(vector))
+
+    def _of_residual(self, pixel: int, vector: int) -> At | None:
+        if self.pitches[1] is None:
+            return None
+        return At(base="r12", distance=pixel * self.pitches[1] + self._column(vector))
 
     def _store(self, a: Assembler, to: At, sums: int) -> None:
         if self.size == WORD:
