@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -17,7 +17,6 @@ from tessella.core.errors import UsageError
 from tessella.server.app import App
 from tessella.server.connection import connection_with
 from tessella.server.doors import HTTP_ONLY, Doors
-from tessella.server.grpc_front import GrpcFront
 from tessella.server.limits import Limits
 
 GRACE_S = 30
@@ -26,6 +25,16 @@ BACKLOG = 2048
 MOST_ACCEPTED = 64  # connections in one turn of the event loop; each takes about 0.1 ms
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
 log = logging.getLogger(__name__)
+
+
+class Beside(Protocol):
+    """What listens in the event loop of an HTTP server, too."""
+
+    address: str  # ``host:port``
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace_s: float) -> None: ...
 
 
 class HttpServer(uvicorn.Server):
@@ -40,7 +49,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, listener: socket.socket, beside: GrpcFront | None = None
+        self, config: uvicorn.Config, listener: socket.socket, beside: Beside | None = None
     ) -> None:
         super().__init__(config)
         self.listener = listener
@@ -161,12 +170,6 @@ def reserve(host: str, port: int) -> socket.socket:
     """
     bind(host, port).close()  # taken by another? That would share it, too
     return bind(host, port, shared=True)
-
-
-def address_of(listener: socket.socket) -> str:
-    """Its ``host:port``."""
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:

@@ -17,13 +17,12 @@ from tessella.runtime import load_tried
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
-from tessella.server.grpc_front import GrpcFront, require_grpc
+from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     HttpServer,
-    address_of,
     bind,
     configured,
     keep_what_is_loaded,
@@ -232,7 +231,6 @@ def _prepared(
         regions = Regions(folder, limits)
         reserved = None
         if doors.grpc_port is not None:
-            require_grpc()
             reserved = kept.enter_context(reserve(host, doors.grpc_port))
         listener = bind(host, port)
         try:
@@ -244,6 +242,5 @@ def _prepared(
         app = App(repository, guard, limits, rest=rest, regions=regions)
         front = None
         if reserved is not None:
-            where = address_of(reserved)
-            front = GrpcFront(app, where, doors, limits, token=guard.has_token)
+            front = GrpcFront(app, guard, *reserved.getsockname()[:2], doors, limits)
         yield HttpServer(configured(app, limits, doors), listener, front)

@@ -36,14 +36,13 @@ from tessella.server.acceptor import Link
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
-from tessella.server.grpc_front import GrpcFront, require_grpc
+from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     GRACE_S,
     HttpServer,
-    address_of,
     bind,
     configured,
     keep_what_is_loaded,
@@ -190,7 +189,6 @@ class _Watching:
         self.url = url_of(self._reserved, tls=settings.doors.tls_cert is not None)
         self._grpc: socket.socket | None = None
         if settings.doors.grpc_port is not None:
-            require_grpc()
             self._grpc = reserve(settings.host, settings.doors.grpc_port)
         folder = None
         if settings.doors.shared_memory:
@@ -290,8 +288,8 @@ class _Watching:
         )
         doors, front = self._settings.doors, None
         if self._grpc is not None:
-            where = address_of(self._grpc)
-            front = GrpcFront(app, where, doors, self._limits, token=self._guard.has_token)
+            where = self._grpc.getsockname()[:2]
+            front = GrpcFront(app, self._guard, *where, doors, self._limits)
         server = HttpServer(configured(app, self._limits, doors), listener, front)
         server.on_ready = lambda url: ready()
         server.run(sockets=[listener])
