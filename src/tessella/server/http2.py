@@ -239,6 +239,7 @@ class Connection(asyncio.Protocol):
         self._first_window = 65535  # of a new stream, to send
         self._room = CONNECTION_WINDOW
         self._rest = b""
+        self._to_send: list[bytes] = []
         self._last = 0  # the highest number of a stream
         self._left = 0  # of a frame of data that is handed on as it comes
         self._reading: Stream | None = None
@@ -269,6 +270,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._has_ended = True
+        self._to_send.clear()
         self._timer.cancel()
         self._all.discard(self)
         streams = list(self.streams.values())
@@ -284,8 +286,20 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     def write(self, frames: bytes) -> None:
-        if not self._has_ended:
-            self._transport.write(frames)
+        """Send frames, together with all others of this turn of the event loop."""
+        if not self._to_send:
+            self._loop.call_soon(self._flush)
+        self._to_send.append(frames)
+
+    def _flush(self) -> None:
+        if self._to_send and not self._transport.is_closing():
+            self._transport.write(b"".join(self._to_send))
+        self._to_send.clear()
+
+    def _close(self) -> None:
+        self._flush()
+        self._has_ended = True
+        self._transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._has_ended:
@@ -309,16 +323,14 @@ class Connection(asyncio.Protocol):
     def _end(self, code: Code, why: str) -> None:
         """Close with a reason, after a client's misuse."""
         self.write(self._goaway(code, why))
-        self._has_ended = True
-        self._transport.close()
+        self._close()
 
     def _goaway(self, code: Code, why: str) -> bytes:
         return frame(Kind.GOAWAY, 0, 0, struct.pack(">LL", self._last, code) + why.encode())
 
     def _close_if_done(self) -> None:
         if self._is_leaving and not self.streams and not self._has_ended:
-            self._has_ended = True
-            self._transport.close()
+            self._close()
 
     def _look(self) -> None:
         """Find what stands still."""
