@@ -19,7 +19,8 @@ from tessella.core.open_inference import MESSAGES
 from tessella.server.answers import Answer, error_answer, log
 from tessella.server.body import BodyReader, decompress, too_large
 from tessella.server.grpc_messages import Known, answer_of, cut, infer_response, known_message
-from tessella.server.http2 import Head, Stream, literal
+from tessella.server.http2 import Stream
+from tessella.server.http2_frames import Head, literal
 from tessella.server.inference import Inference, ServedModel
 from tessella.server.protocol import InferRequest, Unread
 from tessella.server.responses import MOST_TEXTS, build_infer

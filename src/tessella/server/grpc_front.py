@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from tessella.core.errors import ServeError, TessellaError, UsageError
+from tessella.core.errors import ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
 from tessella.server.answers import Answer, error_answer
 from tessella.server.app import App
@@ -40,7 +40,8 @@ from tessella.server.grpc_messages import (
     parsed,
 )
 from tessella.server.guard import Guard
-from tessella.server.http2 import Connection, Handler, Head, Stream, literal
+from tessella.server.http2 import Connection, Handler, Stream
+from tessella.server.http2_frames import Head, literal
 from tessella.server.limits import Limits
 from tessella.server.listening import BACKLOG, bind
 

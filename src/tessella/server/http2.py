@@ -1,67 +1,51 @@
 """HTTP/2 as clients of gRPC speak it (RFC 9113): the server's side of one connection.
 
-Here are frames, header blocks and windows; what a call means is its ``Handler``'s. Written out, as
-gRPC's own library takes 300 to 400 µs of Python for a call. Whatever a client may send without end
-is bounded: frames that bring no call further by their rate, header blocks by their size, bodies by
-the windows and by who counts the bytes that are held.
+Here are frames and windows; what a call means is its ``Handler``'s. Written out, as gRPC's own
+library takes 300 to 400 µs of Python for a call. Whatever a client may send without end is bounded:
+frames that bring no call further by their rate, header blocks by their size, bodies by the windows
+and by who counts the bytes that are held.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Mapping
-from enum import IntEnum
+from collections.abc import Callable
 from typing import Protocol, cast
 
-from hpack import Decoder, HPACKError
-
 from tessella.core.errors import TessellaError
+from tessella.server.http2_frames import (
+    ACK,
+    END_HEADERS,
+    END_STREAM,
+    FRAME,
+    LARGEST_WINDOW,
+    MOST_HEAD_BYTES,
+    PADDED,
+    PRIORITY,
+    Code,
+    Head,
+    Heads,
+    Kind,
+    Misuse,
+    Setting,
+    frame,
+    unpadded,
+)
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 1 << 20  # of a client; a frame of 16 kB costs as much of Python as a larger one
 STREAM_WINDOW, CONNECTION_WINDOW = 4 << 20, 16 << 20  # what a client may send unasked
 MOST_STREAMS = 256  # of a connection at a time
-MOST_HEAD_BYTES = 16 << 10  # of a header block, packed and unpacked
 MOST_CONTINUATIONS = 16
-MOST_KNOWN, MOST_KNOWN_BYTES = 64, 2048  # header blocks that a connection remembers
 # What may come in a second that brings no call further, each frame by its cost: such as pings,
 # settings and streams that are given up.
 MOST_IDLE = 4096
 LOOK_S = 1.0  # between looks at what stands still
 MOST_WAITING_BYTES = 1 << 20  # of answers that a client does not read: then it is not read, either
-_LARGEST_WINDOW = (1 << 31) - 1
-_FRAME = struct.Struct(">BHBBL")
-
-
-class Kind(IntEnum):
-    """Of a frame."""
-
-    DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE = range(6)
-    PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(6, 10)
-
-
-class Code(IntEnum):
-    """Why a stream or a connection ends."""
-
-    NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = range(4)
-    STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
-    COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
-
-
-END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 1, 1, 4, 8, 32
 _SIZES = {Kind.PRIORITY: 5, Kind.RST_STREAM: 4, Kind.PING: 8, Kind.WINDOW_UPDATE: 4}
 _COSTS = {Kind.RST_STREAM: 4, Kind.SETTINGS: 16}
 _OF_CONNECTION = (Kind.SETTINGS, Kind.PING, Kind.GOAWAY)
-_TABLE, _PUSH, _STREAMS, _WINDOW, _FRAMES, _LIST = range(1, 7)  # settings
-
-
-class Misuse(Exception):
-    """What a client sent is not HTTP/2, or more than anybody needs: its connection ends."""
-
-    def __init__(self, code: Code, why: str) -> None:
-        super().__init__(why)
-        self.code, self.why = code, why
 
 
 class Handler(Protocol):
@@ -86,28 +70,7 @@ class Handler(Protocol):
         """The client, or its connection, has given the call up."""
 
 
-Head = Mapping[bytes, bytes]
 Opened = Callable[["Stream", Head], Handler]
-
-
-def frame(kind: Kind, flags: int, number: int, payload: bytes = b"") -> bytes:
-    size = len(payload)
-    return _FRAME.pack(size >> 16, size & 0xFFFF, kind, flags, number) + payload
-
-
-def literal(name: bytes, value: bytes) -> bytes:
-    """A header in a block of ours: as it is, never in the table, which so stays empty."""
-    return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
-
-
-def _length(count: int) -> bytes:
-    if count < 127:
-        return bytes((count,))
-    made, count = bytearray(b"\x7f"), count - 127
-    while count >= 128:
-        made.append(count & 127 | 128)
-        count >>= 7
-    return bytes(made) + bytes((count,))
 
 
 class Stream:
@@ -175,7 +138,7 @@ class Stream:
         connection.window -= size
         number = self.number
         first = frame(Kind.HEADERS, END_HEADERS, number, head)
-        body = _FRAME.pack(size >> 16, size & 0xFFFF, Kind.DATA, 0, number)
+        body = FRAME.pack(size >> 16, size & 0xFFFF, Kind.DATA, 0, number)
         end = frame(Kind.HEADERS, END_HEADERS | END_STREAM, number, last)
         connection.write(b"".join((first, body, data, end)))
         connection.answered(self)
@@ -246,8 +209,7 @@ class Connection(asyncio.Protocol):
         self._ends = False
         self._block: bytearray | None = None  # of a stream, and not complete yet
         self._block_of, self._block_flags, self._block_parts = 0, 0, 0
-        self._decoder = Decoder(max_header_list_size=MOST_HEAD_BYTES)
-        self._known: dict[bytes, Head | None] = {}
+        self._heads = Heads()
         self._is_greeted = self._has_settings = self._is_leaving = self._has_ended = False
         self._idle, self._idle_since_s = 0, 0.0
 
@@ -261,8 +223,8 @@ class Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=MOST_WAITING_BYTES)
         self._timer = self._loop.call_later(LOOK_S, self._look)
         wanted = {
-            _STREAMS: MOST_STREAMS, _WINDOW: STREAM_WINDOW, _FRAMES: FRAME_BYTES,
-            _LIST: MOST_HEAD_BYTES,
+            Setting.MOST_STREAMS: MOST_STREAMS, Setting.FIRST_WINDOW: STREAM_WINDOW,
+            Setting.FRAME_BYTES: FRAME_BYTES, Setting.HEAD_BYTES: MOST_HEAD_BYTES,
         }  # fmt: skip
         settings = b"".join(struct.pack(">HL", *pair) for pair in wanted.items())
         more = struct.pack(">L", CONNECTION_WINDOW - 65535)
@@ -365,21 +327,22 @@ class Connection(asyncio.Protocol):
                 self._rest = data
                 return
             position, self._is_greeted = len(PREFACE), True
+        now_s = self._loop.time()
         while position < end:
             if self._left:
                 size = min(self._left, end - position)
                 self._left -= size
-                self._whole_s = self._loop.time()
+                self._whole_s = now_s
                 self._on_part(view[position : position + size])
                 position += size
                 continue
-            if end - position < _FRAME.size:
+            if end - position < FRAME.size:
                 break
-            high, low, kind, flags, number = _FRAME.unpack_from(data, position)
-            size, number = high << 16 | low, number & _LARGEST_WINDOW
+            high, low, kind, flags, number = FRAME.unpack_from(data, position)
+            size, number = high << 16 | low, number & LARGEST_WINDOW
+            start = position + FRAME.size
             self._check(kind, size, number)
-            start = position + _FRAME.size
-            if kind == Kind.DATA and not flags & PADDED:
+            if kind == 0 and not flags & PADDED:
                 position = start
                 self._on_data(flags, number, size)
                 continue
@@ -387,7 +350,8 @@ class Connection(asyncio.Protocol):
                 break
             position = start + size
             self._on_frame(kind, flags, number, view[start:position])
-            self._whole_s = self._whole_s if self._block is not None else self._loop.time()
+            if self._block is None:
+                self._whole_s = now_s
         self._rest = data[position:]
 
     def _check(self, kind: int, size: int, number: int) -> None:
@@ -414,11 +378,11 @@ class Connection(asyncio.Protocol):
     def _on_frame(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind == Kind.HEADERS:
             if flags & PADDED:
-                payload = _unpadded(payload)
+                payload = unpadded(payload)
             if flags & PRIORITY:
                 if len(payload) < 5:
                     raise Misuse(Code.FRAME_SIZE_ERROR, "a header block without its priority")
-                if struct.unpack_from(">L", payload)[0] & _LARGEST_WINDOW == number:
+                if struct.unpack_from(">L", payload)[0] & LARGEST_WINDOW == number:
                     raise Misuse(Code.PROTOCOL_ERROR, "a stream that depends on itself")
                 payload = payload[5:]
             self._on_block(number, flags, payload)
@@ -447,7 +411,7 @@ class Connection(asyncio.Protocol):
                     stream.handler.gone()
                     self._close_if_done()
             elif kind == Kind.PRIORITY:
-                if struct.unpack_from(">L", payload)[0] & _LARGEST_WINDOW == number:
+                if struct.unpack_from(">L", payload)[0] & LARGEST_WINDOW == number:
                     raise Misuse(Code.PROTOCOL_ERROR, "a stream that depends on itself")
             elif kind == Kind.PUSH_PROMISE:
                 raise Misuse(Code.PROTOCOL_ERROR, "clients do not push")
@@ -514,7 +478,7 @@ class Connection(asyncio.Protocol):
     def _on_padded(self, flags: int, number: int, payload: memoryview) -> None:
         self._on_data(flags & ~END_STREAM, number, len(payload))
         self._left, self._ends = 0, bool(flags & END_STREAM)
-        self._on_part(_unpadded(payload))
+        self._on_part(unpadded(payload))
 
     def _on_end(self, stream: Stream) -> None:
         stream.is_read = True
@@ -532,7 +496,7 @@ class Connection(asyncio.Protocol):
             self._block_flags = flags
 
     def _on_headers(self, number: int, block: bytes, ends: bool) -> None:
-        head = self._decoded(block)
+        head = self._heads.read(block)
         stream = self.streams.get(number)
         if stream is not None:  # what follows a body
             if not ends or stream.is_read:
@@ -554,36 +518,17 @@ class Connection(asyncio.Protocol):
         if ends and stream.is_open:
             self._on_end(stream)
 
-    def _decoded(self, block: bytes) -> Head | None:
-        """The headers of a block, None if no request has such. The same blocks come again and
-        again; one that leaves the table as it is means the same until another changes it.
-        """
-        if block in self._known:
-            return self._known[block]
-        table = self._decoder.header_table
-        before = _state(table)
-        try:
-            lines = self._decoder.decode(block, raw=True)
-        except (HPACKError, ValueError, IndexError) as error:
-            raise Misuse(Code.COMPRESSION_ERROR, "a header block cannot be read") from error
-        head = _head(lines)
-        if _state(table) != before or len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        elif len(block) <= MOST_KNOWN_BYTES:
-            self._known[block] = head
-        return head
-
     # --- windows and settings ---------------------------------------------------------------------
 
     def _on_window(self, number: int, payload: memoryview) -> None:
-        more = struct.unpack(">L", payload)[0] & _LARGEST_WINDOW
+        more = struct.unpack(">L", payload)[0] & LARGEST_WINDOW
         if number:
             self._require_opened(number)
             stream = self.streams.get(number)
             if stream is None:
                 return
             stream.window += more
-            if not more or stream.window > _LARGEST_WINDOW:
+            if not more or stream.window > LARGEST_WINDOW:
                 code = Code.FLOW_CONTROL_ERROR if more else Code.PROTOCOL_ERROR
                 self.reset(stream, code)
                 stream.handler.gone()
@@ -593,11 +538,10 @@ class Connection(asyncio.Protocol):
         self.window += more
         if not more:
             raise Misuse(Code.PROTOCOL_ERROR, "a window grows by nothing")
-        if self.window > _LARGEST_WINDOW:
+        if self.window > LARGEST_WINDOW:
             raise Misuse(Code.FLOW_CONTROL_ERROR, "a window is too large")
         while self.blocked and self.window > 0:
-            _, stream = self.blocked.popitem()
-            stream.pump()
+            self.blocked.pop(next(iter(self.blocked))).pump()
 
     def _on_settings(self, flags: int, payload: memoryview) -> None:
         if flags & ACK:
@@ -607,20 +551,20 @@ class Connection(asyncio.Protocol):
         if len(payload) % 6:
             raise Misuse(Code.FRAME_SIZE_ERROR, "settings have six bytes each")
         for name, value in struct.iter_unpack(">HL", payload):
-            if name == _WINDOW:
-                if value > _LARGEST_WINDOW:
+            if name == Setting.FIRST_WINDOW:
+                if value > LARGEST_WINDOW:
                     raise Misuse(Code.FLOW_CONTROL_ERROR, "a window is too large")
                 more, self._first_window = value - self._first_window, value
                 for stream in list(self.streams.values()):
                     stream.window += more
-                    if stream.window > _LARGEST_WINDOW:
+                    if stream.window > LARGEST_WINDOW:
                         raise Misuse(Code.FLOW_CONTROL_ERROR, "a window is too large")
                     stream.pump()
-            elif name == _FRAMES:
+            elif name == Setting.FRAME_BYTES:
                 if not 16384 <= value < 1 << 24:
                     raise Misuse(Code.PROTOCOL_ERROR, "frames of an impossible size")
                 self.frame_bytes = value
-            elif name == _PUSH and value > 1:
+            elif name == Setting.ENABLE_PUSH and value > 1:
                 raise Misuse(Code.PROTOCOL_ERROR, "a setting is neither 0 nor 1")
         self._has_settings = True
         self.write(frame(Kind.SETTINGS, ACK, 0))
@@ -632,48 +576,10 @@ class Connection(asyncio.Protocol):
         self._forget(stream.number)
         self._idle = max(0, self._idle - 8)
         if not stream.is_read:
-            self.write(
-                frame(Kind.RST_STREAM, 0, stream.number, struct.pack(">L", Code.NO_ERROR))
-            )
+            self.write(frame(Kind.RST_STREAM, 0, stream.number, struct.pack(">L", Code.NO_ERROR)))
         self._close_if_done()
 
     def reset(self, stream: Stream, code: Code) -> None:
         if self._forget(stream.number) is not None:
             self.write(frame(Kind.RST_STREAM, 0, stream.number, struct.pack(">L", code)))
             self._close_if_done()
-
-
-def _unpadded(payload: memoryview) -> memoryview:
-    if not payload or payload[0] >= len(payload):
-        raise Misuse(Code.PROTOCOL_ERROR, "more padding than frame")
-    return payload[1 : len(payload) - payload[0]]
-
-
-def _state(table: object) -> tuple[int, int, int]:
-    """What differs after the table of a decoder has changed."""
-    entries = table.dynamic_entries  # type: ignore[attr-defined]
-    return len(entries), id(entries[0]) if entries else 0, table.maxsize  # type: ignore[attr-defined]
-
-
-_PSEUDO = {b":method", b":path", b":scheme", b":authority"}
-_OF_HTTP_1 = {
-    b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"
-}  # fmt: skip
-ONCE = {b"authorization", b"content-type", b"grpc-timeout", b"grpc-encoding", b"te"}
-
-
-def _head(lines: object) -> Head | None:
-    """The headers by name; None if they are none of a request, or say twice what decides."""
-    head: dict[bytes, bytes] = {}
-    is_first = True
-    for name, value in lines:  # type: ignore[attr-defined]
-        is_pseudo = name[:1] == b":"
-        if is_pseudo and (not is_first or name not in _PSEUDO or name in head):
-            return None
-        is_first = is_pseudo
-        if name != name.lower() or name in _OF_HTTP_1 or (name in ONCE and name in head):
-            return None
-        head[name] = value
-    if b":method" not in head or not head.get(b":path") or b":scheme" not in head:
-        return None
-    return head if head.get(b"te", b"trailers") == b"trailers" else None
