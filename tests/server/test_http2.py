@@ -1,4 +1,4 @@
-"""HTTP/2 of our own under gRPC: every cut of a stream of frames, windows, and clients that misuse it.
+"""HTTP/2 of our own under gRPC: every cut of its frames, windows, and clients that misuse it.
 
 A client made of frames, whose header blocks are packed by the hpack library; most tests talk to a
 connection over a transport of their own, in one thread.
@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tessella.server import Limits, http2
+from tessella.server import Limits, http2_connection
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import Doors
 from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
-from tessella.server.http2 import Connection
+from tessella.server.http2_connection import Connection
 from tessella.server.http2_frames import Code, Kind, frame
 from tests.support.engines import Scores, expected_scores, repository
 
@@ -139,7 +139,7 @@ class Client:
     def greet(self, **settings: int) -> Client:
         numbers = {"window": 4, "frames": 5}
         pairs = [struct.pack(">HL", numbers[n], v) for n, v in settings.items()]
-        self.send(http2.PREFACE + frame(Kind.SETTINGS, 0, 0, b"".join(pairs)))
+        self.send(http2_connection.PREFACE + frame(Kind.SETTINGS, 0, 0, b"".join(pairs)))
         return self
 
     def block(self, path: str = INFER, **more: str) -> bytes:
@@ -216,7 +216,7 @@ def test_calls_however_their_frames_are_cut(place: Place) -> None:
     other = 2 * IMAGE
     padded = bytes([7]) + body[:100] + bytes(7)
     whole = b"".join((
-        http2.PREFACE, frame(Kind.SETTINGS, 0, 0),
+        http2_connection.PREFACE, frame(Kind.SETTINGS, 0, 0),
         frame(Kind.HEADERS, 8 | 32, 1, bytes([3]) + bytes(4) + b"\x10" + block[:9] + bytes(3)),
         frame(Kind.CONTINUATION, 4, 1, block[9:]),
         client.head(3), frame(Kind.DATA, 8, 1, padded), frame(99, 255, 7, b"unknown"),
@@ -263,7 +263,7 @@ def of_stream(kind: Kind, payload: bytes, flags: int = 0, number: int = 1) -> by
 
 MISUSES = {
     "not HTTP/2": (Code.PROTOCOL_ERROR, lambda c: b"GET / HTTP/1.1\r\n\r\n"),
-    "no settings": (Code.PROTOCOL_ERROR, lambda c: http2.PREFACE + c.head(1)),
+    "no settings": (Code.PROTOCOL_ERROR, lambda c: http2_connection.PREFACE + c.head(1)),
     "data of no stream": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.DATA, b"x")),
     "data of stream 0": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.DATA, b"x", number=0)),
     "an even stream": (Code.PROTOCOL_ERROR, lambda c: c.head(2)),
@@ -392,7 +392,7 @@ def test_a_bomb_and_a_compressed_message(place: Place) -> None:
 
 
 def test_silent_clients_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2, "LOOK_S", 0.05)
+    monkeypatch.setattr(http2_connection, "LOOK_S", 0.05)
     place = Place(Limits(head_s=0.2, body_idle_s=0.2))
     try:
         quiet, cut, silent = place.client(), place.client().greet(), place.client().greet()

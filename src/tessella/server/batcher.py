@@ -60,8 +60,8 @@ class Batcher(Infers):
         max_delay_us: how long an execution may wait for more requests; 0 joins only what waits.
         max_waiting: requests that may wait; more are refused.
         join: makes one array of the samples of several requests, by the input's name.
-        in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop; or those
-            of one request that waits ``alone``, of at most ``LONE_NS``.
+        in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop; or
+            those of one request that waits ``alone``, of at most ``LONE_NS``.
     """
 
     def __init__(
@@ -406,13 +406,17 @@ class Batcher(Infers):
                 continue
             request.stages.executed(spent)
             if start or end < request.batch:
-                request.parts.append({name: array.copy() for name, array in answer.items()})
+                request.parts.append(self._kept(answer))
                 if end < request.batch:
                     continue
                 answer = {n: np.concatenate([p[n] for p in request.parts]) for n in answer}
             request.outputs = answer
             finished.append(request)
         deliver(finished)
+
+    def _kept(self, outputs: Arrays) -> Arrays:
+        """Outputs that stay as they are until the request's other pieces are there."""
+        return outputs
 
     def _drop(self, request: Request) -> None:
         """Take what is left of a failed request out of the queue."""

@@ -19,7 +19,7 @@ from tessella.core.open_inference import MESSAGES
 from tessella.server.answers import Answer, error_answer, log
 from tessella.server.body import BodyReader, decompress, too_large
 from tessella.server.grpc_messages import Known, answer_of, cut, infer_response, known_message
-from tessella.server.http2 import Stream
+from tessella.server.http2_connection import Stream
 from tessella.server.http2_frames import Head, literal
 from tessella.server.inference import Inference, ServedModel
 from tessella.server.protocol import InferRequest, Unread
@@ -45,7 +45,8 @@ class Status(IntEnum):
 
 _STATUS = {
     401: Status.UNAUTHENTICATED, 403: Status.PERMISSION_DENIED, 404: Status.NOT_FOUND,
-    405: Status.UNIMPLEMENTED, 408: Status.DEADLINE_EXCEEDED, 409: Status.ALREADY_EXISTS, 413: Status.RESOURCE_EXHAUSTED,
+    405: Status.UNIMPLEMENTED, 408: Status.DEADLINE_EXCEEDED, 409: Status.ALREADY_EXISTS,
+    413: Status.RESOURCE_EXHAUSTED,
     421: Status.PERMISSION_DENIED, 429: Status.RESOURCE_EXHAUSTED, 500: Status.INTERNAL,
     501: Status.UNIMPLEMENTED, 503: Status.UNAVAILABLE, 507: Status.RESOURCE_EXHAUSTED,
 }  # fmt: skip
@@ -178,7 +179,7 @@ class Desk:
 
 
 class Call:
-    """One call; a ``http2.Handler``.
+    """One call; a ``http2_connection.Handler``.
 
     Attributes:
         is_over: it has its answer, or nobody waits for one.

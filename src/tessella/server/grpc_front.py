@@ -1,7 +1,7 @@
 """gRPC in front of the app: each call becomes a request to the routes of HTTP, in this process.
 
 So names, tokens, limits, deadlines, statistics and errors are the same on both doors. Which call is
-which route stands here; ``http2`` has the protocol below, ``grpc_calls`` what a call is.
+which route stands here; ``http2_connection`` has the protocol below, ``grpc_calls`` what a call is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tessella.server.grpc_messages import (
     parsed,
 )
 from tessella.server.guard import Guard
-from tessella.server.http2 import Connection, Handler, Stream
+from tessella.server.http2_connection import Connection, Handler, Stream
 from tessella.server.http2_frames import Head, literal
 from tessella.server.limits import Limits
 from tessella.server.listening import BACKLOG, bind

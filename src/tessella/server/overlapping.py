@@ -15,7 +15,7 @@ import numpy as np
 from tessella.runtime.overlapped import Call, Overlapped
 from tessella.server.batcher import LONE_NS, Batcher, deliver, samples_of, split
 from tessella.server.statistics import Computation, Statistics
-from tessella.server.waiting import Piece, Request
+from tessella.server.waiting import Arrays, Piece, Request
 
 LONG_NS = 10**9  # somebody is told before
 
@@ -177,6 +177,10 @@ class OverlappingBatcher(Batcher):
         self._answer_all()  # they may read memory of these requests, or have pieces of them
         deliver(cut)
         self._failed(pieces, error)
+
+    def _kept(self, outputs: Arrays) -> Arrays:
+        """Copies: the next call has the memory of this one's outputs."""
+        return {name: array.copy() for name, array in outputs.items()}
 
     def _answer_all(self) -> None:
         while self._executions:

@@ -371,9 +371,9 @@ class Connection(asyncio.Protocol):
                 raise Misuse(Code.ENHANCE_YOUR_CALM, "a header block is too large")
         elif kind in (Kind.SETTINGS, Kind.GOAWAY) and size > 1 << 10:
             raise Misuse(Code.ENHANCE_YOUR_CALM, f"a frame of {size:,} bytes")
-        if kind <= Kind.CONTINUATION and kind != Kind.WINDOW_UPDATE:
-            if (number == 0) != (kind in _OF_CONNECTION):
-                raise Misuse(Code.PROTOCOL_ERROR, f"a frame of stream {number}")
+        is_of_any = kind == Kind.WINDOW_UPDATE or kind > Kind.CONTINUATION
+        if not is_of_any and (number == 0) != (kind in _OF_CONNECTION):
+            raise Misuse(Code.PROTOCOL_ERROR, f"a frame of stream {number}")
 
     def _on_frame(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind == Kind.HEADERS:
