@@ -27,6 +27,7 @@ from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
 from tessella.server.http2_connection import Connection
 from tessella.server.http2_frames import Code, Kind, frame
+from tessella.server.listening import bind
 from tests.support.engines import Scores, expected_scores, repository
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,16 +70,18 @@ class Place:
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.loop = asyncio.new_event_loop()
         self.engine = Scores()
+        self.listener = bind("127.0.0.1", 0)
         self.models = repository({"flowers": self.engine}, limits=limits)
         self.models.load_all()
         guard = Guard(host="127.0.0.1", token=None)
         self.app = App(self.models, guard, limits, rest=Describing(self.models, token=False))
-        self.front = GrpcFront(self.app, guard, "127.0.0.1", 1, Doors(grpc_port=1), limits)
+        self.front = GrpcFront(self.app, guard, self.listener, Doors(grpc_port=0), limits)
         self.limits = limits
 
     def close(self) -> None:
         self.run(self.models.close())
         self.app._images.close()
+        self.listener.close()
         self.loop.close()
 
     def run(self, work: Any) -> Any:

@@ -7,7 +7,9 @@ which route stands here; ``http2_connection`` has the protocol below, ``grpc_cal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from urllib.parse import quote
 
 from tessella.core.errors import ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
-from tessella.server.answers import Answer, error_answer
+from tessella.server.answers import Answer, error_answer, log
 from tessella.server.app import App
 from tessella.server.doors import Doors
 from tessella.server.grpc_calls import (
@@ -43,11 +45,12 @@ from tessella.server.guard import Guard
 from tessella.server.http2_connection import Connection, Handler, Stream
 from tessella.server.http2_frames import Head, literal
 from tessella.server.limits import Limits
-from tessella.server.listening import BACKLOG, bind
+from tessella.server.listening import BACKLOG, RETRY_S, address_of
 
 MOST_MESSAGE_BYTES = 64 << 20  # larger tensors come by shared memory or HTTP
 MOST_STREAMS = 64
 MOST_CALLS = 1024
+TURN_S, MOST_TURN_S = 0.001, 0.03  # for each connection that a process has, and at most
 LEAVE_S = 0.05  # between looks whether connections have closed
 _HEALTH = "/grpc.health.v1.Health/Check"
 HOST = (b"host", b"localhost")
@@ -59,15 +62,17 @@ class GrpcFront:
 
     Args:
         app: the server as an ASGI application.
-        host, port: processes of this user may share the port.
+        listener: a bound socket, which processes may share.
     """
 
     def __init__(
-        self, app: App, guard: Guard, host: str, port: int, doors: Doors, limits: Limits
+        self, app: App, guard: Guard, listener: socket.socket, doors: Doors, limits: Limits
     ) -> None:
         self._app, self._guard = app, guard
-        self._host, self._port = host, port
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._listener = listener
+        self.address = address_of(listener)
+        self._accepting = False
+        self._arriving: set[asyncio.Task[object]] = set()
         self._doors = doors
         self._limits = limits
         self._connections: set[Connection] = set()
@@ -78,36 +83,66 @@ class GrpcFront:
         )
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            UsageError: the address cannot be listened on.
-        """
-        limits = self._limits
-
-        def connection() -> Connection:
-            return Connection(
-                self._opened,
-                head_s=limits.head_s,
-                idle_s=limits.body_idle_s,
-                all=self._connections,
-            )
-
-        context = None
+        """Listen."""
+        self._tls = None
         if self._doors.tls_cert is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._doors.tls_cert, self._doors.tls_key)
-            context.set_alpn_protocols(["h2"])
-        self._server = await asyncio.get_running_loop().create_server(
-            connection,
-            sock=bind(self._host, self._port, shared=True),
-            ssl=context,
-            backlog=BACKLOG,
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(self._doors.tls_cert, self._doors.tls_key)
+            self._tls.set_alpn_protocols(["h2"])
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        self._accepting = True
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._accepting:
+            asyncio.get_running_loop().add_reader(self._listener, self._wait_for_others)
+
+    def _wait_for_others(self) -> None:
+        """Let a process that shares the port and has fewer connections take this one: a client has
+        few, each with many calls, and left to chance one process had a third of all.
+        """
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        connections = len(self._connections) + len(self._arriving)
+        loop.call_later(min(TURN_S * connections, MOST_TURN_S), self._accept)
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._accepting:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            self._listen()
+            return
+        except OSError as error:  # no descriptors or memory are left: ask again later
+            log.error("a connection cannot be taken: %s", error)
+            loop.call_later(RETRY_S, self._listen)
+            return
+        connection.setblocking(False)
+        task = loop.create_task(self._begin(connection))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+        self._listen()
+
+    async def _begin(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # it went, or spoke no TLS
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
+
+    def _protocol(self) -> Connection:
+        return Connection(
+            self._opened,
+            head_s=self._limits.head_s,
+            idle_s=self._limits.body_idle_s,
+            all=self._connections,
         )
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and let those at hand finish within ``grace_s`` seconds."""
-        self._server.close()
+        self._accepting = False
+        asyncio.get_running_loop().remove_reader(self._listener)
         until_s = asyncio.get_running_loop().time() + grace_s
         for connection in list(self._connections):
             connection.leave()

@@ -172,6 +172,12 @@ def reserve(host: str, port: int) -> socket.socket:
     return bind(host, port, shared=True)
 
 
+def address_of(listener: socket.socket) -> str:
+    """Its ``host:port``."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """Where clients reach it."""
     host, port = listener.getsockname()[:2]

@@ -26,7 +26,6 @@ from tessella.server.listening import (
     bind,
     configured,
     keep_what_is_loaded,
-    reserve,
 )
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
@@ -229,9 +228,9 @@ def _prepared(
             made = tempfile.TemporaryDirectory(prefix="tessella-regions-")
             folder = Path(kept.enter_context(made))
         regions = Regions(folder, limits)
-        reserved = None
+        of_grpc = None
         if doors.grpc_port is not None:
-            reserved = kept.enter_context(reserve(host, doors.grpc_port))
+            of_grpc = kept.enter_context(bind(host, doors.grpc_port))
         listener = bind(host, port)
         try:
             repository.load_all()
@@ -241,6 +240,6 @@ def _prepared(
         rest = Describing(repository, token=guard.has_token, regions=regions)
         app = App(repository, guard, limits, rest=rest, regions=regions)
         front = None
-        if reserved is not None:
-            front = GrpcFront(app, guard, *reserved.getsockname()[:2], doors, limits)
+        if of_grpc is not None:
+            front = GrpcFront(app, guard, of_grpc, doors, limits)
         yield HttpServer(configured(app, limits, doors), listener, front)

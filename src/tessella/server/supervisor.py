@@ -189,7 +189,7 @@ class _Watching:
         self.url = url_of(self._reserved, tls=settings.doors.tls_cert is not None)
         self._grpc: socket.socket | None = None
         if settings.doors.grpc_port is not None:
-            self._grpc = reserve(settings.host, settings.doors.grpc_port)
+            self._grpc = bind(settings.host, settings.doors.grpc_port)
         folder = None
         if settings.doors.shared_memory:
             folder = Path(settings.sockets) / "regions"
@@ -288,8 +288,7 @@ class _Watching:
         )
         doors, front = self._settings.doors, None
         if self._grpc is not None:
-            where = self._grpc.getsockname()[:2]
-            front = GrpcFront(app, self._guard, *where, doors, self._limits)
+            front = GrpcFront(app, self._guard, self._grpc, doors, self._limits)
         server = HttpServer(configured(app, self._limits, doors), listener, front)
         server.on_ready = lambda url: ready()
         server.run(sockets=[listener])
