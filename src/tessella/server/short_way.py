@@ -25,7 +25,8 @@ from tessella.server.traffic import Route
 from tessella.server.waiting import Arrays
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # half a megabyte at most
-MOST_BODY_BYTES = 1 << 20  # that is put together here
+# That is put together here. The long way stops and goes on for each 64 kB of a body.
+MOST_BODY_BYTES = 8 << 20
 # Headers of which this module knows what they mean for an inference request. With any other the
 # request takes the long way, also if that would not mind.
 USUAL = {
