@@ -355,9 +355,9 @@ class InferCall(Call, Quick):
     def ended(self) -> None:
         try:
             is_compressed, content = self.messages.only()
-            if not is_compressed and self._is_known(content):
-                known = self._known
-                left_us = self.remaining_us
+            known = None if is_compressed else self._find(content)
+            if known is not None:
+                self._known, left_us = known, self.remaining_us
                 self._is_started = self.start(self._inference, known.name, known.version, left_us)
                 if self._is_started:
                     return
@@ -375,19 +375,19 @@ class InferCall(Call, Quick):
         content = await self.unpacked(self.messages.only())
         self._answer(await self.desk.answer_infer(self, content))
 
-    def _is_known(self, content: memoryview) -> bool:
-        """Find what the message says but for its tensors, and these in it."""
+    def _find(self, content: memoryview) -> Known | None:
+        """What the message says but for its tensors; finds these in it."""
         found = cut(content)
         if found is None:
-            return False
+            return None
         fields, self._parts = found
         kind = fields, tuple(map(len, self._parts))
-        self._known = self.desk.known.get(kind)
-        if self._known is None and (known := known_message(content, self._parts)) is not None:
+        known = self.desk.known.get(kind)
+        if known is None and (known := known_message(content, self._parts)) is not None:
             if len(self.desk.known) >= MOST_KNOWN:
                 self.desk.known.clear()
-            self._known = self.desk.known[kind] = known
-        return self._known is not None
+            self.desk.known[kind] = known
+        return known
 
     # --- what ``Quick`` asks ----------------------------------------------------------------------
 
@@ -402,6 +402,7 @@ class InferCall(Call, Quick):
     def _made(self, outputs: Arrays) -> Answer:
         model, request, known = self._model, self._request, self._known
         assert known is not None
+        key: tuple[str | tuple[int, ...], ...]
         key = model.version, *(outputs[o.name].shape for o in request.outputs)
         fields = None if request.texts is None else known.answers.get(key)
         if fields is None:

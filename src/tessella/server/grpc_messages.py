@@ -122,7 +122,7 @@ def answer_of(fields: bytes, tensors: Sequence[bytes]) -> bytes:
             head.append(length & 127 | 128)
             length >>= 7
         head.append(length)
-        parts += (head, tensor)
+        parts += (bytes(head), tensor)
     return b"".join(parts)
 
 
