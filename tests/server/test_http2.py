@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tessella.server import Limits, http2_connection
+from tessella.server import Limits, grpc_calls, http2_connection
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import Doors
@@ -388,9 +388,21 @@ def test_a_bomb_and_a_compressed_message(place: Place) -> None:
     client.send(client.call(1, b"\x01" + struct.pack(">L", len(packed)) + packed,
                             grpc_encoding="gzip"))  # fmt: skip
     assert is_right(client, 1)
+    client.send(client.head(5, STREAM, grpc_encoding="gzip"))
+    for whole in (packed, b"no gzip", packed):
+        parts = b"\x01", struct.pack(">L", len(whole)), whole
+        client.send(*(of_stream(Kind.DATA, part, number=5) for part in parts))
+    client.send(of_stream(Kind.DATA, b"", 1, 5))
+    assert client.answer(5)[1][b"grpc-status"] == b"0"
+    answers, told = client.answer(5)[0], []
+    while answers:
+        size = 5 + struct.unpack_from(">L", answers, 1)[0]
+        told.append(service_pb2.ModelStreamInferResponse.FromString(answers[5:size]))
+        answers = answers[size:]
+    assert ["decompress" in t.error_message for t in told] == [False, True, False]
     bomb = gzip.compress(bytes(65 << 20), 1)
-    client.send(client.call(3, b"\x01" + struct.pack(">L", len(bomb)) + bomb, grpc_encoding="gzip"))
-    assert client.answer(3)[1][b"grpc-status"] == b"8"
+    client.send(client.call(7, b"\x01" + struct.pack(">L", len(bomb)) + bomb, grpc_encoding="gzip"))
+    assert client.answer(7)[1][b"grpc-status"] == b"8"
     assert place.is_at_rest()
 
 
@@ -427,17 +439,29 @@ def test_who_leaves_holds_nothing(place: Place) -> None:
         assert not place.models.get("flowers").is_used
 
 
-def test_a_stream_waits_for_its_client(place: Place) -> None:
-    """Who sends a stream without an end, and reads no answer, is not read beyond his window."""
+@pytest.mark.parametrize("most", [1 << 20, 1 << 30])
+def test_a_stream_waits_for_its_client(most: int) -> None:
+    """Who sends a stream without an end, and reads no answer, is not read beyond his window, nor
+    beyond what may be held.
+    """
+    place = Place(Limits(held_bytes=most))
     client = place.client().greet(window=0)
     client.send(client.head(1, STREAM))
-    for _ in range(300):
-        client.send(of_stream(Kind.DATA, message()))
+    client.send(of_stream(Kind.DATA, 300 * message()))
+    place.turn(0.1)
     assert place.app.bodies.held_bytes > 0
-    assert len(place.engine.batches) <= 1
-    client.connection.connection_lost(None)
+    assert len(place.engine.batches) == 1  # its answer waits
+    tiny = of_stream(Kind.DATA, bytes(5 * 200_000))  # messages of nothing
+    client.send(tiny, tiny, tiny)
+    if most > 4 << 20:
+        assert len(client.connection.streams[1].handler._queue) == grpc_calls.MOST_QUEUED
+    else:
+        assert place.app.bodies.held_bytes == 0
+    client.send(tiny)
+    assert client.look().code == Code.FLOW_CONTROL_ERROR
     place.turn(0.05)
     assert place.is_at_rest()
+    place.close()
 
 
 def test_random_frames_break_nothing(place: Place) -> None:

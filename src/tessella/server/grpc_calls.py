@@ -75,12 +75,13 @@ def timeout_ns(head: Head) -> int | None:
 class Messages:
     """The messages of a call, put together from parts, whose bytes are counted as held."""
 
-    __slots__ = ("_bodies", "_held", "_most", "_needed", "_parts", "_size")
+    __slots__ = ("_at", "_bodies", "_held", "_is_stream", "_most", "_needed", "_parts", "_size")
 
-    def __init__(self, bodies: BodyReader, most_bytes: int) -> None:
-        self._bodies, self._most = bodies, most_bytes
+    def __init__(self, bodies: BodyReader, most_bytes: int, *, is_stream: bool) -> None:
+        self._bodies, self._most, self._is_stream = bodies, most_bytes, is_stream
         self._parts: list[memoryview | bytes | bytearray] = []
-        self._size = self._held = 0
+        self._at = 0  # where in the first part the next message begins
+        self._size = self._held = 0  # behind that, and of all that was not released
         self._needed: int | None = None  # bytes of the first message, with its prefix
 
     @property
@@ -107,18 +108,26 @@ class Messages:
             last += chunk
         else:
             self._parts.append(bytearray(chunk))
-        if self._needed is None and self._size >= _PREFIX.size:
-            self._begin()
+        self._begin()
+        if not self._is_stream and self._needed is not None and self._size > self._needed:
+            raise _not_one(self._size)
 
     def _begin(self) -> None:
-        if len(self._parts[0]) < _PREFIX.size:
-            self._parts = [b"".join(self._parts)]
-        flag, size = _PREFIX.unpack_from(self._parts[0])
+        """Read a message's prefix, once it is there."""
+        if self._needed is not None or self._size < _PREFIX.size:
+            return
+        if len(self._parts[0]) - self._at < _PREFIX.size:
+            self._join()
+        flag, size = _PREFIX.unpack_from(self._parts[0], self._at)
         if flag > 1:
             raise InputError("a message begins with neither 0 nor 1", seen=flag)
         if size > self._most:
             raise too_large(size, self._most)
         self._needed = _PREFIX.size + size
+
+    def _join(self) -> None:
+        first, *others = self._parts
+        self._parts, self._at = [b"".join((memoryview(first)[self._at :], *others))], 0
 
     def only(self) -> tuple[bool, memoryview]:
         """Whether it is compressed, and the one message that there is.
@@ -127,25 +136,35 @@ class Messages:
             InputError: there is none, or more.
         """
         if self._needed is None or self._size != self._needed:
-            raise InputError(
-                "there is no message" if not self._size else "there is not just one message",
-                seen=f"{self._size:,} bytes",
-            )
-        whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            raise _not_one(self._size)
+        if len(self._parts) > 1:
+            self._join()
+        whole = self._parts[0]
         return whole[0] == 1, memoryview(whole)[_PREFIX.size :]
 
     def next(self) -> tuple[bool, memoryview] | None:
-        """As ``only``, of a stream: the next message that is complete, no longer held."""
+        """As ``only``, of a stream: the next message that is complete. It is held till ``release``.
+
+        Raises:
+            InputError, ServeError: as ``take``, of the one behind it.
+        """
         if self._needed is None or self._size < self._needed:
             return None
-        whole = memoryview(b"".join(self._parts))
-        message, rest = whole[: self._needed], whole[self._needed :]
-        self._release(len(message))
-        self._size, self._needed = len(rest), None
-        self._parts = [bytearray(rest)] if rest else []
-        if self._size >= _PREFIX.size:
-            self._begin()
+        if len(self._parts[0]) - self._at < self._needed:
+            self._join()
+        message = memoryview(self._parts[0])[self._at : self._at + self._needed]
+        self._at += self._needed
+        self._size -= self._needed
+        self._needed = None
+        if self._at == len(self._parts[0]):
+            self._parts.pop(0)
+            self._at = 0
+        self._begin()
         return message[0] == 1, message[_PREFIX.size :]
+
+    def release(self, message: memoryview) -> None:
+        """Hold a message of a stream no more."""
+        self._release(min(self._held, _PREFIX.size + len(message)))
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -155,6 +174,12 @@ class Messages:
     def _release(self, nbytes: int) -> None:
         self._bodies.held_bytes -= nbytes
         self._held -= nbytes
+
+
+def _not_one(nbytes: int) -> InputError:
+    if not nbytes:
+        return InputError("there is no message")
+    return InputError("there is not just one message", seen=f"{nbytes:,} bytes")
 
 
 @dataclass(kw_only=True)
@@ -188,7 +213,10 @@ class Call:
     def __init__(self, desk: Desk, stream: Stream, head: Head) -> None:
         self.desk, self.stream, self.head = desk, stream, head
         self.is_over = False
-        self.messages = Messages(desk.inference.bodies, desk.most_bytes)
+        self.messages = Messages(
+            desk.inference.bodies, desk.most_bytes, is_stream=isinstance(self, StreamCall)
+        )
+        self._unpacked_bytes = 0  # of messages that came compressed
         self._task: asyncio.Task[None] | None = None
         self._deadline_ns: int | None = None
         desk.calls += 1
@@ -211,8 +239,9 @@ class Call:
         return [] if value is None else [(b"authorization", value)]
 
     def data(self, chunk: memoryview) -> None:
-        self.stream.refill()
-        self.messages.take(chunk)
+        if not self.is_over:
+            self.stream.refill()
+            self.messages.take(chunk)
 
     def ended(self) -> None:
         raise NotImplementedError
@@ -244,7 +273,7 @@ class Call:
                 self.fail(error_answer(error))
 
     async def unpacked(self, message: tuple[bool, memoryview]) -> memoryview:
-        """The bytes of a message, which may be compressed.
+        """The bytes of a message, which may be compressed; held until ``drop_unpacked``.
 
         Raises:
             InputError, ServeError: as ``body.decompress``; it is compressed in another way.
@@ -260,9 +289,17 @@ class Call:
                 seen=encoding.decode("latin-1")[:60],
                 fix="send it as gzip, deflate or uncompressed",
             )
-        most = self.desk.most_bytes
-        async with self.desk.inference.bodies.expanding:
-            return memoryview(await asyncio.to_thread(decompress, bytes(content), most))
+        most, bodies = self.desk.most_bytes, self.desk.inference.bodies
+        async with bodies.expanding:
+            made = await asyncio.to_thread(decompress, bytes(content), most)
+            bodies.hold(len(made))
+            self._unpacked_bytes += len(made)
+        return memoryview(made)
+
+    def drop_unpacked(self) -> None:
+        """Hold no message any more that came compressed."""
+        self.desk.inference.bodies.held_bytes -= self._unpacked_bytes
+        self._unpacked_bytes = 0
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -295,6 +332,7 @@ class Call:
             self.is_over = True
             self.desk.calls -= 1
             self.messages.drop()
+            self.drop_unpacked()
 
 
 def refused(answer: Answer) -> bytes:
@@ -454,13 +492,19 @@ class StreamCall(Call):
         self.run(self._work())
 
     def data(self, chunk: memoryview) -> None:
-        self.messages.take(chunk)
-        while (message := self.messages.next()) is not None:
-            self.desk.inference.bodies.hold(len(message[1]))
+        if not self.is_over:
+            self.messages.take(chunk)
+            self._fill()
+            self._changed.set()
+
+    def _fill(self) -> None:
+        """Take messages that have come whole; while too many wait, the client may not send more
+        than its window.
+        """
+        while len(self._queue) < MOST_QUEUED and (message := self.messages.next()) is not None:
             self._queue.append(message)
         if len(self._queue) < MOST_QUEUED:
             self.stream.refill()
-        self._changed.set()
 
     def ended(self) -> None:
         self._changed.set()
@@ -469,7 +513,7 @@ class StreamCall(Call):
         self._changed.set()
 
     def silent(self, seconds: float) -> None:
-        if self.messages.is_partial:
+        if self.messages.is_partial and not self._queue:
             super().silent(seconds)
 
     def head_block(self) -> bytes:
@@ -478,8 +522,7 @@ class StreamCall(Call):
     def _over(self) -> None:
         if not self.is_over:
             self.desk.streams -= 1
-            while self._queue:
-                self.desk.inference.bodies.held_bytes -= len(self._queue.popleft()[1])
+            self._queue.clear()
         super()._over()
 
     async def _work(self) -> None:
@@ -489,11 +532,10 @@ class StreamCall(Call):
                 await self._changed.wait()
                 continue
             message = self._queue.popleft()
-            try:
-                await self._answer_one(message)
-            finally:
-                self.desk.inference.bodies.held_bytes -= len(message[1])
-            self.stream.refill()
+            await self._answer_one(message)
+            self.messages.release(message[1])
+            self.drop_unpacked()
+            self._fill()
             while not self.stream.is_sent:
                 self._changed.clear()
                 await self._changed.wait()

@@ -176,10 +176,6 @@ class Stream:
             self.room = STREAM_WINDOW
             self._connection.write(frame(Kind.WINDOW_UPDATE, 0, self.number, more))
 
-    def reset(self, code: Code) -> None:
-        """End the stream without an answer."""
-        self._connection.reset(self, code)
-
 
 class Connection(asyncio.Protocol):
     """A client's connection.
@@ -580,6 +576,7 @@ class Connection(asyncio.Protocol):
         self._close_if_done()
 
     def reset(self, stream: Stream, code: Code) -> None:
+        """End a stream without an answer."""
         if self._forget(stream.number) is not None:
             self.write(frame(Kind.RST_STREAM, 0, stream.number, struct.pack(">L", code)))
             self._close_if_done()
