@@ -481,3 +481,30 @@ def test_random_frames_break_nothing(place: Place) -> None:
     client = place.client().greet()
     client.send(client.call(1, message()))
     assert is_right(client, 1)
+
+
+def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> None:
+    """Two of them in one loop, each with a descriptor of its own; one leaves."""
+    other = GrpcFront(place.app, Guard(host="127.0.0.1", token=None), place.listener.dup(),
+                      Doors(grpc_port=0), LIMITS)  # fmt: skip
+    fronts = [place.front, other]
+
+    async def test() -> None:
+        address = place.listener.getsockname()
+        for front in fronts:
+            await front.start()
+        opened = [await asyncio.open_connection(*address) for _ in range(12)]
+        while sum(len(front._connections) for front in fronts) < 12:
+            await asyncio.sleep(0.01)
+        assert all(4 <= len(front._connections) <= 8 for front in fronts)
+        left = len(other._connections)
+        await place.front.stop(5)
+        opened.append(await asyncio.open_connection(*address))
+        while len(other._connections) == left:
+            await asyncio.sleep(0.01)
+        await other.stop(5)
+        for _, writer in opened:
+            writer.close()
+
+    place.run(test())
+    other._listener.close()
