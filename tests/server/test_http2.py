@@ -95,8 +95,8 @@ class Place:
 
     def is_at_rest(self) -> bool:
         """Whether nothing is held for anybody."""
-        desk = self.front._desk
-        return (desk.calls, desk.streams, self.app.bodies.held_bytes) == (0, 0, 0)
+        shared = self.front._shared
+        return (shared.calls, shared.streams, self.app.bodies.held_bytes) == (0, 0, 0)
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def _not_one(nbytes: int) -> InputError:
 
 
 @dataclass(kw_only=True)
-class Desk:
+class Shared:
     """What all calls of a process share.
 
     Attributes:
@@ -210,16 +210,16 @@ class Call:
         is_over: it has its answer, or nobody waits for one.
     """
 
-    def __init__(self, desk: Desk, stream: Stream, head: Head) -> None:
-        self.desk, self.stream, self.head = desk, stream, head
+    def __init__(self, shared: Shared, stream: Stream, head: Head) -> None:
+        self.shared, self.stream, self.head = shared, stream, head
         self.is_over = False
         self.messages = Messages(
-            desk.inference.bodies, desk.most_bytes, is_stream=isinstance(self, StreamCall)
+            shared.inference.bodies, shared.most_bytes, is_stream=isinstance(self, StreamCall)
         )
         self._unpacked_bytes = 0  # of messages that came compressed
         self._task: asyncio.Task[None] | None = None
         self._deadline_ns: int | None = None
-        desk.calls += 1
+        shared.calls += 1
 
     def begin(self, limit_ns: int | None) -> None:
         """Have an answer within so long."""
@@ -289,7 +289,7 @@ class Call:
                 seen=encoding.decode("latin-1")[:60],
                 fix="send it as gzip, deflate or uncompressed",
             )
-        most, bodies = self.desk.most_bytes, self.desk.inference.bodies
+        most, bodies = self.shared.most_bytes, self.shared.inference.bodies
         async with bodies.expanding:
             made = await asyncio.to_thread(decompress, bytes(content), most)
             bodies.hold(len(made))
@@ -298,7 +298,7 @@ class Call:
 
     def drop_unpacked(self) -> None:
         """Hold no message any more that came compressed."""
-        self.desk.inference.bodies.held_bytes -= self._unpacked_bytes
+        self.shared.inference.bodies.held_bytes -= self._unpacked_bytes
         self._unpacked_bytes = 0
 
     # --- answers ----------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class Call:
     def _over(self) -> None:
         if not self.is_over:
             self.is_over = True
-            self.desk.calls -= 1
+            self.shared.calls -= 1
             self.messages.drop()
             self.drop_unpacked()
 
@@ -360,12 +360,12 @@ class UnaryCall(Call):
 
     def __init__(
         self,
-        desk: Desk,
+        shared: Shared,
         stream: Stream,
         head: Head,
         answers: Callable[[Call, bytes], Awaitable[bytes | Answer]],
     ) -> None:
-        super().__init__(desk, stream, head)
+        super().__init__(shared, stream, head)
         self._answers = answers
 
     def ended(self) -> None:
@@ -383,9 +383,9 @@ class UnaryCall(Call):
 class InferCall(Call, Quick):
     """``ModelInfer``: without a task and without JSON where its message is like one before."""
 
-    def __init__(self, desk: Desk, stream: Stream, head: Head) -> None:
+    def __init__(self, shared: Shared, stream: Stream, head: Head) -> None:
         Quick.__init__(self)
-        Call.__init__(self, desk, stream, head)
+        Call.__init__(self, shared, stream, head)
         self._is_started = False  # and is answered by a batcher
         self._known: Known | None = None
         self._parts: list[memoryview] = []
@@ -411,7 +411,7 @@ class InferCall(Call, Quick):
 
     async def _answer_slowly(self) -> None:
         content = await self.unpacked(self.messages.only())
-        self._answer(await self.desk.answer_infer(self, content))
+        self._answer(await self.shared.answer_infer(self, content))
 
     def _find(self, content: memoryview) -> Known | None:
         """What the message says but for its tensors; finds these in it."""
@@ -420,18 +420,18 @@ class InferCall(Call, Quick):
             return None
         fields, self._parts = found
         kind = fields, tuple(map(len, self._parts))
-        known = self.desk.known.get(kind)
+        known = self.shared.known.get(kind)
         if known is None and (known := known_message(content, self._parts)) is not None:
-            if len(self.desk.known) >= MOST_KNOWN:
-                self.desk.known.clear()
-            self.desk.known[kind] = known
+            if len(self.shared.known) >= MOST_KNOWN:
+                self.shared.known.clear()
+            self.shared.known[kind] = known
         return known
 
     # --- what ``Quick`` asks ----------------------------------------------------------------------
 
     @property
     def _inference(self) -> Inference:
-        return self.desk.inference
+        return self.shared.inference
 
     def _parsed(self, model: ServedModel) -> InferRequest | Unread:
         assert self._known is not None
@@ -483,12 +483,12 @@ class InferCall(Call, Quick):
 class StreamCall(Call):
     """``ModelStreamInfer``: one answer a request, in their order; an error is an answer too."""
 
-    def __init__(self, desk: Desk, stream: Stream, head: Head) -> None:
-        super().__init__(desk, stream, head)
+    def __init__(self, shared: Shared, stream: Stream, head: Head) -> None:
+        super().__init__(shared, stream, head)
         self._queue: deque[tuple[bool, memoryview]] = deque()
         self._changed = asyncio.Event()
         self._has_begun = False
-        desk.streams += 1
+        shared.streams += 1
         self.run(self._work())
 
     def data(self, chunk: memoryview) -> None:
@@ -521,7 +521,7 @@ class StreamCall(Call):
 
     def _over(self) -> None:
         if not self.is_over:
-            self.desk.streams -= 1
+            self.shared.streams -= 1
             self._queue.clear()
         super()._over()
 
@@ -548,7 +548,7 @@ class StreamCall(Call):
     async def _answer_one(self, message: tuple[bool, memoryview]) -> None:
         response = MESSAGES["ModelStreamInferResponse"]()
         try:
-            answer = await self.desk.answer_infer(self, await self.unpacked(message))
+            answer = await self.shared.answer_infer(self, await self.unpacked(message))
         except TessellaError as error:
             answer = error_answer(error)
         if answer.status == 200:

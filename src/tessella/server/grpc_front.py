@@ -7,7 +7,6 @@ which route stands here; ``http2_connection`` has the protocol below, ``grpc_cal
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 import ssl
@@ -19,15 +18,15 @@ from urllib.parse import quote
 
 from tessella.core.errors import ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
-from tessella.server.answers import Answer, error_answer, log
+from tessella.server.answers import Answer, error_answer
 from tessella.server.app import App
 from tessella.server.doors import Doors
 from tessella.server.grpc_calls import (
     ANSWERED,
     HEAD,
     Call,
-    Desk,
     InferCall,
+    Shared,
     StreamCall,
     UnaryCall,
     refused,
@@ -45,12 +44,11 @@ from tessella.server.guard import Guard
 from tessella.server.http2_connection import Connection, Handler, Stream
 from tessella.server.http2_frames import Head, literal
 from tessella.server.limits import Limits
-from tessella.server.listening import BACKLOG, RETRY_S, address_of
+from tessella.server.listening import Accepting, address_of
 
 MOST_MESSAGE_BYTES = 64 << 20  # larger tensors come by shared memory or HTTP
 MOST_STREAMS = 64
 MOST_CALLS = 1024
-TURN_S, MOST_TURN_S = 0.001, 0.03  # for each connection that a process has, and at most
 LEAVE_S = 0.05  # between looks whether connections have closed
 _HEALTH = "/grpc.health.v1.Health/Check"
 HOST = (b"host", b"localhost")
@@ -71,12 +69,11 @@ class GrpcFront:
         self._app, self._guard = app, guard
         self._listener = listener
         self.address = address_of(listener)
-        self._accepting = False
-        self._arriving: set[asyncio.Task[object]] = set()
+        self._accepting: Accepting
         self._doors = doors
         self._limits = limits
         self._connections: set[Connection] = set()
-        self._desk = Desk(
+        self._shared = Shared(
             inference=app.short_way.inference,
             most_bytes=min(limits.body_bytes, MOST_MESSAGE_BYTES),
             answer_infer=self._answer_infer,
@@ -84,52 +81,18 @@ class GrpcFront:
 
     async def start(self) -> None:
         """Listen."""
-        self._tls = None
+        context = None
         if self._doors.tls_cert is not None:
-            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._tls.load_cert_chain(self._doors.tls_cert, self._doors.tls_key)
-            self._tls.set_alpn_protocols(["h2"])
-        self._listener.setblocking(False)
-        self._listener.listen(BACKLOG)
-        self._accepting = True
-        self._listen()
-
-    def _listen(self) -> None:
-        if self._accepting:
-            asyncio.get_running_loop().add_reader(self._listener, self._wait_for_others)
-
-    def _wait_for_others(self) -> None:
-        """Let a process that shares the port and has fewer connections take this one: a client has
-        few, each with many calls, and left to chance one process had a third of all.
-        """
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listener)
-        connections = len(self._connections) + len(self._arriving)
-        loop.call_later(min(TURN_S * connections, MOST_TURN_S), self._accept)
-
-    def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self._accepting:
-            return
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            self._listen()
-            return
-        except OSError as error:  # no descriptors or memory are left: ask again later
-            log.error("a connection cannot be taken: %s", error)
-            loop.call_later(RETRY_S, self._listen)
-            return
-        connection.setblocking(False)
-        task = loop.create_task(self._begin(connection))
-        self._arriving.add(task)
-        task.add_done_callback(self._arriving.discard)
-        self._listen()
-
-    async def _begin(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # it went, or spoke no TLS
-            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._doors.tls_cert, self._doors.tls_key)
+            context.set_alpn_protocols(["h2"])
+        self._accepting = Accepting(
+            self._listener,
+            self._protocol,
+            lambda: len(self._connections),
+            shares=True,
+            tls=context,
+        )
 
     def _protocol(self) -> Connection:
         return Connection(
@@ -141,8 +104,7 @@ class GrpcFront:
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and let those at hand finish within ``grace_s`` seconds."""
-        self._accepting = False
-        asyncio.get_running_loop().remove_reader(self._listener)
+        self._accepting.stop()
         until_s = asyncio.get_running_loop().time() + grace_s
         for connection in list(self._connections):
             connection.leave()
@@ -161,7 +123,7 @@ class GrpcFront:
             stream.finish(NOT_GRPC)
             return ANSWERED
         try:
-            if self._desk.calls >= MOST_CALLS:
+            if self._shared.calls >= MOST_CALLS:
                 raise _too_many(MOST_CALLS, "calls")
             limit_ns = timeout_ns(head)
             call = self._call(stream, head)
@@ -175,19 +137,19 @@ class GrpcFront:
         path = head[b":path"].decode("latin-1")
         service, _, name = path[1:].rpartition("/")
         if path == _HEALTH:
-            return UnaryCall(self._desk, stream, head, self._health)
+            return UnaryCall(self._shared, stream, head, self._health)
         if service != SERVICE or name not in METHODS:
             raise ServeError("there is no such call", status=405, seen=path[:100])
         if name in ROUTES:
-            return UnaryCall(self._desk, stream, head, partial(self._answer_route, name))
+            return UnaryCall(self._shared, stream, head, partial(self._answer_route, name))
         if self._guard.has_token:  # before the message is read
             headers = dict((HOST, *_tokens(head)))
             self._guard.check("POST", "/v2/models/-/infer", headers)
         if name == "ModelInfer":
-            return InferCall(self._desk, stream, head)
-        if self._desk.streams >= MOST_STREAMS:
+            return InferCall(self._shared, stream, head)
+        if self._shared.streams >= MOST_STREAMS:
             raise _too_many(MOST_STREAMS, "streams")
-        return StreamCall(self._desk, stream, head)
+        return StreamCall(self._shared, stream, head)
 
     async def _answer_infer(self, call: Call, content: memoryview) -> Answer:
         """The answer to a message, which is held until then beside the body that is made of it."""
