@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tessella.core.errors import ServeError
-from tessella.server.batcher import BRIEF_NS, Batcher, PageLocked
+from tessella.server.batcher import BRIEF_NS, LONE_NS, Batcher, PageLocked
 from tessella.server.pace import TRUST_NS, Pace
 from tessella.server.statistics import Statistics
 
@@ -394,6 +394,30 @@ def test_what_was_never_timed_and_what_takes_long_runs_in_the_engines_thread() -
         assert engine.threads[-1] != threading.get_ident()
         for one in (unknown, slow, patient):
             await one.close(lambda: None)
+
+    run(test())
+
+
+def test_on_a_gpu_who_comes_alone_again_is_computed_in_the_loop() -> None:
+    async def test() -> None:
+        engine = Witness()
+        alone = batcher(engine, in_loop="alone")
+        here = threading.get_ident()
+        for _ in range(2):
+            await alone.infer(rows(1))
+        alone._pace = Steady(1000)
+        await alone.infer(rows(1))
+        assert [thread == here for thread in engine.threads][0::2] == [False, True]
+        await asyncio.gather(*(alone.infer(rows(i)) for i in range(4)))
+        assert engine.batches[3:] == [4]
+        await alone.infer(rows(1))  # others were there just now
+        assert engine.threads[-2:] == [engine.threads[0]] * 2
+        await alone.infer(rows(1))
+        assert engine.threads[-1] == here
+        alone._pace = Steady(2 * LONE_NS)
+        await alone.infer(rows(1))
+        assert engine.threads[-1] != here
+        await alone.close(lambda: None)
 
     run(test())
 

@@ -14,7 +14,6 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tessella.core.errors import UsageError
 from tessella.core.open_inference import MESSAGES, SERVICE
 from tessella.server import Doors, Limits, Server, grpc_front
 from tests.support.engines import LABELS, Echo, Pair, Scores, expected_scores, repository
@@ -283,22 +282,16 @@ def test_what_lies_is_refused_and_harms_nobody(client: Client, channel: grpc.Cha
     assert client.infer("flowers", [image_input()]).as_numpy("scores").shape == (3, 4)
 
 
-def test_without_grpcio_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_front, "grpc", None)
-    with pytest.raises(UsageError, match=r"tessella\[grpc\]"):
-        Server(repository({}), doors=Doors(grpc_port=0))
-
-
 def test_messages_count_among_the_bytes_that_are_held() -> None:
     limits = Limits(held_bytes=3 * IMAGES.nbytes)
     engine = Scores()
     models = repository({"flowers": engine}, limits=limits)
     with Server(models, limits=limits, doors=Doors(grpc_port=0)) as running:
         with triton.InferenceServerClient(running.grpc_address) as client:
-            for _ in range(5):  # message and body fit, one after the other
+            for _ in range(5):  # they fit, one after the other
                 client.infer("flowers", [image_input()])
             with pytest.raises(InferenceServerException, match="as many request bytes") as caught:
-                client.infer("flowers", [image_input(np.concatenate([IMAGES] * 2))])
+                client.infer("flowers", [image_input(np.concatenate([IMAGES] * 3))])
             assert "UNAVAILABLE" in caught.value.status()
             client.infer("flowers", [image_input()])
     assert engine.batches == [3] * 6

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from tessella.core.errors import InputError
+from tessella.server.batcher import LONE_NS
 from tessella.server.overlapping import OverlappingBatcher
+from tessella.server.pace import Pace
 from tessella.server.statistics import Statistics
 from tessella.server.waiting import Request
 
@@ -141,6 +143,36 @@ def test_a_full_execution_begins_beside_one_that_computes(server: Server) -> Non
     assert server.answers == {n: [[2 * n]] for n in range(1, 12)}
     assert server.gpu.sizes == [1, 4, 4, 2]
     assert server.batcher.step() is None
+
+
+def test_who_comes_alone_is_answered_without_a_wake_up(server: Server) -> None:
+    """As far as its execution ends in about the time that is expected."""
+    begin, begun = server.gpu.begin, []
+
+    def quick(parts: Parts) -> Call:
+        begun.append(begin(parts))
+        if len(begun) < 3:
+            begun[-1].ended.set()
+        return begun[-1]
+
+    server.gpu.begin = quick  # type: ignore[method-assign,assignment]
+    server.ask(1)  # the first one is not expected to end at any time
+    server.batcher.step()
+    assert server.looks.wait(30)
+    server.batcher.step()
+    assert server.answers[1] == [[2]]
+    server.batcher._pace = Pace()
+    server.batcher._pace.took(1, LONE_NS // 2)
+    server.looks.clear()
+    server.ask(2)
+    assert server.batcher.step() is None
+    assert server.answers[2] == [[4]]
+    assert not server.looks.is_set()
+    server.ask(3)  # takes longer than it should
+    server.batcher.step()
+    assert 3 not in server.answers
+    server.end()
+    assert server.answers[3] == [[6]]
 
 
 def test_a_large_request_is_cut_and_its_parts_are_its_own(server: Server) -> None:

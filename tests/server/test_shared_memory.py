@@ -373,7 +373,7 @@ def test_what_may_be_registered(tmp_path: Path) -> None:
     for offset, size in ((0, 101), (91, 10), (-1, 10), (0, 0), (0, -1), (0, 1.5), (1 << 60, 1)):
         with pytest.raises(InputError):
             regions.register("r", "tessella-a", offset, size)
-    assert list(folder.iterdir()) == []
+    assert regions.status() == []
     regions.register("r", "/tessella-a", 10, 90)
     with pytest.raises(ServeError, match="larger than 50") as caught:
         regions.read(Place(region="r", offset=0, byte_size=51))
@@ -412,7 +412,7 @@ def test_a_flood_of_registrations_is_bounded(
         regions.register(f"r{i}", key, i, 1)
     with pytest.raises(ServeError, match="too many regions"):
         regions.register("one_more", key, 0, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     regions.unregister()
     assert regions.status() == []
 

@@ -45,7 +45,7 @@ def serve(
         compiled, device: as for ``load``, for all plans.
         acceptors: processes that take HTTP, beside one that runs the engines; 0 is one process for
             all.
-        grpc_port: where gRPC listens, too; needs the extra ``tessella[grpc]``.
+        grpc_port: where gRPC listens, too.
         tls: files of a certificate and its key (PEM), for HTTP and gRPC.
         shared_memory: clients on this host may put tensors into shared memory of this user.
         decode: who decodes JPEG files: the host, or the engine's GPU, which leaves the cores to all

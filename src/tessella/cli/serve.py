@@ -26,9 +26,7 @@ TrafficRules = Annotated[
     list[str] | None,
     Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
 ]
-GrpcPort = Annotated[
-    int | None, Option(help="Port for gRPC (pip install 'tessella[grpc]'); none without.")
-]
+GrpcPort = Annotated[int | None, Option(help="Port for gRPC; none without.")]
 Decode = Annotated[Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")]
 On = Annotated[
     Literal["here", "ray"],

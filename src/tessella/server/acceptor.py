@@ -48,6 +48,8 @@ from tessella.server.waiting import DEFAULT_PRIORITY, Arrays, Infers, Waiter
 
 COUNTED_S = 0.5  # how old an acceptor's counts may be in the engine's statistics
 RETRY_S = 0.05  # between attempts to reach an engine that is being started
+# A turn that reads 40 small requests takes 4 ms, in which the engine should not have to wait.
+MOST_TOGETHER = 8
 OPEN_S = 5.0  # how long an acceptor waits for it before it takes requests, which are 503 till then
 
 
@@ -350,18 +352,21 @@ class _Engine(asyncio.Protocol):
                 self.described.set()
 
     def write(self, frame: bytes) -> None:
-        """Send a frame, together with the others of this turn of the event loop."""
+        """Send a frame, together with some others of this turn of the event loop."""
         if not self._to_send:
             self._loop.call_soon(self._flush)
         self._to_send.append(frame)
+        if len(self._to_send) == MOST_TOGETHER:
+            self._flush()
 
     def has_understood(self, number: int) -> None:
         """Say that no ticket will come for models that this description does not name."""
         self.write(tickets.pack_understood(number))
 
     def _flush(self) -> None:
-        self.transport.write(b"".join(self._to_send))
-        self._to_send.clear()
+        if self._to_send:
+            self.transport.write(b"".join(self._to_send))
+            self._to_send.clear()
 
     async def ask(self, question: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Ask what is not inference.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from time import perf_counter_ns, thread_time_ns
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ PATIENCE_NS = 10**9
 # 4.1 ms in the loop, and in a thread, which waits for Python's lock, 4.2 to 5.2 ms of the processor
 # and 7 to 14 ms by the clock. Two threads that wake each other cost a LeNet's request 0.3 ms.
 BRIEF_NS = 6 * 10**6
+# On a GPU, by the clock, as the thread waits for it: of a request that comes alone. Its way through
+# the engine's thread and back takes 0.1 to 0.2 ms.
+LONE_NS = 10**6
 
 
 class Batcher(Infers):
@@ -56,7 +60,8 @@ class Batcher(Infers):
         max_delay_us: how long an execution may wait for more requests; 0 joins only what waits.
         max_waiting: requests that may wait; more are refused.
         join: makes one array of the samples of several requests, by the input's name.
-        in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop.
+        in_loop: executions of at most ``BRIEF_NS`` may run in the thread of the event loop; or
+            those of one request that waits ``alone``, of at most ``LONE_NS``.
     """
 
     def __init__(
@@ -68,14 +73,16 @@ class Batcher(Infers):
         max_waiting: int,
         statistics: Statistics,
         has_thread: bool = True,
-        in_loop: bool = False,
+        in_loop: bool | Literal["alone"] = False,
         join: Callable[[str, list[np.ndarray]], np.ndarray] | None = None,
     ) -> None:
         self._engine = engine
         self._join = join or _join
         self.has_thread = has_thread
         self.on_done: Callable[[], object] = lambda: None
-        self._in_loop = in_loop and has_thread and not max_delay_us
+        self._in_loop = bool(in_loop) and has_thread and not max_delay_us
+        self._only_lone = in_loop == "alone"
+        self._was_lone = False  # the last execution was of one request
         self._max_batch = max_batch
         self._max_delay_ns = max_delay_us * 1000
         self._max_waiting = max_waiting
@@ -188,6 +195,10 @@ class Batcher(Infers):
         if not self._in_loop or self._loop is None or self._release is not None:
             return False
         samples = min(self._samples, self._max_batch)
+        if self._only_lone:  # where several come at a time, the next ones are read meanwhile
+            if not self._was_lone or len(self._waiting) != 1:
+                return False
+            return 0 < self._pace.expected_ns(samples, self._max_batch) <= LONE_NS
         return 0 < self._effort.expected_ns(samples, self._max_batch) <= BRIEF_NS
 
     def _is_for_thread(self) -> bool:
@@ -348,6 +359,7 @@ class Batcher(Infers):
         now_ns = max(perf_counter_ns(), self._running_until_ns if self._is_running else 0)
         expected_ns = self._pace.expected_ns(samples_of(pieces), self._max_batch)
         self._running_until_ns = now_ns + expected_ns
+        self._was_lone = len(pieces) == 1
         self._is_running = True
 
     def _end(self) -> None:
@@ -394,13 +406,17 @@ class Batcher(Infers):
                 continue
             request.stages.executed(spent)
             if start or end < request.batch:
-                request.parts.append({name: array.copy() for name, array in answer.items()})
+                request.parts.append(self._kept(answer))
                 if end < request.batch:
                     continue
                 answer = {n: np.concatenate([p[n] for p in request.parts]) for n in answer}
             request.outputs = answer
             finished.append(request)
         deliver(finished)
+
+    def _kept(self, outputs: Arrays) -> Arrays:
+        """Outputs that stay as they are until the request's other pieces are there."""
+        return outputs
 
     def _drop(self, request: Request) -> None:
         """Take what is left of a failed request out of the queue."""

@@ -29,7 +29,7 @@ class BodyReader:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._expanding = asyncio.Semaphore(2)  # so that bombs cannot swell side by side
+        self.expanding = asyncio.Semaphore(2)  # so that bombs cannot swell side by side
         self.held_bytes = 0
 
     def read(self, headers: Headers, receive: Receive, *, most_bytes: int) -> Body:
@@ -126,7 +126,7 @@ class Body:
             body = await reader._receive(self._headers, self._receive, most_bytes, self)
             encoding = self._headers.get(b"content-encoding", b"identity").strip().lower()
             if encoding != b"identity":
-                async with reader._expanding:
+                async with reader.expanding:
                     body = await _decompress(body, encoding, most_bytes)
                     self.hold(len(body))
         except BaseException:

@@ -1,24 +1,37 @@
 """gRPC in front of the app: each call becomes a request to the routes of HTTP, in this process.
 
-So names, tokens, limits, deadlines, statistics and errors are the same on both doors. What is
-gRPC's own stands here: which call is which route, its deadline, and its status codes.
+So names, tokens, limits, deadlines, statistics and errors are the same on both doors. Which call is
+which route stands here; ``http2_connection`` has the protocol below, ``grpc_calls`` what a call is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from pathlib import Path
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from tessella.core.errors import ServeError, TessellaError, UsageError
+from tessella.core.errors import ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
-from tessella.server.answers import Answer, error_answer, log
+from tessella.server.answers import Answer, error_answer
 from tessella.server.app import App
 from tessella.server.doors import Doors
+from tessella.server.grpc_calls import (
+    ANSWERED,
+    HEAD,
+    Call,
+    InferCall,
+    Shared,
+    StreamCall,
+    UnaryCall,
+    refused,
+    timeout_ns,
+)
 from tessella.server.grpc_messages import (
     HEALTH,
     answered,
@@ -27,38 +40,19 @@ from tessella.server.grpc_messages import (
     infer_response,
     parsed,
 )
+from tessella.server.guard import Guard
+from tessella.server.http2_connection import Connection, Handler, Stream
+from tessella.server.http2_frames import Head, literal
 from tessella.server.limits import Limits
+from tessella.server.listening import Accepting, address_of
 
-try:
-    import grpc
-except ImportError:
-    grpc = None
-
-# Larger tensors come by shared memory or HTTP: gRPC says how large a message is only to itself, so
-# memory for messages that are still coming is bounded by how many may come at once.
-MOST_MESSAGE_BYTES = 64 << 20
-MOST_ARRIVING = 64
+MOST_MESSAGE_BYTES = 64 << 20  # larger tensors come by shared memory or HTTP
 MOST_STREAMS = 64
 MOST_CALLS = 1024
-_CODES = {
-    401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED",
-    409: "ALREADY_EXISTS", 413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL",
-    501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 507: "RESOURCE_EXHAUSTED",
-}  # fmt: skip
-
-
+LEAVE_S = 0.05  # between looks whether connections have closed
+_HEALTH = "/grpc.health.v1.Health/Check"
 HOST = (b"host", b"localhost")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    status: int
-    headers: dict[bytes, bytes]
-    body: bytes
-
-    @property
-    def error(self) -> str:
-        return str(json.loads(self.body).get("error", ""))
+NOT_GRPC = literal(b":status", b"415")
 
 
 class GrpcFront:
@@ -66,187 +60,145 @@ class GrpcFront:
 
     Args:
         app: the server as an ASGI application.
-        address: ``host:port``; processes of this user may share the port.
-        token: whether clients must send one.
-
-    Raises:
-        UsageError: grpcio is not installed.
+        listener: a bound socket, which processes may share.
     """
 
     def __init__(
-        self, app: App, address: str, doors: Doors, limits: Limits, *, token: bool
+        self, app: App, guard: Guard, listener: socket.socket, doors: Doors, limits: Limits
     ) -> None:
-        require_grpc()
-        self._token = token
-        self._app = app
-        self.address = address
+        self._app, self._guard = app, guard
+        self._listener = listener
+        self.address = address_of(listener)
+        self._accepting: Accepting
         self._doors = doors
         self._limits = limits
+        self._connections: set[Connection] = set()
+        self._shared = Shared(
+            inference=app.short_way.inference,
+            most_bytes=min(limits.body_bytes, MOST_MESSAGE_BYTES),
+            answer_infer=self._answer_infer,
+        )
 
     async def start(self) -> None:
-        """Listen.
+        """Listen."""
+        context = None
+        if self._doors.tls_cert is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._doors.tls_cert, self._doors.tls_key)
+            context.set_alpn_protocols(["h2"])
+        self._accepting = Accepting(
+            self._listener,
+            self._protocol,
+            lambda: len(self._connections),
+            shares=True,
+            tls=context,
+        )
 
-        Raises:
-            UsageError: the address cannot be listened on.
-        """
-        self._arriving = asyncio.Semaphore(MOST_ARRIVING)
-        self._streaming = asyncio.Semaphore(MOST_STREAMS)
-        most = min(self._limits.body_bytes, MOST_MESSAGE_BYTES)
-        self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=MOST_CALLS,
-            options=(
-                ("grpc.max_receive_message_length", most),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_metadata_size", self._limits.head_bytes),
-                ("grpc.max_concurrent_streams", MOST_CALLS),
-                ("grpc.so_reuseport", 1),
-                ("grpc.http2.max_frame_size", 1 << 20),
-            ),
+    def _protocol(self) -> Connection:
+        return Connection(
+            self._opened,
+            head_s=self._limits.head_s,
+            idle_s=self._limits.body_idle_s,
+            all=self._connections,
         )
-        handlers = {name: self._unary(name) for name in ROUTES}
-        handlers |= {
-            "ModelInfer": grpc.stream_unary_rpc_method_handler(
-                self._infer, response_serializer=_serialized
-            ),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                self._stream, response_serializer=_serialized
-            ),
-        }
-        health = {"Check": grpc.unary_unary_rpc_method_handler(self._health)}
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(SERVICE, handlers),
-                grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
-            )
-        )
-        try:
-            if self._doors.tls_cert is None or self._doors.tls_key is None:
-                self._server.add_insecure_port(self.address)
-            else:
-                key, cert = (
-                    Path(p).read_bytes() for p in (self._doors.tls_key, self._doors.tls_cert)
-                )
-                credentials = grpc.ssl_server_credentials([(key, cert)])
-                self._server.add_secure_port(self.address, credentials)
-        except RuntimeError as error:
-            raise UsageError(
-                f"{self.address} cannot be listened on for gRPC",
-                seen=str(error),
-                fix="choose another --grpc-port",
-            ) from error
-        await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and let those at hand finish within ``grace_s`` seconds."""
-        await self._server.stop(grace_s)
+        self._accepting.stop()
+        until_s = asyncio.get_running_loop().time() + grace_s
+        for connection in list(self._connections):
+            connection.leave()
+        while self._connections and asyncio.get_running_loop().time() < until_s:
+            await asyncio.sleep(LEAVE_S)
+        for connection in list(self._connections):
+            connection.abort()
 
     # --- calls ------------------------------------------------------------------------------------
 
-    async def _infer(self, requests: AsyncIterator[Any], context: Any) -> Any:
-        # Unary on the wire; read here, so that a wrong token is refused before its message is read
-        # and only so many messages arrive at once.
-        await self._require_access(context)
+    def _opened(self, stream: Stream, head: Head) -> Handler:
+        """The handler of a call; one that is refused has its answer before its body is read."""
+        if head[b":method"] != b"POST" or not head.get(b"content-type", b"").startswith(
+            b"application/grpc"
+        ):
+            stream.finish(NOT_GRPC)
+            return ANSWERED
         try:
-            async with self._arriving, asyncio.timeout(self._limits.body_idle_s):
-                content = await context.read()
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the message stopped coming")
-        if content is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no message")
-        answer = await self._answer_infer(content, context)
-        if answer.status != 200:
-            await _abort(context, answer)
-        timing = answer.headers[b"server-timing"].decode()
-        context.set_trailing_metadata((("server-timing", timing),))
-        return _as_response(answer)
+            if self._shared.calls >= MOST_CALLS:
+                raise _too_many(MOST_CALLS, "calls")
+            limit_ns = timeout_ns(head)
+            call = self._call(stream, head)
+        except TessellaError as error:
+            stream.finish(HEAD + refused(error_answer(error)))
+            return ANSWERED
+        call.begin(limit_ns)
+        return call
 
-    async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """One answer a request, in their order; an error is an answer too."""
-        await self._require_access(context)
-        if self._streaming.locked():
-            told = f"more than {MOST_STREAMS} streams; try again, or call ModelInfer"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told)
-        async with self._streaming:
-            async for content in requests:
-                answer = await self._answer_infer(content, context)
-                response = MESSAGES["ModelStreamInferResponse"]()
-                if answer.status == 200:
-                    response.infer_response.CopyFrom(_as_response(answer))
-                else:
-                    response.error_message = answer.error
-                yield response
+    def _call(self, stream: Stream, head: Head) -> Call:
+        path = head[b":path"].decode("latin-1")
+        service, _, name = path[1:].rpartition("/")
+        if path == _HEALTH:
+            return UnaryCall(self._shared, stream, head, self._health)
+        if service != SERVICE or name not in METHODS:
+            raise ServeError("there is no such call", status=405, seen=path[:100])
+        if name in ROUTES:
+            return UnaryCall(self._shared, stream, head, partial(self._answer_route, name))
+        if self._guard.has_token:  # before the message is read
+            headers = dict((HOST, *_tokens(head)))
+            self._guard.check("POST", "/v2/models/-/infer", headers)
+        if name == "ModelInfer":
+            return InferCall(self._shared, stream, head)
+        if self._shared.streams >= MOST_STREAMS:
+            raise _too_many(MOST_STREAMS, "streams")
+        return StreamCall(self._shared, stream, head)
 
-    async def _answer_infer(self, content: bytes, context: Any) -> _Answer:
+    async def _answer_infer(self, call: Call, content: memoryview) -> Answer:
         """The answer to a message, which is held until then beside the body that is made of it."""
         try:
-            with self._app.bodies.holding(len(content)):
-                return await self._answer_held(content, context)
-        except ServeError as error:
-            return _told(error_answer(error))
-
-    async def _answer_held(self, content: bytes, context: Any) -> _Answer:
-        remaining_s = context.time_remaining()
-        # Without a deadline gRPC says so with None, or with one of many years.
-        remaining_us = None if remaining_s is None or remaining_s > 1e8 else int(1e6 * remaining_s)
-        if remaining_us is not None:
-            remaining_us = max(1, remaining_us)  # 0 is no limit
-        try:
-            message = parsed(ModelInferRequest, content)
-            json_bytes, body = infer_body(message, remaining_us)
+            message = parsed(ModelInferRequest, bytes(content))
+            json_bytes, body = infer_body(message, call.remaining_us)
         except TessellaError as error:
-            return _told(error_answer(error))
+            return error_answer(error)
         # Not through ASGI, which costs a fifth of a call's time here.
         answer = await self._app.infer(
             body,
             str(json_bytes).encode(),
             message.model_name,
             message.model_version or None,
-            [HOST, *_tokens(context)],
+            [HOST, *_tokens(call.head)],
         )
-        return _told(answer)
+        if answer.status != 200:
+            return answer
+        length = dict(answer.headers).get(b"inference-header-content-length")
+        response = infer_response(answer.body, None if length is None else int(length))
+        return replace(answer, body=response.SerializeToString())
 
-    async def _require_access(self, context: Any) -> None:
-        """Abort the call unless its token is right: as a cheap route says."""
-        if not self._token:
-            return
-        answer = await self._ask(context, "GET", "/v2/models/-/ready", b"")
-        if answer.status in (401, 403, 421):
-            await _abort(context, answer)
+    async def _answer_route(self, name: str, call: Call, content: bytes) -> bytes | Answer:
+        """The answer of a call that is not inference."""
+        route, response = ROUTES[name], f"{name}Response"
+        method, path, body = route.asks(parsed(MESSAGES[f"{name}Request"], content))
+        answer = await self._ask(call, method, path, body)
+        if route.says_whether and answer.status in (200, 404, 503):
+            told = {route.says_whether: answer.status == 200}
+            return _serialized(MESSAGES[response](**told))
+        if answer.status != 200:
+            return answer
+        return _serialized(answered(response, route.tells(json.loads(answer.body))))
 
-    def _unary(self, name: str) -> Any:
-        """The handler of a call that is not inference."""
-        request, response = MESSAGES[f"{name}Request"], f"{name}Response"
-        route = ROUTES[name]
-
-        async def handle(content: bytes, context: Any) -> Any:
-            try:
-                method, path, body = route.asks(parsed(request, content))
-            except TessellaError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            answer = await self._ask(context, method, path, body)
-            if route.says_whether and answer.status in (200, 404, 503):
-                return MESSAGES[response](**{route.says_whether: answer.status == 200})
-            if answer.status != 200:
-                await _abort(context, answer)
-            return answered(response, route.tells(json.loads(answer.body)))
-
-        return grpc.unary_unary_rpc_method_handler(handle, response_serializer=_serialized)
-
-    async def _health(self, body: bytes, context: Any) -> bytes:
+    async def _health(self, call: Call, content: bytes) -> bytes:
         """grpc.health.v1 for the server as a whole, whatever service is asked about."""
-        answer = await self._ask(context, "GET", "/v2/health/ready", b"")
+        answer = await self._ask(call, "GET", "/v2/health/ready", b"")
         return HEALTH[answer.status == 200]
 
-    async def _ask(self, context: Any, method: str, path: str, body: bytes) -> _Answer:
+    async def _ask(self, call: Call, method: str, path: str, body: bytes) -> Answer:
         """The app's answer to a request."""
         scope = {
             "type": "http", "method": method, "path": path, "query_string": b"",
             "scheme": "http", "http_version": "2", "root_path": "", "raw_path": path.encode(),
             "headers": [
-                HOST, (b"content-length", str(len(body)).encode()), *_tokens(context),
+                HOST, (b"content-length", str(len(body)).encode()), *_tokens(call.head),
             ],
         }  # fmt: skip
-        status, told = 500, {}
+        status, told = 500, ()
         parts: list[bytes] = []
 
         async def receive() -> dict[str, Any]:
@@ -255,46 +207,22 @@ class GrpcFront:
         async def send(message: Any) -> None:
             nonlocal status, told
             if message["type"] == "http.response.start":
-                status, told = message["status"], dict(message["headers"])
+                status, told = message["status"], tuple(message["headers"])
             else:
                 parts.append(message.get("body", b""))
 
         await self._app(scope, receive, send)
-        return _Answer(status=status, headers=told, body=b"".join(parts))
+        return Answer(status=status, headers=told, body=b"".join(parts))
 
 
-def require_grpc() -> None:
-    """Raise ``UsageError`` if grpcio is not installed."""
-    if grpc is None:
-        raise UsageError("gRPC needs grpcio", fix="pip install 'tessella[grpc]'")
+def _tokens(head: Head) -> list[tuple[bytes, bytes]]:
+    """The token that a client has sent, as HTTP's header."""
+    value = head.get(b"authorization")
+    return [] if value is None else [(b"authorization", value)]
 
 
-def _tokens(context: Any) -> list[tuple[bytes, bytes]]:
-    """The tokens that a client has sent, as HTTP's headers."""
-    return [
-        (b"authorization", value.encode() if isinstance(value, str) else value)
-        for name, value in context.invocation_metadata() or ()
-        if name == "authorization"
-    ]
-
-
-def _told(answer: Answer) -> _Answer:
-    return _Answer(status=answer.status, headers=dict(answer.headers), body=answer.body)
-
-
-def _as_response(answer: _Answer) -> Any:
-    length = answer.headers.get(b"inference-header-content-length")
-    return infer_response(answer.body, None if length is None else int(length))
-
-
-async def _abort(context: Any, answer: _Answer) -> None:
-    code = getattr(grpc.StatusCode, _CODES.get(answer.status, "INVALID_ARGUMENT"))
-    if answer.status == 500:
-        log.warning("a call failed: %s", answer.error)
-    trailing: tuple[tuple[str, str], ...] = ()
-    if (after := answer.headers.get(b"retry-after")) is not None:
-        trailing = (("retry-after", after.decode()),)
-    await context.abort(code, answer.error, trailing)
+def _too_many(most: int, what: str) -> ServeError:
+    return ServeError(f"more than {most} {what} at a time", status=429, fix="try again later")
 
 
 def _serialized(message: Any) -> bytes:
@@ -380,3 +308,4 @@ ROUTES = {
         asks=lambda m: ("POST", f"{_region(m.name)}/unregister", b"")
     ),
 }
+METHODS = {"ModelInfer", "ModelStreamInfer", *ROUTES}

@@ -6,6 +6,8 @@ Every request of gRPC is answered by the routes of HTTP: one core, one set of ch
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from tessella.core.dtype import BY_WIRE
 from tessella.core.errors import InputError
-from tessella.core.open_inference import MESSAGES, ModelInferResponse
+from tessella.core.open_inference import MESSAGES, ModelInferRequest, ModelInferResponse
 from tessella.server.tensors import strings_to_binary
 
 _COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -40,6 +42,88 @@ def parsed(message: Any, content: bytes) -> Any:
         raise InputError(
             f"the request is no {message.DESCRIPTOR.name}", seen=f"{len(content):,} bytes"
         ) from error
+
+
+_RAW_INPUT, _RAW_OUTPUT = 7 << 3 | 2, 6 << 3 | 2  # how these fields begin
+MOST_FIELDS_BYTES = 2048  # of a message that is remembered
+
+
+def cut(content: memoryview) -> tuple[bytes, list[memoryview]] | None:
+    """The bytes of a ``ModelInferRequest`` before its ``raw_input_contents``, and these; None where
+    they are not the last of it, or the message is none.
+    """
+    position, size = 0, len(content)
+    parts: list[memoryview] = []
+    fields = size
+    while position < size:
+        tag = content[position]
+        if tag & 7 != 2 or tag > 127 or (parts and tag != _RAW_INPUT):
+            return None
+        length, shift = 0, 0
+        start = position + 1
+        while True:
+            if start >= size or shift > 28:
+                return None
+            byte = content[start]
+            length |= (byte & 127) << shift
+            start, shift = start + 1, shift + 7
+            if byte < 128:
+                break
+        if start + length > size:
+            return None
+        if tag == _RAW_INPUT:
+            fields = position if not parts else fields
+            parts.append(content[start : start + length])
+        position = start + length
+    if fields > MOST_FIELDS_BYTES:
+        return None
+    return bytes(content[:fields]), parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a ``ModelInferRequest`` says but for its tensors' bytes.
+
+    Attributes:
+        version: None is whichever there is.
+        text: the JSON of the same request over HTTP.
+        answers: the answer's message but for the tensors, by the version that gives it and their
+            shapes.
+    """
+
+    name: str
+    version: str | None
+    text: bytes
+    answers: dict[tuple[str | tuple[int, ...], ...], bytes] = field(default_factory=dict)
+
+
+def known_message(content: memoryview, parts: Sequence[memoryview]) -> Known | None:
+    """What a message says; None if it is another each time, or has tensors elsewhere.
+
+    Raises:
+        InputError: as ``parsed`` and ``infer_body``.
+    """
+    message = parsed(ModelInferRequest, bytes(content))
+    if message.id:
+        return None
+    json_bytes, body = infer_body(message, None)
+    if len(body) - json_bytes != sum(map(len, parts)):  # they came in ``contents``
+        return None
+    version = message.model_version or None
+    return Known(name=message.model_name, version=version, text=body[:json_bytes])
+
+
+def answer_of(fields: bytes, tensors: Sequence[bytes]) -> bytes:
+    """A ``ModelInferResponse`` of fields that are known, and ``raw_output_contents``."""
+    parts = [fields]
+    for tensor in tensors:
+        head, length = bytearray((_RAW_OUTPUT,)), len(tensor)
+        while length > 127:
+            head.append(length & 127 | 128)
+            length >>= 7
+        head.append(length)
+        parts += (bytes(head), tensor)
+    return b"".join(parts)
 
 
 def infer_body(message: Any, remaining_us: int | None) -> tuple[int, bytes]:
@@ -159,8 +243,8 @@ def _plain(parameters: Any) -> dict[str, Any]:
 
 def _fill(parameters: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
-        field = "int64_param" if type(value) is int else "string_param"
-        setattr(parameters[name], field, value)
+        kind = "int64_param" if type(value) is int else "string_param"
+        setattr(parameters[name], kind, value)
 
 
 # grpc.health.v1's HealthCheckResponse: field 1 is 1 for SERVING, 2 for NOT_SERVING.

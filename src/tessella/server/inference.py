@@ -109,6 +109,16 @@ class Inference:
         """The checked request; ``json_length`` is its ``Inference-Header-Content-Length``."""
         return parse_infer(body, json_length, model.signature, self.limits, self.regions)
 
+    def parse_parts(
+        self, text: bytes, parts: Sequence[memoryview], model: ServedModel
+    ) -> InferRequest | Unread:
+        """As ``parse``, of a body that is not in one piece: its JSON, and the tensors behind it."""
+        known = model.signature.heads.get((text, self.limits.body_bytes))
+        if known is not None and known.fits(parts):
+            return known.request_of(parts)
+        body = b"".join([text, *parts])
+        return self.parse(body, str(len(text)).encode(), model)
+
     async def request(
         self,
         body: bytes | bytearray,

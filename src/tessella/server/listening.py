@@ -8,8 +8,9 @@ import gc
 import ipaddress
 import logging
 import socket
+import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -17,81 +18,155 @@ from tessella.core.errors import UsageError
 from tessella.server.app import App
 from tessella.server.connection import connection_with
 from tessella.server.doors import HTTP_ONLY, Doors
-from tessella.server.grpc_front import GrpcFront
 from tessella.server.limits import Limits
 
 GRACE_S = 30
 KEEP_ALIVE_S = 75  # longer than what clients and proxies keep a connection for
 BACKLOG = 2048
 MOST_ACCEPTED = 64  # connections in one turn of the event loop; each takes about 0.1 ms
+# Of a socket that several processes share: one with this few connections waits for each of them,
+# so that one with fewer comes first; one with more takes so many in a turn.
+FEW, TURN_S, MOST_SHARED = 16, 0.001, 4
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
 log = logging.getLogger(__name__)
+
+
+class Beside(Protocol):
+    """What listens in the event loop of an HTTP server, too."""
+
+    address: str  # ``host:port``
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
+class Accepting:
+    """Takes connections from a listening socket in the running event loop, several in a turn:
+    libuv, since 1.45, takes one in each, and where a turn is as long as an execution (4 ms for 32
+    images of a LeNet), the last of 128 clients waited 0.2 to 0.5 s for its first answer (p99;
+    uvicorn alone does the same).
+
+    Args:
+        listener: bound; with ``shares``, other processes take connections from it, too.
+        protocol: of a connection.
+        count: how many connections there are.
+        tls: for all of them.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        count: Callable[[], int],
+        *,
+        shares: bool,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._listener, self._protocol, self._count = listener, protocol, count
+        self._shares, self._tls = shares, tls
+        self._is_on = True
+        self._arriving: set[asyncio.Task[object]] = set()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._listen()
+
+    def stop(self) -> None:
+        """Take no more."""
+        self._is_on = False
+        asyncio.get_running_loop().remove_reader(self._listener)
+
+    def _listen(self) -> None:
+        if self._is_on:
+            found = self._wait_for_others if self._shares else self._accept
+            asyncio.get_running_loop().add_reader(self._listener, found)
+
+    def _wait_for_others(self) -> None:
+        """Let a process that has fewer connections take this one: a client may have few, each with
+        many calls, and left to chance one process of six had a third of all.
+        """
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        connections = self._count() + len(self._arriving)
+        if connections < FEW:
+            loop.call_later(TURN_S * connections, self._take, 1)
+        else:  # chance does, and a flood of them may not wait
+            self._take(MOST_SHARED)
+
+    def _take(self, most: int) -> None:
+        if self._is_on and self._accept(most):
+            self._listen()
+
+    def _accept(self, most: int = MOST_ACCEPTED) -> bool:
+        """Take connections that wait; those at hand have their turn after some of them. False: none
+        can be taken for a while.
+        """
+        loop = asyncio.get_running_loop()
+        for _ in range(most):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return True
+            except OSError as error:  # no descriptors or memory are left: ask again later
+                log.error("a connection cannot be taken: %s", error)
+                loop.remove_reader(self._listener)
+                loop.call_later(RETRY_S, self._listen)
+                return False
+            connection.setblocking(False)
+            task = loop.create_task(self._begin(connection))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
+        return True
+
+    async def _begin(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # it went, or spoke no TLS
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket of ours; calls ``on_ready`` with the URL when it takes requests.
 
-    It accepts connections itself: libuv, since 1.45, takes one in each turn of the event loop, and
-    where a turn is as long as an execution (4 ms for 32 images of a LeNet), the last of 128 clients
-    waited 0.2 to 0.5 s for its first answer (p99; uvicorn alone does the same).
-
     Args:
         beside: answers gRPC in the same event loop.
+        shares: whether other processes take connections from the socket, too.
     """
 
     def __init__(
-        self, config: uvicorn.Config, listener: socket.socket, beside: GrpcFront | None = None
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        beside: Beside | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
         super().__init__(config)
         self.listener = listener
-        self._accepting = True
         self.on_ready: Callable[[str], None] = lambda url: None
         self.url = url_of(listener, tls=config.is_ssl)
         self.beside = beside
+        self._shares = shares
+        self._accepting: Accepting | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._arriving: set[asyncio.Task[object]] = set()
-        self.listener.setblocking(False)
-        self.listener.listen(BACKLOG)
-        self._listen()
+        self._accepting = Accepting(
+            self.listener,
+            self._protocol,
+            lambda: len(self.server_state.connections),
+            shares=self._shares,
+            tls=self.config.ssl,
+        )
         if self.beside is not None:
             await self.beside.start()
         self.on_ready(self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._accepting = False
-        asyncio.get_running_loop().remove_reader(self.listener)
+        if self._accepting is not None:
+            self._accepting.stop()
         if self.beside is not None:
             await self.beside.stop(GRACE_S)
         await super().shutdown(sockets)
-
-    def _listen(self) -> None:
-        if self._accepting:
-            asyncio.get_running_loop().add_reader(self.listener, self._accept)
-
-    def _accept(self) -> None:
-        """Take the connections that wait; those at hand have their turn after some of them."""
-        loop = asyncio.get_running_loop()
-        for _ in range(MOST_ACCEPTED):
-            try:
-                connection, _ = self.listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors or memory are left: ask again later
-                log.error("a connection cannot be taken: %s", error)
-                loop.remove_reader(self.listener)
-                loop.call_later(RETRY_S, self._listen)
-                return
-            connection.setblocking(False)
-            task = loop.create_task(self._begin(connection))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
-
-    async def _begin(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # it went, or spoke no TLS
-            await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
 
     def _protocol(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
@@ -120,12 +195,8 @@ def configured(app: App, limits: Limits, doors: Doors = HTTP_ONLY) -> uvicorn.Co
     )
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet: a client is refused now instead of kept waiting.
-
-    Args:
-        shared: whether other sockets of this user may take the port, too; each connection then goes
-            to one that listens.
 
     Raises:
         UsageError: the address cannot be listened on.
@@ -139,7 +210,6 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
             listener.bind(address)
         except OSError:
             listener.close()
@@ -151,16 +221,6 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
             fix="choose another port (0 takes a free one), or stop what uses it",
         ) from error
     return listener
-
-
-def reserve(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port for those of this user that share it, and takes no connection.
-
-    Raises:
-        UsageError: the address cannot be listened on.
-    """
-    bind(host, port).close()  # taken by another? That would share it, too
-    return bind(host, port, shared=True)
 
 
 def address_of(listener: socket.socket) -> str:

@@ -241,6 +241,10 @@ class _Head:
     nbytes: int
     places: tuple[Place, ...] = ()
 
+    def fits(self, tensors: Sequence[memoryview]) -> bool:
+        """Whether these are the tensors behind the JSON, by their sizes."""
+        return not self.places and [len(t) for t in tensors] == [n for *_, n in self.parts]
+
     def request_with(self, tensors: memoryview) -> InferRequest:
         """The request with its tensors, which follow the JSON."""
         return self.request_of([tensors[start : start + n] for *_, start, n in self.parts])

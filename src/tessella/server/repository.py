@@ -118,7 +118,7 @@ class Model:
                 # A GPU works without Python's lock, under which requests are read meanwhile; and an
                 # execution on the CPU would hold up those of a GPU beside it.
                 has_thread=has_thread or on_gpu or torch.cuda.is_available(),
-                in_loop=engine.manifest.fingerprint.target == "cpu",
+                in_loop="alone" if on_gpu else engine.manifest.fingerprint.target == "cpu",
                 join=PageLocked(self.max_batch) if on_gpu else None,
                 **of_both,
             )

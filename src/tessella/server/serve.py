@@ -17,17 +17,15 @@ from tessella.runtime import load_tried
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
-from tessella.server.grpc_front import GrpcFront, require_grpc
+from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     HttpServer,
-    address_of,
     bind,
     configured,
     keep_what_is_loaded,
-    reserve,
 )
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
@@ -230,10 +228,9 @@ def _prepared(
             made = tempfile.TemporaryDirectory(prefix="tessella-regions-")
             folder = Path(kept.enter_context(made))
         regions = Regions(folder, limits)
-        reserved = None
+        of_grpc = None
         if doors.grpc_port is not None:
-            require_grpc()
-            reserved = kept.enter_context(reserve(host, doors.grpc_port))
+            of_grpc = kept.enter_context(bind(host, doors.grpc_port))
         listener = bind(host, port)
         try:
             repository.load_all()
@@ -243,7 +240,6 @@ def _prepared(
         rest = Describing(repository, token=guard.has_token, regions=regions)
         app = App(repository, guard, limits, rest=rest, regions=regions)
         front = None
-        if reserved is not None:
-            where = address_of(reserved)
-            front = GrpcFront(app, where, doors, limits, token=guard.has_token)
+        if of_grpc is not None:
+            front = GrpcFront(app, guard, of_grpc, doors, limits)
         yield HttpServer(configured(app, limits, doors), listener, front)

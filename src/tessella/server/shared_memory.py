@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import re
 import stat
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -74,6 +76,18 @@ class Regions:
         self._objects = objects
         self._open: dict[str, _Opened] = {}
         self._held_bytes = 0
+        # When a registration changed last, for all processes: so that they look at the files only
+        # then. No client has this file, so none can make it shorter.
+        self._changed = memoryview(bytes(8)).cast("Q")
+        if folder is not None:
+            descriptor = os.open(folder / ".changed", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(descriptor, 8)
+                self._changed = memoryview(mmap.mmap(descriptor, 8)).cast("Q")
+            finally:
+                os.close(descriptor)
+        self._seen = self._changed[0]
+        self._looked: set[str] = set()  # regions whose files were looked at since
 
     # --- registering ------------------------------------------------------------------------------
 
@@ -138,6 +152,7 @@ class Regions:
             ) from None
         finally:
             complete.unlink()
+        self._changed[0] = time.time_ns()
 
     def unregister(self, name: str | None = None) -> None:
         """Forget a region, or all; one that is not there is forgotten already."""
@@ -145,6 +160,7 @@ class Regions:
         for path in _registered(folder):
             if name in (None, path.name):
                 path.unlink(missing_ok=True)
+        self._changed[0] = time.time_ns()
         for known in list(self._open):
             if name in (None, known):
                 os.close(self._open.pop(known)[2])
@@ -246,17 +262,12 @@ class Regions:
 
     def _find(self, place: Place) -> tuple[int, int]:
         """The descriptor of the region's object, and the first byte of the place in it."""
-        if not _NAME.fullmatch(place.region):
-            raise _unknown(place.region)
-        folder = self._require_folder()
-        try:
-            found = os.stat(f"{folder}/{place.region}")
-        except FileNotFoundError:
-            raise _unknown(place.region) from None
-        registered = found.st_ino, found.st_mtime_ns
+        if (changed := self._changed[0]) != self._seen:
+            self._seen = changed
+            self._looked.clear()
         known = self._open.get(place.region)
-        if known is None or known[0] != registered:
-            known = self._reopen(folder / place.region, registered)
+        if known is None or place.region not in self._looked:
+            known = self._looked_up(place.region, known)
         _, region, descriptor = known
         if place.offset + place.byte_size > region.byte_size:
             raise InputError(
@@ -265,6 +276,21 @@ class Regions:
                 fix="stay within the region as it was registered",
             )
         return descriptor, region.offset + place.offset
+
+    def _looked_up(self, name: str, known: _Opened | None) -> _Opened:
+        """The region as its registration is now."""
+        if not _NAME.fullmatch(name):
+            raise _unknown(name)
+        folder = self._require_folder()
+        try:
+            found = os.stat(f"{folder}/{name}")
+        except FileNotFoundError:
+            raise _unknown(name) from None
+        registered = found.st_ino, found.st_mtime_ns
+        if known is None or known[0] != registered:
+            known = self._reopen(folder / name, registered)
+        self._looked.add(name)
+        return known
 
     def _reopen(self, path: Path, registered: tuple[int, int]) -> _Opened:
         if earlier := self._open.pop(path.name, None):

@@ -8,6 +8,7 @@ is allowed; both give the same answers and count the same.
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -24,7 +25,8 @@ from tessella.server.traffic import Route
 from tessella.server.waiting import Arrays
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # half a megabyte at most
-MOST_BODY_BYTES = 1 << 20  # that is put together here
+# That is put together here. The long way stops and goes on for each 64 kB of a body.
+MOST_BODY_BYTES = 8 << 20
 # Headers of which this module knows what they mean for an inference request. With any other the
 # request takes the long way, also if that would not mind.
 USUAL = {
@@ -139,30 +141,130 @@ def _is_all_of(head: bytes, url: bytes, lines: Sequence[tuple[bytes, bytes]]) ->
     return [(name.lower(), value.strip(b" \t")) for name, _, value in told] == list(lines)
 
 
-class ShortRequest:
+class Quick:
+    """A request whose body is there, from its parsing to its answer, without a task: who waits for
+    its outputs is itself. What would hold up the event loop takes the long way.
+    """
+
+    __slots__ = ("_begun_ns", "_is_answered", "_model", "_request", "_route", "_watch")
+
+    def __init__(self) -> None:
+        self._begun_ns = perf_counter_ns()
+        self._is_answered = False
+        self._model: ServedModel
+        self._request: InferRequest
+        self._route: Route[Any] | None = None
+        self._watch: Watch
+
+    def start(
+        self, inference: Inference, name: str, version: str | None, timeout_us: int | None = None
+    ) -> bool:
+        """Have the whole request answered; False if that takes the long way.
+
+        Args:
+            timeout_us: within which an answer is of use, beside what the request says.
+        """
+        try:
+            model = inference.models.get(name, version)
+        except Exception as error:
+            self._answer(error_answer(error))
+            return True
+        self._watch = watch = Watch(model, self._begun_ns)
+        watch.lap("receive")
+        self._model = model.__enter__()
+        try:
+            request = self._parsed(model)
+            if isinstance(request, Unread) or request.place_bytes > BRIEF_BYTES or request.images:
+                model.__exit__()
+                return False
+            self._request = request
+            self._route = None if version else model.route
+            if (other := chosen(model, version, request.id)) is not model:
+                model.__exit__()
+                self._model = model = other.__enter__()
+                watch.on(model)
+            watch.lap("decode")
+            if timeout_us is None or (request.timeout_us or timeout_us) < timeout_us:
+                timeout_us = request.timeout_us
+            model.batcher.begin(
+                request.arrays,
+                self,
+                timeout_us=timeout_us,
+                priority=request.priority,
+                stages=watch.stages,
+            )
+        except Exception as error:
+            self.set_exception(error)
+        return True
+
+    # --- what each door has of its own ------------------------------------------------------------
+
+    @property
+    def _inference(self) -> Inference:
+        raise NotImplementedError
+
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
+        """The checked request."""
+        raise NotImplementedError
+
+    def _made(self, outputs: Arrays) -> Answer:
+        """The answer with the outputs; all stages of the request are over with it."""
+        return self._inference.answer(self._model, self._request, outputs, self._watch)
+
+    def _answer(self, answer: Answer) -> None:
+        """Send the answer."""
+        raise NotImplementedError
+
+    # --- what a batcher asks of who waits ---------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it has its answer; who goes away is computed for, as on the long way."""
+        return self._is_answered
+
+    def set_result(self, outputs: Arrays, /) -> None:
+        """Answer with the outputs."""
+        try:
+            self._watch.lap("queue")
+            answer = self._made(outputs)
+        except Exception as error:
+            self.set_exception(error)
+            return
+        self._end(None, answer)
+        if self._route is not None:
+            self._inference.shadowing.offer(self._route, self._request.arrays, outputs)
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Answer with an error."""
+        self._end(error, error_answer(error))
+
+    def give_up(self) -> None:
+        """Nobody waits any more: what has not begun is not computed."""
+        self._is_answered = True
+        self._watch.ended(CancelledError())
+        self._model.__exit__()
+
+    def _end(self, error: Exception | None, answer: Answer) -> None:
+        self._watch.ended(error)
+        self._model.__exit__()
+        self._answer(answer)
+
+
+class ShortRequest(Quick):
     """A request on the short way: it gathers its body, and waits for its outputs.
 
     Args:
         respond: called once with the answer, in the event loop.
     """
 
-    __slots__ = (
-        "_begun_ns", "_held", "_is_answered", "_model", "_request", "_respond", "_route", "_watch",
-        "_way", "content", "known",
-    )  # fmt: skip
+    __slots__ = ("_held", "_respond", "_way", "content", "known")
 
     def __init__(self, way: ShortWay, known: Known, respond: Callable[[Answer], None]) -> None:
+        super().__init__()
         self.known = known
         self.content: bytearray | memoryview = memoryview(b"")
-        self._begun_ns = perf_counter_ns()
         self._way = way
         self._respond = respond
         self._held = 0
-        self._is_answered = False
-        self._model: ServedModel
-        self._request: InferRequest
-        self._route: Route[Any] | None = None
-        self._watch: Watch
 
     @property
     def missing(self) -> int:
@@ -189,68 +291,17 @@ class ShortRequest:
 
     def run(self) -> bool:
         """Have the whole request answered; False if that takes the long way."""
-        inference, known = self._way.inference, self.known
-        try:
-            model = inference.models.get(known.name, known.version)
-        except Exception as error:
-            self._answer(error_answer(error))
-            return True
-        self._watch = watch = Watch(model, self._begun_ns)
-        watch.lap("receive")
-        self._model = model.__enter__()
-        try:
-            request = inference.parse(self.content, known.json_length, model)
-            if isinstance(request, Unread) or request.place_bytes > BRIEF_BYTES:
-                model.__exit__()
-                return False
-            self._request = request
-            self._route = None if known.version else model.route
-            if (other := chosen(model, known.version, request.id)) is not model:
-                model.__exit__()
-                self._model = model = other.__enter__()
-                watch.on(model)
-            if request.images:
-                model.__exit__()
-                self._way.refuse(known)
-                return False
-            watch.lap("decode")
-            model.batcher.begin(
-                request.arrays,
-                self,
-                timeout_us=request.timeout_us,
-                priority=request.priority,
-                stages=watch.stages,
-            )
-        except Exception as error:
-            self.set_exception(error)
-        return True
+        return self.start(self._way.inference, self.known.name, self.known.version)
 
-    # --- what a batcher asks of who waits ---------------------------------------------------------
+    @property
+    def _inference(self) -> Inference:
+        return self._way.inference
 
-    def done(self) -> bool:
-        """Whether it has its answer; who goes away is computed for, as on the long way."""
-        return self._is_answered
-
-    def set_result(self, outputs: Arrays, /) -> None:
-        """Answer with the outputs."""
-        try:
-            self._watch.lap("queue")
-            answer = self._way.inference.answer(self._model, self._request, outputs, self._watch)
-        except Exception as error:
-            self.set_exception(error)
-            return
-        self._end(None, answer)
-        if self._route is not None:
-            self._way.inference.shadowing.offer(self._route, self._request.arrays, outputs)
-
-    def set_exception(self, error: Exception, /) -> None:
-        """Answer with an error."""
-        self._end(error, error_answer(error))
-
-    def _end(self, error: Exception | None, answer: Answer) -> None:
-        self._watch.ended(error)
-        self._model.__exit__()
-        self._answer(answer)
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
+        request = self._way.inference.parse(self.content, self.known.json_length, model)
+        if isinstance(request, InferRequest) and request.images:
+            self._way.refuse(self.known)
+        return request
 
     def _answer(self, answer: Answer) -> None:
         self._is_answered = True

@@ -36,18 +36,16 @@ from tessella.server.acceptor import Link
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
-from tessella.server.grpc_front import GrpcFront, require_grpc
+from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
     GRACE_S,
     HttpServer,
-    address_of,
     bind,
     configured,
     keep_what_is_loaded,
-    reserve,
     url_of,
 )
 from tessella.server.repository import Repository
@@ -185,13 +183,11 @@ class _Watching:
         """Raise ``TessellaError`` for all that can be wrong with the settings."""
         settings = self._settings
         self._guard = Guard(host=settings.host, token=settings.token, names=settings.host_names)
-        self._reserved = reserve(settings.host, settings.port)
-        self._port: int = self._reserved.getsockname()[1]
-        self.url = url_of(self._reserved, tls=settings.doors.tls_cert is not None)
+        self._http = bind(settings.host, settings.port)
+        self.url = url_of(self._http, tls=settings.doors.tls_cert is not None)
         self._grpc: socket.socket | None = None
         if settings.doors.grpc_port is not None:
-            require_grpc()
-            self._grpc = reserve(settings.host, settings.doors.grpc_port)
+            self._grpc = bind(settings.host, settings.doors.grpc_port)
         folder = None
         if settings.doors.shared_memory:
             folder = Path(settings.sockets) / "regions"
@@ -276,7 +272,6 @@ class _Watching:
         engine_process.run(repository, app, self._door, ready)
 
     def _run_acceptor(self, ready: Ready) -> None:
-        listener = bind(self._settings.host, self._port, shared=True)
         nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
         link = Link(f"{self._settings.sockets}/engine", order=(nbytes - 1).bit_length())
         decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
@@ -290,11 +285,11 @@ class _Watching:
         )
         doors, front = self._settings.doors, None
         if self._grpc is not None:
-            where = address_of(self._grpc)
-            front = GrpcFront(app, where, doors, self._limits, token=self._guard.has_token)
-        server = HttpServer(configured(app, self._limits, doors), listener, front)
+            front = GrpcFront(app, self._guard, self._grpc, doors, self._limits)
+        config = configured(app, self._limits, doors)
+        server = HttpServer(config, self._http, front, shares=True)
         server.on_ready = lambda url: ready()
-        server.run(sockets=[listener])
+        server.run(sockets=[self._http])
 
 
 def _share(limits: Limits, acceptors: int) -> Limits:

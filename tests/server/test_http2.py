@@ -1,0 +1,510 @@
+"""HTTP/2 of our own under gRPC: every cut of its frames, windows, and clients that misuse it.
+
+A client made of frames, whose header blocks are packed by the hpack library; most tests talk to a
+connection over a transport of their own, in one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import random
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import hpack
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from tessella.server import Limits, grpc_calls, http2_connection
+from tessella.server.app import App
+from tessella.server.describing import Describing
+from tessella.server.doors import Doors
+from tessella.server.grpc_front import GrpcFront
+from tessella.server.guard import Guard
+from tessella.server.http2_connection import Connection
+from tessella.server.http2_frames import Code, Kind, frame
+from tessella.server.listening import bind
+from tests.support.engines import Scores, expected_scores, repository
+
+pytestmark = pytest.mark.timeout(60)
+IMAGE = np.random.default_rng(3).normal(size=(1, 3, 8, 8)).astype(np.float32)
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+LIMITS = Limits(held_bytes=1 << 20)
+
+
+class Wire(asyncio.Transport):
+    """A client's end of a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+        self.protocol: Connection
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        assert not self._is_closing
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self.protocol.connection_lost(None)
+
+    abort = close
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+
+class Place:
+    """A server without a socket: one event loop, an engine, and as many connections as asked."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.engine = Scores()
+        self.listener = bind("127.0.0.1", 0)
+        self.models = repository({"flowers": self.engine}, limits=limits)
+        self.models.load_all()
+        guard = Guard(host="127.0.0.1", token=None)
+        self.app = App(self.models, guard, limits, rest=Describing(self.models, token=False))
+        self.front = GrpcFront(self.app, guard, self.listener, Doors(grpc_port=0), limits)
+        self.limits = limits
+
+    def close(self) -> None:
+        self.run(self.models.close())
+        self.app._images.close()
+        self.listener.close()
+        self.loop.close()
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.run(asyncio.sleep(seconds))
+
+    def client(self) -> Client:
+        return Client(self)
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing is held for anybody."""
+        shared = self.front._shared
+        return (shared.calls, shared.streams, self.app.bodies.held_bytes) == (0, 0, 0)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = Place()
+    yield made
+    made.close()
+
+
+class Client:
+    """One connection, from the client's side."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.wire, self.encoder = place, Wire(), hpack.Encoder()
+        self.decoder = hpack.Decoder()
+        self._read = 0
+        self.bodies: defaultdict[int, list[bytes]] = defaultdict(list)
+        self.last: dict[int, dict[bytes, bytes]] = {}
+        self.resets: dict[int, int] = {}
+        self.code: int | None = None
+        limits = place.limits
+
+        async def connect() -> Connection:
+            made = Connection(
+                place.front._opened,
+                head_s=limits.head_s,
+                idle_s=limits.body_idle_s,
+                all=place.front._connections,
+            )
+            self.wire.protocol = made
+            made.connection_made(self.wire)
+            return made
+
+        self.connection = place.run(connect())
+
+    def send(self, *frames: bytes) -> None:
+        async def receive() -> None:
+            for part in frames:
+                self.connection.data_received(part)
+
+        self.place.run(receive())
+
+    def greet(self, **settings: int) -> Client:
+        numbers = {"window": 4, "frames": 5}
+        pairs = [struct.pack(">HL", numbers[n], v) for n, v in settings.items()]
+        self.send(http2_connection.PREFACE + frame(Kind.SETTINGS, 0, 0, b"".join(pairs)))
+        return self
+
+    def block(self, path: str = INFER, **more: str) -> bytes:
+        lines = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "here"),
+                 ("te", "trailers"), ("content-type", "application/grpc")]  # fmt: skip
+        lines += [(name.replace("_", "-"), value) for name, value in more.items()]
+        return self.encoder.encode(lines)
+
+    def call(self, number: int, message: bytes, path: str = INFER, **more: str) -> bytes:
+        return self.head(number, path, **more) + frame(Kind.DATA, 1, number, message)
+
+    def head(self, number: int, path: str = INFER, **more: str) -> bytes:
+        return frame(Kind.HEADERS, 4, number, self.block(path, **more))
+
+    def look(self) -> Client:
+        """Take what has come: bodies and last headers by stream, resets, and why it ends."""
+        self.place.turn()
+        sent = self.wire.sent
+        while len(sent) - self._read >= 9:
+            high, low, kind, flags, number = struct.unpack_from(">BHBBL", sent, self._read)
+            start = self._read + 9
+            self._read = start + (high << 16 | low)
+            payload = sent[start : self._read]
+            if kind == Kind.HEADERS:
+                headers = dict(self.decoder.decode(payload, raw=True))
+                if flags & 1:
+                    self.last[number] = headers
+            elif kind == Kind.DATA:
+                self.bodies[number].append(payload)
+            elif kind == Kind.RST_STREAM:
+                self.resets[number] = struct.unpack(">L", payload)[0]
+            elif kind == Kind.GOAWAY:
+                self.code = struct.unpack_from(">L", payload, 4)[0]
+                assert self.wire.is_closing()
+        return self
+
+    def answer(self, number: int, seconds: float = 10.0) -> tuple[bytes, dict[bytes, bytes]]:
+        """The body and the last headers of a stream; waits for them."""
+        until = self.place.loop.time() + seconds
+        while number not in self.look().last:
+            assert self.place.loop.time() < until, (self.bodies, self.resets, self.code)
+            self.place.turn(0.002)
+        return b"".join(self.bodies[number]), self.last[number]
+
+
+def message(image: np.ndarray = IMAGE) -> bytes:
+    """A request as it lies in frames."""
+    request = service_pb2.ModelInferRequest(model_name="flowers")
+    request.inputs.add(name="image", datatype="FP32", shape=image.shape)
+    request.raw_input_contents.append(image.tobytes())
+    content = request.SerializeToString()
+    return struct.pack(">BL", 0, len(content)) + content
+
+
+def scores_of(body: bytes) -> np.ndarray:
+    flag, size = struct.unpack_from(">BL", body)
+    assert (flag, size) == (0, len(body) - 5)
+    answer = service_pb2.ModelInferResponse.FromString(body[5:])
+    (output,) = answer.outputs
+    assert (output.name, output.datatype, answer.model_name) == ("scores", "FP32", "flowers")
+    return np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(output.shape)
+
+
+def is_right(client: Client, number: int, image: np.ndarray = IMAGE) -> bool:
+    body, last = client.answer(number)
+    assert last[b"grpc-status"] == b"0"
+    return np.allclose(scores_of(body), expected_scores(image), rtol=1e-4, atol=1e-4)
+
+
+def test_calls_however_their_frames_are_cut(place: Place) -> None:
+    """Two calls that interleave, with padding, priority and a block in two frames, byte by byte."""
+    client = place.client()
+    block, body = client.block(), message()
+    other = 2 * IMAGE
+    padded = bytes([7]) + body[:100] + bytes(7)
+    whole = b"".join((
+        http2_connection.PREFACE, frame(Kind.SETTINGS, 0, 0),
+        frame(Kind.HEADERS, 8 | 32, 1, bytes([3]) + bytes(4) + b"\x10" + block[:9] + bytes(3)),
+        frame(Kind.CONTINUATION, 4, 1, block[9:]),
+        client.head(3), frame(Kind.DATA, 8, 1, padded), frame(99, 255, 7, b"unknown"),
+        frame(Kind.DATA, 0, 3, message(other)[:3]), frame(Kind.DATA, 0, 3),
+        frame(Kind.DATA, 1, 1, body[100:]), frame(Kind.DATA, 0, 3, message(other)[3:]),
+        frame(Kind.DATA, 1, 3),
+    ))  # fmt: skip
+    client.send(*(whole[i : i + 1] for i in range(len(whole))))
+    first = client.place.client().greet()
+    first.send(first.call(1, body), first.call(3, body))  # the second is known by its bytes
+    assert is_right(first, 1)
+    assert is_right(first, 3)
+    assert is_right(client, 1)
+    assert is_right(client, 3, other)
+    assert place.is_at_rest()
+
+
+def test_answers_wait_for_the_windows(place: Place) -> None:
+    client = place.client().greet(window=0)
+    client.send(client.call(1, message()), client.call(3, message()))
+    place.turn(0.1)
+    assert not client.look().bodies
+    size = struct.pack(">L", 1)
+    for _ in range(4):
+        client.send(of_stream(Kind.WINDOW_UPDATE, size))
+    assert list(map(len, client.look().bodies[1])) == [1] * 4
+    assert not client.bodies[3]
+    client.send(frame(Kind.SETTINGS, 0, 0, SETTING.pack(4, 50)))
+    assert [sum(map(len, client.look().bodies[n])) for n in (1, 3)] == [54, 50]
+    client.send(frame(Kind.SETTINGS, 0, 0, SETTING.pack(4, 0)))  # windows of less than 0
+    for number in (3, 1):
+        client.send(of_stream(Kind.WINDOW_UPDATE, struct.pack(">L", 10_000), number=number))
+    assert is_right(client, 1)
+    assert is_right(client, 3)
+    assert place.is_at_rest()
+
+
+SETTING = struct.Struct(">HL")
+
+
+def of_stream(kind: Kind, payload: bytes, flags: int = 0, number: int = 1) -> bytes:
+    return frame(kind, flags, number, payload)
+
+
+MISUSES = {
+    "not HTTP/2": (Code.PROTOCOL_ERROR, lambda c: b"GET / HTTP/1.1\r\n\r\n"),
+    "no settings": (Code.PROTOCOL_ERROR, lambda c: http2_connection.PREFACE + c.head(1)),
+    "data of no stream": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.DATA, b"x")),
+    "data of stream 0": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.DATA, b"x", number=0)),
+    "an even stream": (Code.PROTOCOL_ERROR, lambda c: c.head(2)),
+    "a block without its end": (
+        Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.HEADERS, c.block()) + c.head(3)
+    ),
+    "nothing to continue": (
+        Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.CONTINUATION, c.block(), 4)
+    ),
+    "data behind the end": (
+        Code.STREAM_CLOSED, lambda c: c.call(1, message()) + of_stream(Kind.DATA, b"x")
+    ),
+    "headers within a body": (Code.PROTOCOL_ERROR, lambda c: c.head(1) + c.head(1)),
+    "too much padding": (
+        Code.PROTOCOL_ERROR, lambda c: c.head(1) + of_stream(Kind.DATA, b"\x05abc", 8)
+    ),
+    "depends on itself": (
+        Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.PRIORITY, struct.pack(">LB", 1, 0))
+    ),
+    "push": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.PUSH_PROMISE, bytes(4))),
+    "reset of no stream": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.RST_STREAM, bytes(4))),
+    "a short ping": (Code.FRAME_SIZE_ERROR, lambda c: of_stream(Kind.PING, b"1234567", number=0)),
+    "a ping of a stream": (Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.PING, bytes(8))),
+    "half a setting": (Code.FRAME_SIZE_ERROR, lambda c: of_stream(Kind.SETTINGS, b"12", number=0)),
+    "a window of 2**31": (
+        Code.FLOW_CONTROL_ERROR,
+        lambda c: of_stream(Kind.SETTINGS, SETTING.pack(4, 1 << 31), number=0),
+    ),
+    "small frames": (
+        Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.SETTINGS, SETTING.pack(5, 100), number=0)
+    ),
+    "a window grows by 0": (
+        Code.PROTOCOL_ERROR, lambda c: of_stream(Kind.WINDOW_UPDATE, bytes(4), number=0)
+    ),
+    "a window overflows": (
+        Code.FLOW_CONTROL_ERROR,
+        lambda c: 2 * of_stream(Kind.WINDOW_UPDATE, struct.pack(">L", (1 << 31) - 1), number=0),
+    ),
+    "a huge frame": (
+        Code.FRAME_SIZE_ERROR, lambda c: struct.pack(">BHBBL", 0x10, 1, Kind.DATA, 0, 1)
+    ),
+    "no header block": (Code.COMPRESSION_ERROR, lambda c: of_stream(Kind.HEADERS, b"\xff" * 9, 4)),
+    "a bomb of headers": (
+        Code.COMPRESSION_ERROR,
+        lambda c: of_stream(
+            Kind.HEADERS, b"\x40\x01x\x7f\x81\x1e" + b"y" * 4000 + b"\xbe" * 9000, 4
+        ),
+    ),
+    "a huge header block": (
+        Code.ENHANCE_YOUR_CALM, lambda c: of_stream(Kind.HEADERS, bytes(20_000))
+    ),
+    "endless continuations": (
+        Code.ENHANCE_YOUR_CALM,
+        lambda c: of_stream(Kind.HEADERS, b"") + 99 * of_stream(Kind.CONTINUATION, b""),
+    ),
+    "a flood of pings": (
+        Code.ENHANCE_YOUR_CALM, lambda c: 9000 * of_stream(Kind.PING, bytes(8), number=0)
+    ),
+    "a flood of settings": (
+        Code.ENHANCE_YOUR_CALM, lambda c: 600 * frame(Kind.SETTINGS, 0, 0)
+    ),
+    "a flood of empty data": (
+        Code.ENHANCE_YOUR_CALM, lambda c: c.head(1) + 9000 * of_stream(Kind.DATA, b"")
+    ),
+    "rapid resets": (
+        Code.ENHANCE_YOUR_CALM,
+        lambda c: b"".join(
+            c.head(n) + of_stream(Kind.RST_STREAM, bytes(4), number=n) for n in range(1, 5000, 2)
+        ),
+    ),
+}  # fmt: skip
+
+
+def test_misuse_ends_its_connection_alone(place: Place) -> None:
+    good = place.client().greet()
+    for number, (name, (code, misuse)) in enumerate(MISUSES.items()):
+        client = place.client()
+        content = misuse(client)
+        if name not in ("not HTTP/2", "no settings"):
+            client.greet()
+        client.send(content)
+        assert client.look().code == code, name
+        client.send(b"more of it")
+        good.send(good.call(2 * number + 1, message()))
+        assert is_right(good, 2 * number + 1), name
+        assert place.is_at_rest(), name
+
+
+def test_what_one_call_does_wrong_ends_that_call_alone(place: Place) -> None:
+    client = place.client().greet()
+    refused = {
+        1: (client.call(1, message(), path="/other/Call"), b"12"),
+        3: (client.call(3, b""), b"3"),
+        5: (client.call(5, message() + b"more"), b"3"),
+        7: (client.call(7, b"\x02" + message()[1:]), b"3"),
+        9: (client.call(9, b"\x01" + message()[1:], grpc_encoding="br"), b"12"),
+        11: (client.call(11, struct.pack(">BL", 0, 1 << 31)), b"8"),
+        13: (client.call(13, message(), grpc_timeout="soon"), b"3"),
+        15: (
+            client.head(15)
+            + 3 * of_stream(Kind.DATA, struct.pack(">BL", 0, 60 << 20) + bytes(400_000), number=15),
+            b"14",  # more than may be held
+        ),
+    }
+    for number, (frames, status) in refused.items():
+        client.send(frames)
+        assert client.answer(number)[1][b"grpc-status"] == status, number
+    client.send(client.call(21, message()))
+    assert is_right(client, 21)
+    strange = [(":method", "POST"), (":path", INFER), ("x", "1"), (":scheme", "http")]
+    client.send(frame(Kind.HEADERS, 5, 23, client.encoder.encode(strange)))
+    assert client.look().resets[23] == Code.PROTOCOL_ERROR
+    assert place.is_at_rest()
+
+
+def test_a_bomb_and_a_compressed_message(place: Place) -> None:
+    client = place.client().greet()
+    packed = gzip.compress(message()[5:])
+    client.send(client.call(1, b"\x01" + struct.pack(">L", len(packed)) + packed,
+                            grpc_encoding="gzip"))  # fmt: skip
+    assert is_right(client, 1)
+    client.send(client.head(5, STREAM, grpc_encoding="gzip"))
+    for whole in (packed, b"no gzip", packed):
+        parts = b"\x01", struct.pack(">L", len(whole)), whole
+        client.send(*(of_stream(Kind.DATA, part, number=5) for part in parts))
+    client.send(of_stream(Kind.DATA, b"", 1, 5))
+    assert client.answer(5)[1][b"grpc-status"] == b"0"
+    answers, told = client.answer(5)[0], []
+    while answers:
+        size = 5 + struct.unpack_from(">L", answers, 1)[0]
+        told.append(service_pb2.ModelStreamInferResponse.FromString(answers[5:size]))
+        answers = answers[size:]
+    assert ["decompress" in t.error_message for t in told] == [False, True, False]
+    bomb = gzip.compress(bytes(65 << 20), 1)
+    client.send(client.call(7, b"\x01" + struct.pack(">L", len(bomb)) + bomb, grpc_encoding="gzip"))
+    assert client.answer(7)[1][b"grpc-status"] == b"8"
+    assert place.is_at_rest()
+
+
+def test_silent_clients_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_connection, "LOOK_S", 0.05)
+    place = Place(Limits(head_s=0.2, body_idle_s=0.2))
+    try:
+        quiet, cut, silent = place.client(), place.client().greet(), place.client().greet()
+        cut.send(of_stream(Kind.HEADERS, cut.block()[:5]))
+        silent.send(silent.head(1) + of_stream(Kind.DATA, message()[:50]))
+        idle = place.client().greet()
+        body, last = silent.answer(1)
+        assert (body, last[b"grpc-status"]) == (b"", b"4")
+        place.turn(0.2)
+        assert quiet.look().code == cut.look().code == Code.ENHANCE_YOUR_CALM
+        idle.send(idle.call(1, message()))
+        assert is_right(idle, 1)
+        assert place.is_at_rest()
+    finally:
+        place.close()
+
+
+def test_who_leaves_holds_nothing(place: Place) -> None:
+    """Streams and connections that end before their message, its answer, or its last part."""
+    for count in (1, 2, 3):
+        client = place.client().greet(window=0)
+        call = client.call(1, message())
+        client.send(*(client.head(3), call, client.head(5, STREAM))[:count])
+        if count == 3:
+            client.send(*(of_stream(Kind.RST_STREAM, bytes(4), number=n) for n in (1, 3, 5)))
+        client.connection.connection_lost(None)
+        place.turn(0.05)
+        assert place.is_at_rest()
+        assert not place.models.get("flowers").is_used
+
+
+@pytest.mark.parametrize("most", [1 << 20, 1 << 30])
+def test_a_stream_waits_for_its_client(most: int) -> None:
+    """Who sends a stream without an end, and reads no answer, is not read beyond his window, nor
+    beyond what may be held.
+    """
+    place = Place(Limits(held_bytes=most))
+    client = place.client().greet(window=0)
+    client.send(client.head(1, STREAM))
+    client.send(of_stream(Kind.DATA, 300 * message()))
+    place.turn(0.1)
+    assert place.app.bodies.held_bytes > 0
+    assert len(place.engine.batches) == 1  # its answer waits
+    tiny = of_stream(Kind.DATA, bytes(5 * 200_000))  # messages of nothing
+    client.send(tiny, tiny, tiny)
+    if most > 4 << 20:
+        assert len(client.connection.streams[1].handler._queue) == grpc_calls.MOST_QUEUED
+    else:
+        assert place.app.bodies.held_bytes == 0
+    client.send(tiny)
+    assert client.look().code == Code.FLOW_CONTROL_ERROR
+    place.turn(0.05)
+    assert place.is_at_rest()
+    place.close()
+
+
+def test_random_frames_break_nothing(place: Place) -> None:
+    """Frames of good calls, changed at random; errors of Python would come out of ``send``."""
+    chance = random.Random(0)
+    for _ in range(300):
+        client = place.client().greet()
+        frames = bytearray(client.call(1, message()) + client.call(3, message(), STREAM))
+        for _ in range(chance.choice((1, 2, 8))):
+            at = chance.randrange(min(len(frames), 300))
+            frames[at] = chance.randrange(256)
+        cut = chance.randrange(len(frames))
+        client.send(bytes(frames[:cut]), bytes(frames[cut:]))
+        client.connection.connection_lost(None)
+    place.turn(0.1)
+    assert place.is_at_rest()
+    client = place.client().greet()
+    client.send(client.call(1, message()))
+    assert is_right(client, 1)
+
+
+def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> None:
+    """Two of them in one loop, each with a descriptor of its own; one leaves."""
+    other = GrpcFront(place.app, Guard(host="127.0.0.1", token=None), place.listener.dup(),
+                      Doors(grpc_port=0), LIMITS)  # fmt: skip
+    fronts = [place.front, other]
+
+    async def test() -> None:
+        address = place.listener.getsockname()
+        for front in fronts:
+            await front.start()
+        opened = [await asyncio.open_connection(*address) for _ in range(12)]
+        while sum(len(front._connections) for front in fronts) < 12:
+            await asyncio.sleep(0.01)
+        assert all(4 <= len(front._connections) <= 8 for front in fronts)
+        left = len(other._connections)
+        await place.front.stop(5)
+        opened.append(await asyncio.open_connection(*address))
+        while len(other._connections) == left:
+            await asyncio.sleep(0.01)
+        await other.stop(5)
+        for _, writer in opened:
+            writer.close()
+
+    place.run(test())
+    other._listener.close()
