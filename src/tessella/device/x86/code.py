@@ -7,7 +7,8 @@ import functools
 import mmap
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,9 +192,10 @@ def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes:
         )
 
 
-def take_item(a: Assembler, to: str, row: int) -> None:
-    """Code that begins the loop ``next``: the address of the next item, a row of so many numbers,
-    that no other thread has taken, or to the label ``done`` after the last. It uses rax.
+@contextmanager
+def each_item(a: Assembler, to: str, row: int) -> Iterator[None]:
+    """Code for each item, a row of so many numbers, that no other thread has taken: its address is
+    in a register. It uses rax, and the labels ``next`` and ``done``.
     """
     a.label("next")
     a.set("rax", 1)
@@ -204,6 +206,9 @@ def take_item(a: Assembler, to: str, row: int) -> None:
     a.multiply("rax", row * NUMBER)
     a.load(to, At(base="rdi", distance=_ITEMS * NUMBER))
     a.add(to, "rax")
+    yield
+    a.jump("next")
+    a.label("done")
 
 
 def _executable(code: bytes) -> tuple[mmap.mmap, int]:

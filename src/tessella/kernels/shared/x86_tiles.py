@@ -13,9 +13,10 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +194,7 @@ class Tiles(ABC):
         zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)
-        table, made = code.Table(items, weight, bias, places, zeros), _machine_code(self)
+        table, made = code.Table(items, weight, bias, places, zeros), machine_code(self)
         beside = zeros.data_ptr()
 
         def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
@@ -286,27 +287,21 @@ class Tiles(ABC):
     def written(self, constants: Constants) -> Assembler:
         """The code."""
 
-    def _begin_item(self, a: Assembler, kept_bytes: int) -> None:
-        """Room on the stack and the next item, to rbx; where its image and the zeros are, is kept.
+    @contextmanager
+    def _each_item(self, a: Assembler, kept_bytes: int) -> Iterator[None]:
+        """Code with room on the stack for each item, which is in rbx; where its image and the zeros
+        are, is kept.
 
         rdi: the call.
         """
-        a.enter()
-        a.subtract("rsp", kept_bytes)
-        code.take_item(a, "rbx", len(ITEM))
-        a.load("rax", CALL_IMAGE)
-        a.add_stored("rax", At(base="rbx", distance=IMAGE))
-        a.store(kept(BASE), "rax")
-        a.load("rcx", CALL_ZEROS)
-        a.subtract("rcx", "rax")
-        a.store(kept(ZEROS), "rcx")
-
-    def _end_items(self, a: Assembler, kept_bytes: int) -> None:
-        """The next item, and after the last the end."""
-        a.jump("next")
-        a.label("done")
-        a.add("rsp", kept_bytes)
-        a.leave()
+        with a.function(kept_bytes), code.each_item(a, "rbx", len(ITEM)):
+            a.load("rax", CALL_IMAGE)
+            a.add_stored("rax", At(base="rbx", distance=IMAGE))
+            a.store(kept(BASE), "rax")
+            a.load("rcx", CALL_ZEROS)
+            a.subtract("rcx", "rax")
+            a.store(kept(ZEROS), "rcx")
+            yield
 
     def _address(self, a: Assembler, register: str, pixel: int) -> None:
         """Where a pixel of the tile reads under the tap whose places rbp names."""
@@ -340,13 +335,25 @@ def kept(place: int) -> At:
     return At(base="rsp", distance=place)
 
 
+class Written(Protocol):
+    """What describes some machine code, and writes it."""
+
+    @property
+    def isa(self) -> InstructionSet: ...
+
+    def written(self, constants: Constants) -> Assembler: ...
+
+
 @functools.lru_cache(256)
-def _machine_code(tiles: Tiles) -> code.MachineCode:
+def machine_code(tiles: Written, pointer: str = "rax") -> code.MachineCode:
     """The machine code of some tiles, which is the same for all batch sizes and all weights.
 
     A convolution is bound in 0.8 ms with it, and in 2.0 where code is assembled for each.
+
+    Args:
+        pointer: the register that holds the address of its constants.
     """
-    constants = Constants(tiles.isa)
+    constants = Constants(tiles.isa, pointer)
     return code.MachineCode(tiles.written(constants).code(), constants)
 
 
