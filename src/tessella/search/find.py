@@ -35,7 +35,7 @@ from tessella.search.fewer_images import with_fewer_images
 from tessella.search.inputs import expose_errors, joined, place, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
 from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
-from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
+from tessella.search.tuning import Inspection, TimingCache, Trial, Tried, require_one
 
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
@@ -106,12 +106,7 @@ def find(
     if all(trial.refused for trial in trials):
         last = [row for row in rows if row.last_resort]
         trials += search.trials([row for row in last if row.refusal(problem) is None])
-    if all(trial.refused for trial in trials):
-        raise CompileError(
-            f"no kernel on {target} can carry out {problem.op}",
-            seen="; ".join(f"{t.kernel}: {t.refused}" for t in trials) or "no such kernel",
-            fix="choose another algorithm, precision or target",
-        )
+    require_one(trials, problem.op, target)
     order = {row.id: i for i, row in enumerate(rows)}
     found = tuple(
         sorted(trials, key=lambda t: (t.refused is not None, t.time_us or 0.0, order[t.kernel]))
@@ -225,12 +220,11 @@ class Search:
         """A trial of each row: from the cache if it knows all of them, else side by side."""
         if self._target == "reference":
             return [Trial(kernel=row.id) for row in rows]
-        device, key = fingerprint(self._target).hash, self._problem.key
-        known = [self._cache.get(device, key, row.id, row.version) for row in rows]
-        if all(trial and self._is_enough(trial) for trial in known):
-            return [self._within_limit(trial) for trial in known if trial is not None]
+        if (known := self._known(rows)) is not None:
+            return [self._within_limit(trial) for trial in known]
         if self._options.allowance is not None:
             self._options.allowance.spend()
+        device, key = fingerprint(self._target).hash, self._problem.key
         trials, lasting = self._measured(rows), True
         forget(self._constants.values())
         if self._problem.op == "fallback" and all(t.refused for t in trials):
@@ -242,6 +236,13 @@ class Search:
             self._cache.put(device, key, row.version, trial, lasting=lasting and enough)
         return [self._within_limit(trial) for trial in trials]
 
+    def _known(self, rows: Sequence[Kernel]) -> list[Trial] | None:
+        """The cache's trials of these rows, if it has all of them."""
+        device, key = fingerprint(self._target).hash, self._problem.key
+        known = [self._cache.get(device, key, row.id, row.version) for row in rows]
+        enough = [trial for trial in known if trial and self._is_enough(trial)]
+        return enough if len(enough) == len(known) else None
+
     def _is_enough(self, trial: Trial) -> bool:
         """Whether a trial from the cache answers this search."""
         if trial.behind:
@@ -252,9 +253,7 @@ class Search:
         """The rows that fit, if the cache does not know them all."""
         rows = _admitted(self._problem, self._target, self._options)
         fitting = _fitting(rows, self.refusals(rows))
-        device, key = fingerprint(self._target).hash, self._problem.key
-        known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
-        return [] if all(trial and self._is_enough(trial) for trial in known) else fitting
+        return fitting if self._known(fitting) is None else []
 
     def shortlist(self, rows: Sequence[Kernel]) -> list[Candidate] | None:
         """The candidates that may win by what problems of this kind have shown, if any were."""

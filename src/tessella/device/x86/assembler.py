@@ -134,7 +134,7 @@ class Assembler:
 
     @contextmanager
     def counted(self, name: str, left: str | At) -> Iterator[None]:
-        """A loop that ends when ``left``, a register or a number in memory, is counted down to 0."""
+        """A loop that ends when a register or a number in memory has been counted down to 0."""
         self.label(name)
         yield
         if isinstance(left, At):
