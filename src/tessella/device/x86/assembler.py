@@ -154,17 +154,22 @@ class Assembler:
 
     @contextmanager
     def function(self, kept_bytes: int = 0) -> Iterator[None]:
-        """All code: inside, all registers but rsp may be used, and so many bytes of the stack.
-
-        The caller may have been compiled without AVX.
-        """
-        for register in SAVED:
-            self._emit(f"push {register}", self._short(0x50, register))
+        """All code: inside, all registers but rsp may be used, and so many bytes of the stack."""
+        self.enter()
         if kept_bytes:
             self.subtract("rsp", kept_bytes)
         yield
         if kept_bytes:
             self.add("rsp", kept_bytes)
+        self.leave()
+
+    def enter(self) -> None:
+        """Before anything else: all registers but rsp may be used then."""
+        for register in SAVED:
+            self._emit(f"push {register}", self._short(0x50, register))
+
+    def leave(self) -> None:
+        """Back to the caller, who may have been compiled without AVX."""
         self._emit("vzeroupper", b"\xc5\xf8\x77")
         for register in reversed(SAVED):
             self._emit(f"pop {register}", self._short(0x58, register))

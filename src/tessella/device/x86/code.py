@@ -194,8 +194,16 @@ def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes:
 
 @contextmanager
 def each_item(a: Assembler, to: str, row: int) -> Iterator[None]:
-    """Code for each item, a row of so many numbers, that no other thread has taken: its address is
-    in a register. It uses rax, and the labels ``next`` and ``done``.
+    """Code for each item that no other thread has taken; after it the loop ``next`` goes on."""
+    take_item(a, to, row)
+    yield
+    a.jump("next")
+    a.label("done")
+
+
+def take_item(a: Assembler, to: str, row: int) -> None:
+    """Code that begins the loop ``next``: the address of the next item, a row of so many numbers,
+    that no other thread has taken, or to the label ``done`` after the last. It uses rax.
     """
     a.label("next")
     a.set("rax", 1)
@@ -206,9 +214,6 @@ def each_item(a: Assembler, to: str, row: int) -> Iterator[None]:
     a.multiply("rax", row * NUMBER)
     a.load(to, At(base="rdi", distance=_ITEMS * NUMBER))
     a.add(to, "rax")
-    yield
-    a.jump("next")
-    a.label("done")
 
 
 def _executable(code: bytes) -> tuple[mmap.mmap, int]:

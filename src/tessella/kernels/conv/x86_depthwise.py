@@ -90,23 +90,24 @@ class _Tiles(x86_tiles.Tiles):
         """
         a = Assembler(self.isa)
         kept_bytes = ADDRESSES + self.taps * self.pixels * code.NUMBER
-        with self._each_item(a, kept_bytes):
-            a.load("r13", x86_tiles.CALL_RESULT)
-            a.add_stored("r13", At(base="rbx", distance=x86_tiles.RESULT))
-            a.load("rbp", At(base="rbx", distance=x86_tiles.PLACES))
-            a.load("rax", At(base="rbx", distance=x86_tiles.COUNT))
-            a.store(x86_tiles.kept(x86_tiles.LEFT), "rax")
+        self._begin_item(a, kept_bytes)
+        a.load("r13", x86_tiles.CALL_RESULT)
+        a.add_stored("r13", At(base="rbx", distance=x86_tiles.RESULT))
+        a.load("rbp", At(base="rbx", distance=x86_tiles.PLACES))
+        a.load("rax", At(base="rbx", distance=x86_tiles.COUNT))
+        a.store(x86_tiles.kept(x86_tiles.LEFT), "rax")
+        a.compare("rax", 0)
+        a.jump_if("je", "rest")
+        with a.counted("tile", x86_tiles.kept(x86_tiles.LEFT)):
+            self._tile(a, "tile", self.pixels, constants)
+            a.add("r13", self.pixels * self.pitches[0])
+        a.label("rest")
+        if self.rest:
+            a.load("rax", At(base="rbx", distance=x86_tiles.HAS_REST))
             a.compare("rax", 0)
-            a.jump_if("je", "rest")
-            with a.counted("tile", x86_tiles.kept(x86_tiles.LEFT)):
-                self._tile(a, "tile", self.pixels, constants)
-                a.add("r13", self.pixels * self.pitches[0])
-            a.label("rest")
-            if self.rest:
-                a.load("rax", At(base="rbx", distance=x86_tiles.HAS_REST))
-                a.compare("rax", 0)
-                a.jump_if("je", "next")
-                self._tile(a, "rest", self.rest, constants)
+            a.jump_if("je", "next")
+            self._tile(a, "rest", self.rest, constants)
+        self._end_items(a, kept_bytes)
         return a
 
     def _tile(self, a: Assembler, name: str, pixels: int, constants: Constants) -> None:

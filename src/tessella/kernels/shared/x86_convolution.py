@@ -200,16 +200,17 @@ class _Tiles(Tiles):
         rcx, rdx: where the weight is read, and how far the pixels.
         """
         a = Assembler(self.isa)
-        with self._each_item(a, len(STACK) * code.NUMBER):
-            a.store(kept(OWN_ITEM), "rbx")
-            for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS)):
-                a.load("rax", At(base="rbx", distance=source))
-                a.store(kept(place), "rax")
-            a.store_number(kept(COLUMN), 0)
-            with a.counted("panel", kept(LEFT_PANELS)):
-                for number in range(self.words // self.depth):
-                    self._pass(a, number, constants)
-                a.add_to_stored(kept(COLUMN), self.width * self.size)
+        self._begin_item(a, len(STACK) * code.NUMBER)
+        a.store(kept(OWN_ITEM), "rbx")
+        for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS)):
+            a.load("rax", At(base="rbx", distance=source))
+            a.store(kept(place), "rax")
+        a.store_number(kept(COLUMN), 0)
+        with a.counted("panel", kept(LEFT_PANELS)):
+            for number in range(self.words // self.depth):
+                self._pass(a, number, constants)
+            a.add_to_stored(kept(COLUMN), self.width * self.size)
+        self._end_items(a, len(STACK) * code.NUMBER)
         return a
 
     def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
@@ -228,11 +229,13 @@ class _Tiles(Tiles):
         a.store(kept(LEFT), "rax")
         a.compare("rax", 0)
         a.jump_if("je", f"{name}, rest")
-        with a.counted(f"{name}, tile", kept(LEFT)):
-            self._tile(a, f"{name}, tile", self.pixels, number, constants)
-            result, residual = self.pitches
-            a.add("r13", self.pixels * result)
-            a.add("r12", self.pixels * (residual or 0))
+        a.label(f"{name}, tile")
+        self._tile(a, f"{name}, tile", self.pixels, number, constants)
+        result, residual = self.pitches
+        a.add("r13", self.pixels * result)
+        a.add("r12", self.pixels * (residual or 0))
+        a.add_to_stored(kept(LEFT), -1)
+        a.jump_if("jne", f"{name}, tile")
         a.label(f"{name}, rest")
         if self.rest:
             a.load("rbx", kept(OWN_ITEM))

@@ -13,7 +13,6 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol, Self
@@ -287,21 +286,27 @@ class Tiles(ABC):
     def written(self, constants: Constants) -> Assembler:
         """The code."""
 
-    @contextmanager
-    def _each_item(self, a: Assembler, kept_bytes: int) -> Iterator[None]:
-        """Code with room on the stack for each item, which is in rbx; where its image and the zeros
-        are, is kept.
+    def _begin_item(self, a: Assembler, kept_bytes: int) -> None:
+        """Room on the stack and the next item, to rbx; where its image and the zeros are, is kept.
 
         rdi: the call.
         """
-        with a.function(kept_bytes), code.each_item(a, "rbx", len(ITEM)):
-            a.load("rax", CALL_IMAGE)
-            a.add_stored("rax", At(base="rbx", distance=IMAGE))
-            a.store(kept(BASE), "rax")
-            a.load("rcx", CALL_ZEROS)
-            a.subtract("rcx", "rax")
-            a.store(kept(ZEROS), "rcx")
-            yield
+        a.enter()
+        a.subtract("rsp", kept_bytes)
+        code.take_item(a, "rbx", len(ITEM))
+        a.load("rax", CALL_IMAGE)
+        a.add_stored("rax", At(base="rbx", distance=IMAGE))
+        a.store(kept(BASE), "rax")
+        a.load("rcx", CALL_ZEROS)
+        a.subtract("rcx", "rax")
+        a.store(kept(ZEROS), "rcx")
+
+    def _end_items(self, a: Assembler, kept_bytes: int) -> None:
+        """The next item, and after the last the end."""
+        a.jump("next")
+        a.label("done")
+        a.add("rsp", kept_bytes)
+        a.leave()
 
     def _address(self, a: Assembler, register: str, pixel: int) -> None:
         """Where a pixel of the tile reads under the tap whose places rbp names."""
