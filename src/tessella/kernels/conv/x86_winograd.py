@@ -15,6 +15,7 @@ window's 3×3: an infinite one makes up to 16 results infinite or NaN, where pla
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,6 @@ from tessella.kernels.shared.x86_tiles import (
     PIXELS,
     WORD,
     kept,
-    machine_code,
     pixel_bytes,
 )
 from tessella.operations.problem import Problem
@@ -129,7 +129,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     _require_inside(problem, places)
     items = _items(problem, tiles, places)
     table = code.Table(items, weight, bias, zeros, places)
-    made, most = machine_code(tiles, "r11"), _threads(problem, tiles)
+    made, most = _machine_code(tiles), _threads(problem, tiles)
     has_residual = problem.epilogue.residual is not None
     needed = workspace_bytes(problem, **config)
 
@@ -488,3 +488,9 @@ def _out_of(a: Assembler, constants: Constants) -> tuple[int, ...]:
     a.vector("vaddps", 7, 7, 5)
     a.vector("vfmadd231ps", 7, 9, constants.at(8.0))
     return 10, 11, 6, 7
+
+
+@functools.lru_cache(256)
+def _machine_code(tiles: _Tiles) -> code.MachineCode:
+    constants = Constants(tiles.isa, "r11")
+    return code.MachineCode(tiles.written(constants).code(), constants)

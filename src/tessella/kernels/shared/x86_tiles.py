@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +193,7 @@ class Tiles(ABC):
         zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)
-        table, made = code.Table(items, weight, bias, places, zeros), machine_code(self)
+        table, made = code.Table(items, weight, bias, places, zeros), _machine_code(self)
         beside = zeros.data_ptr()
 
         def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
@@ -340,25 +340,13 @@ def kept(place: int) -> At:
     return At(base="rsp", distance=place)
 
 
-class Written(Protocol):
-    """What describes some machine code, and writes it."""
-
-    @property
-    def isa(self) -> InstructionSet: ...
-
-    def written(self, constants: Constants) -> Assembler: ...
-
-
 @functools.lru_cache(256)
-def machine_code(tiles: Written, pointer: str = "rax") -> code.MachineCode:
+def _machine_code(tiles: Tiles) -> code.MachineCode:
     """The machine code of some tiles, which is the same for all batch sizes and all weights.
 
     A convolution is bound in 0.8 ms with it, and in 2.0 where code is assembled for each.
-
-    Args:
-        pointer: the register that holds the address of its constants.
     """
-    constants = Constants(tiles.isa, pointer)
+    constants = Constants(tiles.isa)
     return code.MachineCode(tiles.written(constants).code(), constants)
 
 
