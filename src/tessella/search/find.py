@@ -27,6 +27,7 @@ from tessella.device.packing import forget
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.operations.problem import Problem
+from tessella.operations.user_operators import as_tuple
 from tessella.search.allowance import Allowance
 from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
@@ -169,11 +170,43 @@ def own_inputs(row: Kernel, problem: Problem, inputs: Sequence[torch.Tensor]) ->
     return [t.clone() if place == taken else t for place, t in enumerate(inputs)]
 
 
-def restore(own: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Give ``own_inputs`` that earlier calls have overwritten their values back."""
-    for mine, given in zip(own, inputs, strict=True):
-        if mine is not given:
-            mine.copy_(given)
+def runs(
+    call: Call,
+    own: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> tuple[Run, Run]:
+    """A call of ``own_inputs``; and one that first gives them back what calls have overwritten."""
+
+    def run() -> Any:
+        return call(*own, **buffers)
+
+    def run_first() -> Any:
+        for mine, given in zip(own, inputs, strict=True):
+            if mine is not given:
+                mine.copy_(given)
+        return run()
+
+    return run, run_first
+
+
+@contextlib.contextmanager
+def as_in_a_plan(problem: Problem, target: str) -> Iterator[None]:
+    """A context in which kernels run as they do in a plan."""
+    with using_kernels(kernel_cache(target)), torch.inference_mode(), float32_math(problem.math):
+        yield
+
+
+def other_results(made: Any, problem: Problem) -> str | None:
+    """Why results are not of the shape and type that was asked for, or None."""
+    results = as_tuple(made)
+    if len(results) != len(problem.outputs):
+        return f"made {len(results)} results, not {len(problem.outputs)}"
+    for tensor, meta in zip(results, problem.outputs, strict=True):
+        if not meta.matches(tensor):
+            seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
+            return f"made {seen} instead of {meta}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +332,7 @@ class Search:
         if listed := self.shortlist(rows):
             return listed
         self._inputs = sample_inputs(self._problem, self._device)
-        with self._running():
+        with as_in_a_plan(self._problem, self._target):
             candidates = self._worth_running(rows)
         forget(self._constants.values())
         self._inputs = self._out = None
@@ -344,7 +377,7 @@ class Search:
             self._inputs = sample_inputs(self._problem, self._device)
         if self._problem.in_place:
             self._inputs, self._out = joined(self._problem, self._inputs, self._device)
-        with self._running():
+        with as_in_a_plan(self._problem, self._target):
             candidates = [one for one in self._candidates or () if one[0] in rows]
             # a last resort was not preselected
             tried = self._prepared(candidates or self._worth_running(rows))
@@ -364,16 +397,6 @@ class Search:
             )
             trials = [self._trial(row, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """A context in which kernels run as they do in a plan."""
-        with (
-            using_kernels(kernel_cache(self._target)),
-            torch.inference_mode(),
-            float32_math(self._problem.math),
-        ):
-            yield
 
     def _worth_running(self, rows: list[Kernel]) -> list[Candidate]:
         """All configurations of kernels whose first one is fast enough; of the others the first.
@@ -513,18 +536,16 @@ class Search:
         try:
             buffers = self._buffers(row, config)
             call = row.load().bind(self._problem, self._constants, **config)
+            run, run_first = runs(call, inputs, self._inputs or (), buffers)
             if self._device.type == "cuda":
-                made, first = call(*inputs, **buffers), None
+                made, first = run(), None
                 torch.cuda.synchronize()  # who crashes is named
             else:
                 results: list[Any] = []
-                first = watched(lambda: results.append(call(*inputs, **buffers)))
+                first = watched(lambda: results.append(run()))
                 (made,) = results
-            made = (made,) if isinstance(made, torch.Tensor) else made
-            for tensor, meta in zip(made, self._problem.outputs, strict=True):
-                if not meta.matches(tensor):
-                    seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
-                    raise ValueError(f"made {seen} instead of {meta}")
+            if why := other_results(made, self._problem):
+                raise ValueError(why)
         except torch.AcceleratorError as error:
             raise KernelError(
                 f"kernel {row.id} crashed the GPU, which no call survives",
@@ -536,16 +557,9 @@ class Search:
                 self._short_of_memory.add(row.id)
             return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
 
-        def run() -> Any:
-            return call(*inputs, **buffers)
-
-        def run_first() -> Any:
-            restore(inputs, self._inputs or ())
-            return run()
-
         needed = row.workspace_bytes(self._problem, config)
         if row.source not in OWN and self._device.type == "cuda":
-            needed = allocated(run, made)
+            needed = allocated(run, as_tuple(made))
         return _Runnable(
             row=row,
             config=config,
