@@ -52,31 +52,32 @@ def agrees(a: Assembler, folder: Path) -> None:
 
 def test_every_instruction_with_every_register(tmp_path: Path) -> None:
     a = Assembler()
-    with a.function(0x40):
-        for base in REGISTERS:
-            place = At(base=base, distance=-0x1234)
-            a.store_number(place, 0x345)
-            a.add_to_stored(place, -1)
-            a.prefetch(place)
-        for register in FREE:
-            a.set(register, 0x1234567890ABCDEF)
-            a.set(register, -1)
-            a.load(register, At(base="r12", distance=0x778))
-            a.load_short(register, At(base="rbp", distance=4))
-            a.store(At(base="rsp", distance=8), register)
-            a.add_stored(register, At(base="rdi", distance=8))
-            a.load_if_negative(register, At(base="rsp", distance=16))
-            a.fetch_add(At(base="r13"), register)
-            a.multiply(register, 0x999)
-            for number in (0x7FFFFFF0, -0x7000):
-                a.add(register, number)
-                a.subtract(register, number)
-                a.compare(register, number)
-            for other in ("rax", "rbp", "r8", "r15"):
-                a.move(register, other)
-                a.add(register, other)
-                a.subtract(register, other)
-                a.compare(register, other)
+    a.enter()
+    for base in REGISTERS:
+        place = At(base=base, distance=-0x1234)
+        a.store_number(place, 0x345)
+        a.add_to_stored(place, -1)
+        a.prefetch(place)
+    for register in FREE:
+        a.set(register, 0x1234567890ABCDEF)
+        a.set(register, -1)
+        a.load(register, At(base="r12", distance=0x778))
+        a.load_short(register, At(base="rbp", distance=4))
+        a.store(At(base="rsp", distance=8), register)
+        a.add_stored(register, At(base="rdi", distance=8))
+        a.load_if_negative(register, At(base="rsp", distance=16))
+        a.fetch_add(At(base="r13"), register)
+        a.multiply(register, 0x999)
+        for number in (0x7FFFFFF0, -0x7000):
+            a.add(register, number)
+            a.subtract(register, number)
+            a.compare(register, number)
+        for other in ("rax", "rbp", "r8", "r15"):
+            a.move(register, other)
+            a.add(register, other)
+            a.subtract(register, other)
+            a.compare(register, other)
+    a.leave()
     agrees(a, tmp_path)
 
 

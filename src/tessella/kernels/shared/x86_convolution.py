@@ -206,10 +206,12 @@ class _Tiles(Tiles):
             a.load("rax", At(base="rbx", distance=source))
             a.store(kept(place), "rax")
         a.store_number(kept(COLUMN), 0)
-        with a.counted("panel", kept(LEFT_PANELS)):
-            for number in range(self.words // self.depth):
-                self._pass(a, number, constants)
-            a.add_to_stored(kept(COLUMN), self.width * self.size)
+        a.label("panel")
+        for number in range(self.words // self.depth):
+            self._pass(a, number, constants)
+        a.add_to_stored(kept(COLUMN), self.width * self.size)
+        a.add_to_stored(kept(LEFT_PANELS), -1)
+        a.jump_if("jne", "panel")
         self._end_items(a, len(STACK) * code.NUMBER)
         return a
 
@@ -261,11 +263,13 @@ class _Tiles(Tiles):
                 a.prefetch(added)
         a.load("rcx", kept(PANEL))
         a.store_number(kept(TAPS), self.taps)
-        with a.counted(f"{name} tap", kept(TAPS)):
-            for p in range(pixels):
-                self._address(a, POINTERS[p], p)
-            a.add("rbp", 4 * pixels)
-            self._multiply(a, f"{name} channel", pixels, number)
+        a.label(f"{name} tap")
+        for p in range(pixels):
+            self._address(a, POINTERS[p], p)
+        a.add("rbp", 4 * pixels)
+        self._multiply(a, f"{name} channel", pixels, number)
+        a.add_to_stored(kept(TAPS), -1)
+        a.jump_if("jne", f"{name} tap")
         if is_last:
             constants.begin(a)
         for i, (p, v) in enumerate(places):
@@ -280,17 +284,20 @@ class _Tiles(Tiles):
         spreads = min(2, self.isa.vectors - spread)
         unrolled = next(n for n in range(UNROLLED, 0, -1) if self.depth % n == 0)
         a.set("rdx", number * self.depth * WORD)
-        with a.stepped(label, "rdx", unrolled * WORD, (number + 1) * self.depth * WORD):
-            for word in range(unrolled):
+        a.label(label)
+        for word in range(unrolled):
+            for v in range(self.vectors):
+                distance = (word * self.vectors + v) * self.isa.vector_bytes
+                a.load_vector(taken + v, At(base="rcx", distance=distance))
+            for p in range(pixels):
+                of_pixel = spread + p % spreads
+                a.broadcast(of_pixel, At(base=POINTERS[p], index="rdx", distance=word * WORD))
                 for v in range(self.vectors):
-                    distance = (word * self.vectors + v) * self.isa.vector_bytes
-                    a.load_vector(taken + v, At(base="rcx", distance=distance))
-                for p in range(pixels):
-                    of_pixel = spread + p % spreads
-                    a.broadcast(of_pixel, At(base=POINTERS[p], index="rdx", distance=word * WORD))
-                    for v in range(self.vectors):
-                        a.vector(multiply, p * self.vectors + v, taken + v, of_pixel)
-            a.add("rcx", unrolled * self.width * WORD)
+                    a.vector(multiply, p * self.vectors + v, taken + v, of_pixel)
+        a.add("rcx", unrolled * self.width * WORD)
+        a.add("rdx", unrolled * WORD)
+        a.compare("rdx", (number + 1) * self.depth * WORD)
+        a.jump_if("jne", label)
 
     def _begin(self, a: Assembler, pixels: int) -> None:
         """The sums, which begin as the bias of the panel."""
