@@ -170,7 +170,8 @@ def test_jumps_go_where_they_say(tmp_path: Path) -> None:
         a.jump_if(condition, "end")
     a.jump("begin")
     a.label("end")
-    a.leave()
+    with a.function():
+        pass
     told = disassembled(a.code(), tmp_path)
     begins = re.findall(r"^(?:j\w+) (0x\w+)$", "\n".join(told), re.MULTILINE)
     end = 7 + 3 * 6 + 5
@@ -180,16 +181,13 @@ def test_jumps_go_where_they_say(tmp_path: Path) -> None:
 def counting() -> code.MachineCode:
     """Adds each row's number to memory, where it is told by the table."""
     a = Assembler()
-    a.enter()
-    a.load("r8", code.given(0))
-    code.take_item(a, "rcx", 2)
-    a.load("r9", At(base="rcx"))
-    a.add("r9", "r8")
-    a.load("rax", At(base="rcx", distance=8))
-    a.fetch_add(At(base="r9"), "rax")
-    a.jump("next")
-    a.label("done")
-    a.leave()
+    with a.function():
+        a.load("r8", code.given(0))
+        with code.each_item(a, "rcx", 2):
+            a.load("r9", At(base="rcx"))
+            a.add("r9", "r8")
+            a.load("rax", At(base="rcx", distance=8))
+            a.fetch_add(At(base="r9"), "rax")
     return code.MachineCode(a.code())
 
 

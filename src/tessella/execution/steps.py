@@ -25,6 +25,7 @@ from tessella.operations import shapes
 from tessella.operations.problem import Problem
 from tessella.operations.table import OPERATIONS
 from tessella.operations.tensor_meta import TensorMeta
+from tessella.operations.user_operators import as_tuple
 
 Slots = list[Any]  # tensors; None where nothing lives
 
@@ -154,8 +155,7 @@ class Binder:
             return (call.result(*reads, out=None),)
         if row.algorithm != "view":
             return ()
-        made = call(*reads)
-        made = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        made = as_tuple(call(*reads))
         whole = {t.untyped_storage().data_ptr() for t in reads}  # of a copy it is another
         return made if {t.untyped_storage().data_ptr() for t in made} == whole else ()
 

@@ -14,6 +14,7 @@ import torch
 
 from tessella.operations import epilogue
 from tessella.operations.epilogue import Epilogue
+from tessella.operations.user_operators import as_tuple
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # by operand; one that is left out is not there
@@ -112,8 +113,7 @@ class Operation:
         given = {name: value for name, value in attributes.items() if name not in self.hints}
         if self.epilogues:
             inputs, given = self._with_epilogues(inputs, given)
-        made = self.reference(*inputs, **given)
-        return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        return as_tuple(self.reference(*inputs, **given))
 
     def _with_epilogues(
         self, inputs: Sequence[torch.Tensor | None], given: dict[str, Any]

@@ -66,6 +66,6 @@ def named(name: str) -> Defined:
     return OPERATORS[name]
 
 
-def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """The outputs of an operator, one or several, as a tuple."""
-    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+def as_tuple(made: Any) -> tuple[torch.Tensor, ...]:
+    """What an operator or a kernel has made, one tensor or several, as a tuple."""
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)

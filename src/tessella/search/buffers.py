@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from tessella.operations.user_operators import as_tuple
 from tessella.search.timing import Run
 
 POISON = 77  # what a kernel leaves unwritten must show
@@ -31,9 +31,8 @@ def allocated(run: Run, made: Sequence[torch.Tensor]) -> int:
     torch.cuda.synchronize()
     before: int = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    again: Any = run()
+    again = as_tuple(run())
     peak: int = torch.cuda.max_memory_allocated() - before
-    again = (again,) if isinstance(again, torch.Tensor) else again
     fresh = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in again}
     old = {t.untyped_storage().data_ptr() for t in made}
     results: int = sum(n for pointer, n in fresh.items() if pointer not in old)

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tessella.core.architectures import ARCHITECTURES, Rates, has, is_gpu
-from tessella.core.errors import CompileError
 from tessella.device.machine import aimed_at
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.operations.problem import Problem
-from tessella.search.tuning import Trial
+from tessella.search.tuning import Trial, require_one
 
 # What a kernel's products reach of the chip's rate. On the H200, 78 convolutions in float16 and
 # products of 4096³: cuDNN and cuBLAS 0.75, ours with Hopper's instructions as much, plain Triton
@@ -92,12 +91,7 @@ def estimated(
         trials = [trial_of(row) for row in rows if not row.last_resort]
         if all(trial.refused for trial in trials):
             trials += [trial_of(row) for row in rows if row.last_resort]
-    if all(trial.refused for trial in trials):
-        raise CompileError(
-            f"no kernel on {target} can carry out {problem.op}",
-            seen="; ".join(f"{t.kernel}: {t.refused}" for t in trials) or "no such kernel",
-            fix="choose another precision or target",
-        )
+    require_one(trials, problem.op, target)
     return tuple(sorted(trials, key=lambda t: (t.refused is not None, t.estimate_us or 0.0)))
 
 

@@ -27,6 +27,7 @@ from tessella.device.packing import forget
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.operations.problem import Problem
+from tessella.operations.user_operators import as_tuple
 from tessella.search.allowance import Allowance
 from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
@@ -35,7 +36,7 @@ from tessella.search.fewer_images import with_fewer_images
 from tessella.search.inputs import expose_errors, joined, place, sample_inputs
 from tessella.search.inspection import exact_answers, inspect, wrong
 from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
-from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
+from tessella.search.tuning import Inspection, TimingCache, Trial, Tried, require_one
 
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
 OWN = ("tessella", "user")  # sources whose kernels go through ``launch``
@@ -106,12 +107,7 @@ def find(
     if all(trial.refused for trial in trials):
         last = [row for row in rows if row.last_resort]
         trials += search.trials([row for row in last if row.refusal(problem) is None])
-    if all(trial.refused for trial in trials):
-        raise CompileError(
-            f"no kernel on {target} can carry out {problem.op}",
-            seen="; ".join(f"{t.kernel}: {t.refused}" for t in trials) or "no such kernel",
-            fix="choose another algorithm, precision or target",
-        )
+    require_one(trials, problem.op, target)
     order = {row.id: i for i, row in enumerate(rows)}
     found = tuple(
         sorted(trials, key=lambda t: (t.refused is not None, t.time_us or 0.0, order[t.kernel]))
@@ -174,11 +170,43 @@ def own_inputs(row: Kernel, problem: Problem, inputs: Sequence[torch.Tensor]) ->
     return [t.clone() if place == taken else t for place, t in enumerate(inputs)]
 
 
-def restore(own: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Give ``own_inputs`` that earlier calls have overwritten their values back."""
-    for mine, given in zip(own, inputs, strict=True):
-        if mine is not given:
-            mine.copy_(given)
+def runs(
+    call: Call,
+    own: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> tuple[Run, Run]:
+    """A call of ``own_inputs``; and one that first gives them back what calls have overwritten."""
+
+    def run() -> Any:
+        return call(*own, **buffers)
+
+    def run_first() -> Any:
+        for mine, given in zip(own, inputs, strict=True):
+            if mine is not given:
+                mine.copy_(given)
+        return run()
+
+    return run, run_first
+
+
+@contextlib.contextmanager
+def as_in_a_plan(problem: Problem, target: str) -> Iterator[None]:
+    """A context in which kernels run as they do in a plan."""
+    with using_kernels(kernel_cache(target)), torch.inference_mode(), float32_math(problem.math):
+        yield
+
+
+def other_results(made: Any, problem: Problem) -> str | None:
+    """Why results are not of the shape and type that was asked for, or None."""
+    results = as_tuple(made)
+    if len(results) != len(problem.outputs):
+        return f"made {len(results)} results, not {len(problem.outputs)}"
+    for tensor, meta in zip(results, problem.outputs, strict=True):
+        if not meta.matches(tensor):
+            seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
+            return f"made {seen} instead of {meta}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +253,11 @@ class Search:
         """A trial of each row: from the cache if it knows all of them, else side by side."""
         if self._target == "reference":
             return [Trial(kernel=row.id) for row in rows]
-        device, key = fingerprint(self._target).hash, self._problem.key
-        known = [self._cache.get(device, key, row.id, row.version) for row in rows]
-        if all(trial and self._is_enough(trial) for trial in known):
-            return [self._within_limit(trial) for trial in known if trial is not None]
+        if (known := self._known(rows)) is not None:
+            return [self._within_limit(trial) for trial in known]
         if self._options.allowance is not None:
             self._options.allowance.spend()
+        device, key = fingerprint(self._target).hash, self._problem.key
         trials, lasting = self._measured(rows), True
         forget(self._constants.values())
         if self._problem.op == "fallback" and all(t.refused for t in trials):
@@ -242,6 +269,13 @@ class Search:
             self._cache.put(device, key, row.version, trial, lasting=lasting and enough)
         return [self._within_limit(trial) for trial in trials]
 
+    def _known(self, rows: Sequence[Kernel]) -> list[Trial] | None:
+        """The cache's trials of these rows, if it has all of them."""
+        device, key = fingerprint(self._target).hash, self._problem.key
+        known = [self._cache.get(device, key, row.id, row.version) for row in rows]
+        enough = [trial for trial in known if trial and self._is_enough(trial)]
+        return enough if len(enough) == len(known) else None
+
     def _is_enough(self, trial: Trial) -> bool:
         """Whether a trial from the cache answers this search."""
         if trial.behind:
@@ -252,9 +286,7 @@ class Search:
         """The rows that fit, if the cache does not know them all."""
         rows = _admitted(self._problem, self._target, self._options)
         fitting = _fitting(rows, self.refusals(rows))
-        device, key = fingerprint(self._target).hash, self._problem.key
-        known = [self._cache.get(device, key, row.id, row.version) for row in fitting]
-        return [] if all(trial and self._is_enough(trial) for trial in known) else fitting
+        return fitting if self._known(fitting) is None else []
 
     def shortlist(self, rows: Sequence[Kernel]) -> list[Candidate] | None:
         """The candidates that may win by what problems of this kind have shown, if any were."""
@@ -300,7 +332,7 @@ class Search:
         if listed := self.shortlist(rows):
             return listed
         self._inputs = sample_inputs(self._problem, self._device)
-        with self._running():
+        with as_in_a_plan(self._problem, self._target):
             candidates = self._worth_running(rows)
         forget(self._constants.values())
         self._inputs = self._out = None
@@ -345,7 +377,7 @@ class Search:
             self._inputs = sample_inputs(self._problem, self._device)
         if self._problem.in_place:
             self._inputs, self._out = joined(self._problem, self._inputs, self._device)
-        with self._running():
+        with as_in_a_plan(self._problem, self._target):
             candidates = [one for one in self._candidates or () if one[0] in rows]
             # a last resort was not preselected
             tried = self._prepared(candidates or self._worth_running(rows))
@@ -365,16 +397,6 @@ class Search:
             )
             trials = [self._trial(row, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """A context in which kernels run as they do in a plan."""
-        with (
-            using_kernels(kernel_cache(self._target)),
-            torch.inference_mode(),
-            float32_math(self._problem.math),
-        ):
-            yield
 
     def _worth_running(self, rows: list[Kernel]) -> list[Candidate]:
         """All configurations of kernels whose first one is fast enough; of the others the first.
@@ -514,18 +536,16 @@ class Search:
         try:
             buffers = self._buffers(row, config)
             call = row.load().bind(self._problem, self._constants, **config)
+            run, run_first = runs(call, inputs, self._inputs or (), buffers)
             if self._device.type == "cuda":
-                made, first = call(*inputs, **buffers), None
+                made, first = run(), None
                 torch.cuda.synchronize()  # who crashes is named
             else:
                 results: list[Any] = []
-                first = watched(lambda: results.append(call(*inputs, **buffers)))
+                first = watched(lambda: results.append(run()))
                 (made,) = results
-            made = (made,) if isinstance(made, torch.Tensor) else made
-            for tensor, meta in zip(made, self._problem.outputs, strict=True):
-                if not meta.matches(tensor):
-                    seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
-                    raise ValueError(f"made {seen} instead of {meta}")
+            if why := other_results(made, self._problem):
+                raise ValueError(why)
         except torch.AcceleratorError as error:
             raise KernelError(
                 f"kernel {row.id} crashed the GPU, which no call survives",
@@ -537,16 +557,9 @@ class Search:
                 self._short_of_memory.add(row.id)
             return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
 
-        def run() -> Any:
-            return call(*inputs, **buffers)
-
-        def run_first() -> Any:
-            restore(inputs, self._inputs or ())
-            return run()
-
         needed = row.workspace_bytes(self._problem, config)
         if row.source not in OWN and self._device.type == "cuda":
-            needed = allocated(run, made)
+            needed = allocated(run, as_tuple(made))
         return _Runnable(
             row=row,
             config=config,

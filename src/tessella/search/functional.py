@@ -7,10 +7,10 @@ by a search the first time. Nothing here records gradients; ``tessella.nn`` has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -34,6 +34,37 @@ Tensor = torch.Tensor
 WORKSPACE_BYTES = 2 << 30  # what a call may take beside its operands, unless asked for by name
 
 
+class Settings(TypedDict, total=False):
+    """What a product's call may say besides its operands.
+
+    Attributes:
+        residual: like the result; the C of BLAS.
+        scale: a factor for each output channel, float32.
+        activation: a name in ``epilogue.ACTIVATIONS``.
+        gamma: above zero, in float32 too: 1 / the scale of a result of int8 or fp8, for example.
+        fast_accumulation: fp8 only: sums stay in the tensor cores' 14-bit accumulators.
+        out_dtype: default the first operand's; for int8 operands int8 if there is a scale (rounded
+            half to even and saturated), else int32.
+        math: ``ieee`` or ``tf32``: how float32 products may be rounded.
+        algorithm: ``gemm``, ``implicit_gemm``, ``implicit_precomp_gemm``, ``direct``, ``fft``,
+            ``fft_tiling``, ``winograd``, ``winograd_nonfused``, or a library's name; default the
+            fastest.
+        out: where to write the result; it may share memory with an operand, at the cost of a copy.
+    """
+
+    residual: Tensor | None
+    scale: Tensor | None
+    activation: str | None
+    alpha: float
+    beta: float
+    gamma: float
+    fast_accumulation: bool
+    out_dtype: torch.dtype | None
+    math: Math
+    algorithm: str | None
+    out: Tensor | None
+
+
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -42,17 +73,7 @@ def conv2d(
     padding: Sizes = 0,
     dilation: Sizes = 1,
     groups: int = 1,
-    *,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    math: Math = "ieee",
-    algorithm: str | None = None,
-    out: Tensor | None = None,
+    **settings: Unpack[Settings],
 ) -> Tensor:
     """``gamma · activation(alpha · scale[k] · (x ∗ weight) + bias[k] + beta · residual)``.
 
@@ -61,39 +82,15 @@ def conv2d(
     Args:
         x: [N, C, H, W], NCHW or channels_last; the result has its format.
         weight: [K, C / groups, R, S].
-        bias, scale: [K]; scale is float32.
-        residual: like the result [N, K, P, Q].
-        activation: a name in ``epilogue.ACTIVATIONS``.
-        gamma: above zero, in float32 too: 1 / the scale of a result of int8 or fp8, for example.
-        out_dtype: default x's; for int8 operands int8 if there is a scale (rounded half to even and
-            saturated), else int32.
-        math: ``ieee`` or ``tf32``: how float32 products may be rounded.
-        algorithm: ``gemm``, ``implicit_gemm``, ``implicit_precomp_gemm``, ``direct``, ``fft``,
-            ``fft_tiling``, ``winograd``, ``winograd_nonfused``, or a library's name; default the
-            fastest.
-        out: where to write the result; it may share memory with an operand, at the cost of a copy.
+        bias: [K], as the scale; the residual like the result [N, K, P, Q].
+        settings: see ``Settings``.
 
     Raises:
         UsageError: arguments that do not go together.
         KernelError: the algorithm is not defined here; the message has its reason.
     """
-    x, weight, added = _dense(x), _dense(weight), _given(bias, residual, scale)
-    problem = problems.conv(
-        meta_of(x),
-        meta_of(weight),
-        *_metas(added),
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        alpha=alpha,
-        beta=beta,
-        gamma=gamma,
-        out_dtype=_name(out_dtype),
-        math=math,
-    )
-    return _run(problem, [x, weight, *added], algorithm, out)
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _product(problems.conv, _dense(x), _dense(weight), bias, settings, **window)
 
 
 conv1d = conv3d = conv2d
@@ -168,90 +165,54 @@ def conv2d_wgrad(
 
 
 def matmul(
-    a: Tensor,
-    b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    fast_accumulation: bool = False,
-    out_dtype: torch.dtype | None = None,
-    math: Math = "ieee",
-    algorithm: str | None = None,
-    out: Tensor | None = None,
+    a: Tensor, b: Tensor, bias: Tensor | None = None, **settings: Unpack[Settings]
 ) -> Tensor:
     """``gamma · activation(alpha · scale[n] · (a @ b) + bias[n] + beta · residual)``.
 
     Args:
         a: [..., M, K]; a transposed view is used as it is.
         b: [..., K, N], leading axes those of a, or none; likewise.
-        bias, scale: [N]; scale is float32.
-        residual: the C of BLAS, like the result [..., M, N].
-        fast_accumulation: fp8 only: sums stay in the tensor cores' 14-bit accumulators.
-        out_dtype, math, algorithm, out: as for ``conv2d``.
+        bias: [N], as the scale; the residual like the result [..., M, N].
+        settings: see ``Settings``.
     """
     a, transpose_a = _untransposed(a)
     b, transpose_b = _untransposed(b)
-    added = _given(bias, residual, scale)
-    problem = problems.matmul(
-        meta_of(a),
-        meta_of(b),
-        *_metas(added),
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        activation=activation,
-        alpha=alpha,
-        beta=beta,
-        gamma=gamma,
-        fast_accumulation=fast_accumulation,
-        out_dtype=_name(out_dtype),
-        math=math,
-    )
-    return _run(problem, [a, b, *added], algorithm, out)
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    return _product(problems.matmul, a, b, bias, settings, **transposes)
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    activation: str | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-    fast_accumulation: bool = False,
-    out_dtype: torch.dtype | None = None,
-    math: Math = "ieee",
-    algorithm: str | None = None,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Unpack[Settings]
 ) -> Tensor:
     """``gamma · activation(alpha · scale[n] · (x @ weightᵀ) + bias[n] + beta · residual)``.
 
     Args:
         x: [..., K].
         weight: [N, K].
-        bias, scale: [N]; the other arguments as for ``matmul``.
+        bias, settings: as for ``matmul``.
     """
-    x, weight, added = _dense(x), _dense(weight), _given(bias, residual, scale)
-    problem = problems.linear(
-        meta_of(x),
-        meta_of(weight),
-        *_metas(added),
-        activation=activation,
-        alpha=alpha,
-        beta=beta,
-        gamma=gamma,
-        fast_accumulation=fast_accumulation,
-        out_dtype=_name(out_dtype),
-        math=math,
-    )
-    return _run(problem, [x, weight, *added], algorithm, out)
+    return _product(problems.linear, _dense(x), _dense(weight), bias, settings)
+
+
+def _product(
+    make: Callable[..., Problem],
+    first: Tensor,
+    second: Tensor,
+    bias: Tensor | None,
+    settings: Settings,
+    **own: Any,
+) -> Tensor:
+    """The product of two tensors that lie as kernels read them, with what follows it."""
+    rest: dict[str, Any] = {**settings}
+    algorithm, out = rest.pop("algorithm", None), rest.pop("out", None)
+    added = [
+        None if tensor is None else _dense(tensor)
+        for tensor in (bias, rest.pop("residual", None), rest.pop("scale", None))
+    ]
+    operands = [first, second, *added]
+    metas = [None if tensor is None else meta_of(tensor) for tensor in operands]
+    problem = make(*metas, out_dtype=_name(rest.pop("out_dtype", None)), **own, **rest)
+    return _run(problem, operands, algorithm, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,15 +335,6 @@ def _is_free(out: Tensor, inputs: Sequence[Tensor]) -> bool:
     storage = out.untyped_storage().data_ptr()
     shared = any(t.untyped_storage().data_ptr() == storage for t in inputs)
     return not shared and out.data_ptr() % ALIGNMENT == 0
-
-
-def _given(*added: Tensor | None) -> list[Tensor | None]:
-    """The tensors of an epilogue as kernels read them; None for one that is left out."""
-    return [None if tensor is None else _dense(tensor) for tensor in added]
-
-
-def _metas(tensors: Sequence[Tensor | None]) -> list[TensorMeta | None]:
-    return [None if tensor is None else meta_of(tensor) for tensor in tensors]
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tessella.core.errors import ArtifactError, UsageError
+from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.core.record import canonical_json, from_plain, parse_json
 
 
@@ -87,6 +88,16 @@ class Trial:
     noisy: bool = False
     behind: float | None = None
     estimate_us: float | None = None
+
+
+def require_one(trials: Sequence[Trial], op: str, target: str) -> None:
+    """Raise ``CompileError`` if all kernels were refused."""
+    if all(trial.refused for trial in trials):
+        raise CompileError(
+            f"no kernel on {target} can carry out {op}",
+            seen="; ".join(f"{t.kernel}: {t.refused}" for t in trials) or "no such kernel",
+            fix="choose another algorithm, precision or target",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

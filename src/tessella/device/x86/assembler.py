@@ -11,6 +11,8 @@ and 2.7 (EVEX), the opcodes in its chapters 3 to 5.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +139,36 @@ class Assembler:
         self._emit(condition, bytes((0x0F, CONDITIONS[condition])) + bytes(4))
         self._jumps.append((len(self._code), label))
 
-    # the function
+    @contextmanager
+    def counted(self, name: str, left: str | At) -> Iterator[None]:
+        """A loop that ends when a register or a number in memory has been counted down to 0."""
+        self.label(name)
+        yield
+        if isinstance(left, At):
+            self.add_to_stored(left, -1)
+        else:
+            self.subtract(left, 1)
+        self.jump_if("jne", name)
+
+    @contextmanager
+    def stepped(self, name: str, register: str, step: int, end: str | int) -> Iterator[None]:
+        """A loop after each round of which a register grows by ``step``, until it is ``end``."""
+        self.label(name)
+        yield
+        self.add(register, step)
+        self.compare(register, end)
+        self.jump_if("jne", name)
+
+    @contextmanager
+    def function(self, kept_bytes: int = 0) -> Iterator[None]:
+        """All code: inside, all registers but rsp may be used, and so many bytes of the stack."""
+        self.enter()
+        if kept_bytes:
+            self.subtract("rsp", kept_bytes)
+        yield
+        if kept_bytes:
+            self.add("rsp", kept_bytes)
+        self.leave()
 
     def enter(self) -> None:
         """Before anything else: all registers but rsp may be used then."""

@@ -7,7 +7,8 @@ import functools
 import mmap
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,15 @@ def require_inside(name: str, begins: torch.Tensor, spans: torch.Tensor, nbytes:
             seen=f"bytes {first} to {last} of {nbytes}",
             fix="report the problem that it was asked for",
         )
+
+
+@contextmanager
+def each_item(a: Assembler, to: str, row: int) -> Iterator[None]:
+    """Code for each item that no other thread has taken; after it the loop ``next`` goes on."""
+    take_item(a, to, row)
+    yield
+    a.jump("next")
+    a.label("done")
 
 
 def take_item(a: Assembler, to: str, row: int) -> None:

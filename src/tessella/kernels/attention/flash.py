@@ -19,8 +19,17 @@ import triton.language as tl
 from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.machine import stages_that_fit
-from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import Tile, factor, operands, padded, refusal, result, sizes
+from tessella.device.overlap import await_earlier
+from tessella.kernels.attention.shapes import (
+    Tile,
+    factor,
+    operands,
+    padded,
+    refusal,
+    result,
+    settings,
+    sizes,
+)
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -196,23 +205,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     blocks = made.batch * made.heads * triton.cdiv(made.queries, tile_m)
     wide, value_wide = padded(made.width), padded(made.value_width)
     options: dict[str, Any] = {
-        "TILE": Tile(BM=tile_m, BN=tile_n, BE=wide, BV=value_wide),
-        "CAUSAL": bool(problem.attr("is_causal")),
+        **settings(problem, Tile(BM=tile_m, BN=tile_n, BE=wide, BV=value_wide)),
         "WHOLE": (wide, value_wide) == (made.width, made.value_width),
-        "PRECISION": problem.math,
-        # the interpreter's bfloat16 products are garbage
-        "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
         "num_warps": tile["num_warps"],
         "num_stages": tile["num_stages"],
-        **overlapping(),
     }
     scale = factor(problem) * _LOG2_E.value
 
     def call(*inputs: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs)
         out, shaped = result(problem, o.q)
-        mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
-        strides = (o.q.stride(), o.k.stride(), o.v.stride(), mask_strides, out.stride())
+        strides = o.strides(out)
         far = max(tile_m, tile_n, wide, value_wide) * max(itertools.chain(*strides)) >= 2**31
         launch(
             _flash_kernel, (blocks,),
@@ -220,7 +223,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             (made.queries, made.keys, made.heads, o.group, made.width, made.value_width,
              1 if o.mask is None else o.mask.shape[0]),
             strides, scale, problem.gamma,
-            BY_KEY=mask_strides[2] == 0, INDEX=tl.int64 if far else tl.int32, **options,
+            BY_KEY=o.mask_strides[2] == 0, INDEX=tl.int64 if far else tl.int32, **options,
         )  # fmt: skip
         return shaped
 

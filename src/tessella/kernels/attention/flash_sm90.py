@@ -125,7 +125,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(*inputs: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs)
         out, shaped = result(problem, o.q)
-        mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
         launch(
             attend,
             (min(units, multiprocessors()),),
@@ -133,7 +132,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             _tiles(o.k, tiling.tile_n, wide),
             _tiles(o.v, tiling.tile_n, value_wide),
             _tiles(out, ROWS // 2, value_wide),
-            (o.mask, *mask_strides),
+            (o.mask, *o.mask_strides),
             made.queries,
             made.keys,
             scale,
@@ -150,7 +149,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 STAGES=tiling.stages,
                 CAUSAL=bool(problem.attr("is_causal")),
                 RAGGED=made.keys % tiling.tile_n != 0,
-                BY_KEY=o.mask is not None and mask_strides[2] == 0,
+                BY_KEY=o.mask is not None and o.mask_strides[2] == 0,
                 PING_PONG=tiling.ping_pong,
             ),
             num_warps=4,

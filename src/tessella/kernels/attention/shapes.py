@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from tessella.core.dtype import FLOATS
 from tessella.core.integers import power_of_two
+from tessella.device.overlap import overlapping
 from tessella.operations.problem import Problem
 from tessella.operations.shapes import broadcast
 
@@ -130,9 +132,31 @@ class Operands:
     mask: torch.Tensor | None
 
     @property
+    def mask_strides(self) -> tuple[int, ...]:
+        """Zeros where there is no mask."""
+        return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
+
+    def strides(self, out: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+        """Those of q, k, v, the mask and a result."""
+        q, k, v = (t.stride() for t in (self.q, self.k, self.v))
+        return q, k, v, self.mask_strides, out.stride()
+
+    @property
     def group(self) -> int:
         """Heads of queries that share one of keys."""
         return self.q.shape[1] // self.k.shape[1]
+
+
+def settings(problem: Problem, tile: Tile) -> dict[str, Any]:
+    """What the Triton kernels are compiled with."""
+    return {
+        "TILE": tile,
+        "CAUSAL": bool(problem.attr("is_causal")),
+        "PRECISION": problem.math,
+        # the interpreter's bfloat16 products are garbage
+        "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
+        **overlapping(),
+    }
 
 
 def operands(

@@ -18,8 +18,17 @@ import triton.language as tl
 from tessella.core.dtype import FLOATS
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
-from tessella.device.overlap import await_earlier, overlapping
-from tessella.kernels.attention.shapes import Tile, factor, operands, padded, refusal, result, sizes
+from tessella.device.overlap import await_earlier
+from tessella.kernels.attention.shapes import (
+    Tile,
+    factor,
+    operands,
+    padded,
+    refusal,
+    result,
+    settings,
+    sizes,
+)
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
@@ -136,26 +145,22 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     made = sizes(problem)
     wide, value_wide = padded(made.width), padded(made.value_width)
     options: dict[str, Any] = {
-        "TILE": Tile(BM=padded(made.queries), BN=padded(made.keys), BE=wide, BV=value_wide),
+        **settings(
+            problem, Tile(BM=padded(made.queries), BN=padded(made.keys), BE=wide, BV=value_wide)
+        ),
         "RUN": run,
-        "CAUSAL": bool(problem.attr("is_causal")),
-        "PRECISION": problem.math,
-        # the interpreter's bfloat16 products are garbage
-        "WIDEN": problem["query"].dtype == "bfloat16" and triton.knobs.runtime.interpret,
         "STAGES": chosen["num_stages"],
         "num_warps": chosen["num_warps"],
-        **overlapping(),
     }
     scale = factor(problem) * _LOG2_E.value
 
     def call(*inputs: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs)
         out, shaped = result(problem, o.q)
-        mask_strides = (0, 0, 0, 0) if o.mask is None else o.mask.stride()
         # windows of a mask that is one for all are one after the other
-        masks = 1 if o.mask is None or mask_strides[0] == 0 else o.mask.shape[0]
+        masks = 1 if o.mask is None or o.mask_strides[0] == 0 else o.mask.shape[0]
         windows = made.batch // masks
-        strides = (o.q.stride(), o.k.stride(), o.v.stride(), mask_strides, out.stride())
+        strides = o.strides(out)
         far = 4 * max(MOST, wide, value_wide) * max(itertools.chain(*strides)) >= 2**31
         launch(
             _windows_kernel, (made.heads * masks * triton.cdiv(windows, run),),

@@ -11,7 +11,8 @@ Source: the table of places is that of ``shared.x86_tiles``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -97,11 +98,9 @@ class _Tiles(x86_tiles.Tiles):
         a.store(x86_tiles.kept(x86_tiles.LEFT), "rax")
         a.compare("rax", 0)
         a.jump_if("je", "rest")
-        a.label("tile")
-        self._tile(a, "tile", self.pixels, constants)
-        a.add("r13", self.pixels * self.pitches[0])
-        a.add_to_stored(x86_tiles.kept(x86_tiles.LEFT), -1)
-        a.jump_if("jne", "tile")
+        with a.counted("tile", x86_tiles.kept(x86_tiles.LEFT)):
+            self._tile(a, "tile", self.pixels, constants)
+            a.add("r13", self.pixels * self.pitches[0])
         a.label("rest")
         if self.rest:
             a.load("rax", At(base="rbx", distance=x86_tiles.HAS_REST))
@@ -122,51 +121,44 @@ class _Tiles(x86_tiles.Tiles):
         a.move("r14", "r13")
         a.set("rdx", 0)
         constants.begin(a)
-        a.label(f"{name} panel")
         vector = self.isa.vector_bytes
         columns = [column * self.size for column in self.panels.columns]
         places, taken = self._places(pixels), self.vectors * self.pixels
-        self._begin_sums(a, pixels, "r9")
-        self._begin_taps(a)
-        a.label(f"{name} tap")
-        for v in range(self.vectors):
-            a.load_vector(taken + v, At(base="rcx", distance=v * vector))
-        for i, (p, v) in enumerate(places):
-            if v == 0:
-                a.load("r8", At(base="rsi", distance=p * code.NUMBER))
-            read = At(base="r8", index="rdx", distance=columns[v])
-            if self.size == x86_tiles.WORD:
-                a.vector("vfmadd231ps", i, taken + v, read)
-            else:
-                a.load_bfloat16(taken + self.vectors, read)
-                a.vector("vfmadd231ps", i, taken + v, taken + self.vectors)
-        a.add("rcx", self.vectors * vector)
-        self._next_tap(a, f"{name} tap", pixels)
-        for i, (p, v) in enumerate(places):
-            activate(a, self.activation, constants, i, taken)
-            self._store(a, At(base="r14", distance=p * self.pitches[0] + columns[v]), i)
-        a.add("r9", self.width * x86_tiles.WORD)
-        for register in ("rdx", "r14"):
-            a.add(register, self.width * self.size)
-        a.subtract("r11", 1)
-        a.jump_if("jne", f"{name} panel")
+        with a.counted(f"{name} panel", "r11"):
+            self._begin_sums(a, pixels, "r9")
+            with self._each_tap(a, f"{name} tap", pixels):
+                for v in range(self.vectors):
+                    a.load_vector(taken + v, At(base="rcx", distance=v * vector))
+                for i, (p, v) in enumerate(places):
+                    if v == 0:
+                        a.load("r8", At(base="rsi", distance=p * code.NUMBER))
+                    read = At(base="r8", index="rdx", distance=columns[v])
+                    if self.size == x86_tiles.WORD:
+                        a.vector("vfmadd231ps", i, taken + v, read)
+                    else:
+                        a.load_bfloat16(taken + self.vectors, read)
+                        a.vector("vfmadd231ps", i, taken + v, taken + self.vectors)
+                a.add("rcx", self.vectors * vector)
+            for i, (p, v) in enumerate(places):
+                activate(a, self.activation, constants, i, taken)
+                self._store(a, At(base="r14", distance=p * self.pitches[0] + columns[v]), i)
+            a.add("r9", self.width * x86_tiles.WORD)
+            for register in ("rdx", "r14"):
+                a.add(register, self.width * self.size)
 
     def _addresses(self, a: Assembler, name: str, pixels: int) -> None:
         """Of what each tap reads for each pixel of the tile: on the stack, in this order."""
-        self._begin_taps(a)
-        a.label(f"{name} address")
-        for p in range(pixels):
-            self._address(a, "r8", p)
-            a.store(At(base="rsi", distance=p * code.NUMBER), "r8")
-        a.add("rbp", 4 * pixels)
-        self._next_tap(a, f"{name} address", pixels)
+        with self._each_tap(a, f"{name} address", pixels):
+            for p in range(pixels):
+                self._address(a, "r8", p)
+                a.store(At(base="rsi", distance=p * code.NUMBER), "r8")
+            a.add("rbp", 4 * pixels)
 
-    def _begin_taps(self, a: Assembler) -> None:
+    @contextmanager
+    def _each_tap(self, a: Assembler, label: str, pixels: int) -> Iterator[None]:
         a.move("rsi", "rsp")
         a.add("rsi", ADDRESSES)
         a.set("r10", self.taps)
-
-    def _next_tap(self, a: Assembler, label: str, pixels: int) -> None:
-        a.add("rsi", pixels * code.NUMBER)
-        a.subtract("r10", 1)
-        a.jump_if("jne", label)
+        with a.counted(label, "r10"):
+            yield
+            a.add("rsi", pixels * code.NUMBER)

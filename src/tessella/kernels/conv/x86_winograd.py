@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,14 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.x86_convolution import UNROLLED
-from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, PIXELS, WORD, pixel_bytes
+from tessella.kernels.shared.x86_tiles import (
+    CACHE_LINE,
+    MAX_BYTES,
+    PIXELS,
+    WORD,
+    kept,
+    pixel_bytes,
+)
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -278,83 +286,74 @@ class _Tiles:
         rdi: the call; rbx: the item; r12: a tile's places; r13: tiles that are left; r14: the
         tile's row of the first place; rdx: the channel, in bytes; r11: constants.
         """
-        a, vector = Assembler(self.isa), self.isa.vector_bytes
-        kept_bytes = BETWEEN + PLACES * vector
-        a.enter()
-        a.subtract("rsp", kept_bytes)
-        a.set("rax", 1)
-        a.fetch_add(TAKEN, "rax")
-        a.multiply("rax", self.part_bytes)
-        a.add_stored("rax", PART)
-        a.store(_kept(OWN_PART), "rax")
-        a.add("rax", PLACES * (self.v_bytes + self.m_bytes))  # what nobody reads
-        self._keep_base(a, OUT_BASE, OUT_BESIDE, RESULT)
-        self._keep_base(a, ADDED_BASE, ADDED_BESIDE, RESIDUAL)
-        a.load("rax", ZEROS)
-        self._keep_base(a, BASE, BESIDE, IMAGE)
-        code.take_item(a, "rbx", 3)
-        self._read(a, constants)
-        self._multiply(a)
-        self._make(a, constants)
-        a.jump("next")
-        a.label("done")
-        a.add("rsp", kept_bytes)
-        a.leave()
+        a = Assembler(self.isa)
+        with a.function(BETWEEN + PLACES * self.isa.vector_bytes):
+            a.set("rax", 1)
+            a.fetch_add(TAKEN, "rax")
+            a.multiply("rax", self.part_bytes)
+            a.add_stored("rax", PART)
+            a.store(kept(OWN_PART), "rax")
+            a.add("rax", PLACES * (self.v_bytes + self.m_bytes))  # what nobody reads
+            self._keep_base(a, OUT_BASE, OUT_BESIDE, RESULT)
+            self._keep_base(a, ADDED_BASE, ADDED_BESIDE, RESIDUAL)
+            a.load("rax", ZEROS)
+            self._keep_base(a, BASE, BESIDE, IMAGE)
+            with code.each_item(a, "rbx", 3):
+                self._read(a, constants)
+                self._multiply(a)
+                self._make(a, constants)
         return a
 
     def _keep_base(self, a: Assembler, base: int, beside: int, tensor: At) -> None:
         """Keep where a tensor begins, and how far from there what rax points to lies."""
         a.load("rcx", tensor)
-        a.store(_kept(base), "rcx")
+        a.store(kept(base), "rcx")
         a.move("rdx", "rax")
         a.subtract("rdx", "rcx")
-        a.store(_kept(beside), "rdx")
+        a.store(kept(beside), "rdx")
 
-    def _begin_tiles(self, a: Assembler, name: str, distance: int, constants: Constants) -> None:
+    @contextmanager
+    def _each_tile(
+        self, a: Assembler, name: str, distance: int, constants: Constants, channels: int
+    ) -> Iterator[None]:
+        """Code for each vector of so many channels of each tile of the item."""
         constants.begin(a)
         a.load("r12", At(base="rbx"))
         a.load("r13", At(base="rbx", distance=code.NUMBER))
-        a.load("r14", _kept(OWN_PART))
+        a.load("r14", kept(OWN_PART))
         a.add("r14", distance)
-        a.label(name)
-
-    def _end_tiles(self, a: Assembler, name: str, row_bytes: int) -> None:
-        a.add("r12", (PLACES + RESULTS * (1 + self.has_residual)) * WORD)
-        a.add("r14", row_bytes)
-        a.subtract("r13", 1)
-        a.jump_if("jne", name)
+        with a.counted(name, "r13"):
+            yield
+            a.add("r12", (PLACES + RESULTS * (1 + self.has_residual)) * WORD)
+            a.add("r14", channels * WORD)
 
     def _point(self, a: Assembler, to: int, first: int, count: int, base: int, beside: int) -> None:
         """Addresses of what some of the tile's places say, on the stack."""
         for i in range(count):
             a.load_short("rax", At(base="r12", distance=(first + i) * WORD))
-            a.load_if_negative("rax", _kept(beside))
-            a.add_stored("rax", _kept(base))
-            a.store(_kept(to + i * code.NUMBER), "rax")
+            a.load_if_negative("rax", kept(beside))
+            a.add_stored("rax", kept(base))
+            a.store(kept(to + i * code.NUMBER), "rax")
 
     def _read(self, a: Assembler, constants: Constants) -> None:
         """Bᵀ d B of the item's tiles."""
         vector = self.isa.vector_bytes
-        self._begin_tiles(a, "read", 0, constants)
-        self._point(a, POINTERS, 0, PLACES, BASE, BESIDE)
-        a.set("rdx", 0)
-        a.label("read channels")
-        for column in range(READ):
-            for row in range(READ):
-                a.load("rax", _kept(POINTERS + (row * READ + column) * code.NUMBER))
-                a.load_vector(row, At(base="rax", index="rdx"))
-            for row, made in enumerate(_into(a, constants)):
-                a.store_vector(_kept(BETWEEN + (row * READ + column) * vector), made)
-        for row in range(READ):
-            for column in range(READ):
-                a.load_vector(column, _kept(BETWEEN + (row * READ + column) * vector))
-            for column, made in enumerate(_into(a, constants)):
-                place = (row * READ + column) * self.v_bytes
-                a.store_vector(At(base="r14", index="rdx", distance=place), made)
-        a.add("rdx", vector)
-        a.compare("rdx", self.channels * WORD)
-        a.jump_if("jne", "read channels")
-        self._end_tiles(a, "read", self.channels * WORD)
+        with self._each_tile(a, "read", 0, constants, self.channels):
+            self._point(a, POINTERS, 0, PLACES, BASE, BESIDE)
+            a.set("rdx", 0)
+            with a.stepped("read channels", "rdx", vector, self.channels * WORD):
+                for column in range(READ):
+                    for row in range(READ):
+                        a.load("rax", kept(POINTERS + (row * READ + column) * code.NUMBER))
+                        a.load_vector(row, At(base="rax", index="rdx"))
+                    for row, made in enumerate(_into(a, constants)):
+                        a.store_vector(kept(BETWEEN + (row * READ + column) * vector), made)
+                for row in range(READ):
+                    for column in range(READ):
+                        a.load_vector(column, kept(BETWEEN + (row * READ + column) * vector))
+                    for column, made in enumerate(_into(a, constants)):
+                        place = (row * READ + column) * self.v_bytes
+                        a.store_vector(At(base="r14", index="rdx", distance=place), made)
 
     def _multiply(self, a: Assembler) -> None:
         """The products of each place.
@@ -363,33 +362,27 @@ class _Tiles:
         r13: some tiles, and their products; r15: the panel's products; r11: groups that are left.
         """
         a.load("r8", WEIGHT)
-        a.load("r9", _kept(OWN_PART))
+        a.load("r9", kept(OWN_PART))
         a.move("r10", "r9")
         a.add("r10", PLACES * self.v_bytes)
-        a.store_number(_kept(LEFT_PLACES), PLACES)
-        a.label("place")
-        a.move("r15", "r10")
-        a.store_number(_kept(LEFT_PANELS), self.filters // self.width)
-        a.label("panel")
-        a.move("r14", "r8")
-        a.add("r14", self.channels * self.width * WORD)
-        a.move("rsi", "r9")
-        a.move("r13", "r15")
-        a.load("r11", At(base="rbx", distance=2 * code.NUMBER))
-        a.label("group")
-        self._products(a)
-        a.add("rsi", self.pixels * self.channels * WORD)
-        a.add("r13", self.pixels * self.filters * WORD)
-        a.subtract("r11", 1)
-        a.jump_if("jne", "group")
-        a.move("r8", "r14")
-        a.add("r15", self.width * WORD)
-        a.add_to_stored(_kept(LEFT_PANELS), -1)
-        a.jump_if("jne", "panel")
-        a.add("r9", self.v_bytes)
-        a.add("r10", self.m_bytes)
-        a.add_to_stored(_kept(LEFT_PLACES), -1)
-        a.jump_if("jne", "place")
+        a.store_number(kept(LEFT_PLACES), PLACES)
+        with a.counted("place", kept(LEFT_PLACES)):
+            a.move("r15", "r10")
+            a.store_number(kept(LEFT_PANELS), self.filters // self.width)
+            with a.counted("panel", kept(LEFT_PANELS)):
+                a.move("r14", "r8")
+                a.add("r14", self.channels * self.width * WORD)
+                a.move("rsi", "r9")
+                a.move("r13", "r15")
+                a.load("r11", At(base="rbx", distance=2 * code.NUMBER))
+                with a.counted("group", "r11"):
+                    self._products(a)
+                    a.add("rsi", self.pixels * self.channels * WORD)
+                    a.add("r13", self.pixels * self.filters * WORD)
+                a.move("r8", "r14")
+                a.add("r15", self.width * WORD)
+            a.add("r9", self.v_bytes)
+            a.add("r10", self.m_bytes)
 
     def _products(self, a: Assembler) -> None:
         """Some tiles' channels by the panel."""
@@ -423,40 +416,31 @@ class _Tiles:
     def _make(self, a: Assembler, constants: Constants) -> None:
         """Aᵀ m A of the item's tiles, and what follows. rcx: the bias."""
         vector = self.isa.vector_bytes
-        self._begin_tiles(a, "make", PLACES * self.v_bytes, constants)
-        self._point(a, POINTERS, PLACES, RESULTS, OUT_BASE, OUT_BESIDE)
-        if self.has_residual:
-            self._point(a, ADDED, PLACES + RESULTS, RESULTS, ADDED_BASE, ADDED_BESIDE)
-        a.load("rcx", BIAS)
-        a.set("rdx", 0)
-        a.label("make channels")
-        for column in range(READ):
-            for row in range(READ):
-                place = (row * READ + column) * self.m_bytes
-                a.load_vector(row, At(base="r14", index="rdx", distance=place))
-            for row, made in enumerate(_out_of(a, constants)):
-                a.store_vector(_kept(BETWEEN + (row * READ + column) * vector), made)
-        for row in range(MADE):
-            for column in range(READ):
-                a.load_vector(column, _kept(BETWEEN + (row * READ + column) * vector))
-            for column, made in enumerate(_out_of(a, constants)):
-                number = (row * MADE + column) * code.NUMBER
-                a.vector("vaddps", made, made, At(base="rcx", index="rdx"))
-                if self.has_residual:
-                    a.load("rax", _kept(ADDED + number))
-                    a.vector("vaddps", made, made, At(base="rax", index="rdx"))
-                activate(a, self.activation, constants, made, 0)
-                a.load("rax", _kept(POINTERS + number))
-                a.store_vector(At(base="rax", index="rdx"), made)
-        a.add("rdx", vector)
-        a.compare("rdx", self.filters * WORD)
-        a.jump_if("jne", "make channels")
-        self._end_tiles(a, "make", self.filters * WORD)
-
-
-def _kept(place: int) -> At:
-    """What a thread keeps on its stack."""
-    return At(base="rsp", distance=place)
+        with self._each_tile(a, "make", PLACES * self.v_bytes, constants, self.filters):
+            self._point(a, POINTERS, PLACES, RESULTS, OUT_BASE, OUT_BESIDE)
+            if self.has_residual:
+                self._point(a, ADDED, PLACES + RESULTS, RESULTS, ADDED_BASE, ADDED_BESIDE)
+            a.load("rcx", BIAS)
+            a.set("rdx", 0)
+            with a.stepped("make channels", "rdx", vector, self.filters * WORD):
+                for column in range(READ):
+                    for row in range(READ):
+                        place = (row * READ + column) * self.m_bytes
+                        a.load_vector(row, At(base="r14", index="rdx", distance=place))
+                    for row, made in enumerate(_out_of(a, constants)):
+                        a.store_vector(kept(BETWEEN + (row * READ + column) * vector), made)
+                for row in range(MADE):
+                    for column in range(READ):
+                        a.load_vector(column, kept(BETWEEN + (row * READ + column) * vector))
+                    for column, made in enumerate(_out_of(a, constants)):
+                        number = (row * MADE + column) * code.NUMBER
+                        a.vector("vaddps", made, made, At(base="rcx", index="rdx"))
+                        if self.has_residual:
+                            a.load("rax", kept(ADDED + number))
+                            a.vector("vaddps", made, made, At(base="rax", index="rdx"))
+                        activate(a, self.activation, constants, made, 0)
+                        a.load("rax", kept(POINTERS + number))
+                        a.store_vector(At(base="rax", index="rdx"), made)
 
 
 def _into(a: Assembler, constants: Constants) -> tuple[int, ...]:

@@ -201,33 +201,26 @@ class _Program:
         """
         a, tensors = Assembler(self.isa), len(self.axes.strides)
         whole, rest = divmod(self.axes.columns, self.isa.lanes)
-        a.enter()
-        if rest:
-            self._begin_rest(a, rest)
-        code.take_item(a, "rbx", tensors + 1)
-        for i, pointer in enumerate(POINTERS[:tensors]):
-            a.load(pointer, code.given(i))
-            a.add_stored(pointer, At(base="rbx", distance=i * code.NUMBER))
-        a.load("rcx", At(base="rbx", distance=tensors * code.NUMBER))
-        self.constants.begin(a)
-        a.label("row")
-        a.set("rdx", 0)
-        if whole:
-            a.label("columns")
-            self._vector(a, is_rest=False)
-            a.add("rdx", self.isa.vector_bytes)
-            a.compare("rdx", whole * self.isa.vector_bytes)
-            a.jump_if("jne", "columns")
-        if rest:
-            self._vector(a, is_rest=True)
-        for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
-            if strides[-2]:
-                a.add(pointer, 4 * strides[-2])
-        a.subtract("rcx", 1)
-        a.jump_if("jne", "row")
-        a.jump("next")
-        a.label("done")
-        a.leave()
+        with a.function():
+            if rest:
+                self._begin_rest(a, rest)
+            with code.each_item(a, "rbx", tensors + 1):
+                for i, pointer in enumerate(POINTERS[:tensors]):
+                    a.load(pointer, code.given(i))
+                    a.add_stored(pointer, At(base="rbx", distance=i * code.NUMBER))
+                a.load("rcx", At(base="rbx", distance=tensors * code.NUMBER))
+                self.constants.begin(a)
+                with a.counted("row", "rcx"):
+                    a.set("rdx", 0)
+                    if whole:
+                        size = self.isa.vector_bytes
+                        with a.stepped("columns", "rdx", size, whole * size):
+                            self._vector(a, is_rest=False)
+                    if rest:
+                        self._vector(a, is_rest=True)
+                    for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
+                        if strides[-2]:
+                            a.add(pointer, 4 * strides[-2])
         return a
 
     def _begin_rest(self, a: Assembler, rest: int) -> None:

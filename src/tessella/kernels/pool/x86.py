@@ -181,51 +181,42 @@ class _Pool:
         rdx and rax, rcx: the row and the pixel that are read, and how many are left.
         """
         a, vector = Assembler(self.isa), self.isa.vector_bytes
-        a.enter()
-        a.load("r8", code.given(0))
-        a.load("r9", code.given(1))
-        a.set("rbp", spans + 2 * code.NUMBER * self.columns)
-        a.set("rax", self._instruction[1])
-        a.broadcast_bits(SMALLEST, "rax")
-        a.set("rax", 0x7FC00000 if self.divisor is None else _bits(1 / self.divisor))
-        a.broadcast_bits(NAN if self.divisor is None else SCALE, "rax")
-        if self.isa == AVX512:
-            a.set("rax", -1)
-            a.mask(ALL, "rax")
-        rest = self.channel_bytes % vector
-        if rest and self.isa == AVX512:
-            a.set("rax", (1 << rest) - 1)
-            a.mask(REST, "rax")
-        code.take_item(a, "rcx", 3)
-        a.load("r10", At(base="rcx"))
-        a.add("r10", "r8")
-        a.load("r11", At(base="rcx", distance=8))
-        a.load("r12", At(base="rcx", distance=16))
-        a.add("r12", "r9")
-        a.set("r13", spans)
-        a.label("column")
-        a.load("r14", At(base="r13"))
-        a.add("r14", "r10")
-        a.load("r15", At(base="r13", distance=8))
-        vectors = self.channel_bytes // vector
+        vectors, rest = divmod(self.channel_bytes, vector)
         many, some = divmod(vectors, TOGETHER)
-        if many:
-            a.set("rbx", many)
-            a.label("channels")
-            self._pooled(a, "many", TOGETHER)
-            a.add("r14", TOGETHER * vector)
-            a.add("r12", TOGETHER * vector)
-            a.subtract("rbx", 1)
-            a.jump_if("jne", "channels")
-        if some or rest:
-            self._pooled(a, "some", some + bool(rest), rest=rest)
-        a.add("r12", self.out_pixel - many * TOGETHER * vector)
-        a.add("r13", 2 * code.NUMBER)
-        a.compare("r13", "rbp")
-        a.jump_if("jne", "column")
-        a.jump("next")
-        a.label("done")
-        a.leave()
+        with a.function():
+            a.load("r8", code.given(0))
+            a.load("r9", code.given(1))
+            a.set("rbp", spans + 2 * code.NUMBER * self.columns)
+            a.set("rax", self._instruction[1])
+            a.broadcast_bits(SMALLEST, "rax")
+            a.set("rax", 0x7FC00000 if self.divisor is None else _bits(1 / self.divisor))
+            a.broadcast_bits(NAN if self.divisor is None else SCALE, "rax")
+            if self.isa == AVX512:
+                a.set("rax", -1)
+                a.mask(ALL, "rax")
+            if rest and self.isa == AVX512:
+                a.set("rax", (1 << rest) - 1)
+                a.mask(REST, "rax")
+            with code.each_item(a, "rcx", 3):
+                a.load("r10", At(base="rcx"))
+                a.add("r10", "r8")
+                a.load("r11", At(base="rcx", distance=8))
+                a.load("r12", At(base="rcx", distance=16))
+                a.add("r12", "r9")
+                a.set("r13", spans)
+                with a.stepped("column", "r13", 2 * code.NUMBER, "rbp"):
+                    a.load("r14", At(base="r13"))
+                    a.add("r14", "r10")
+                    a.load("r15", At(base="r13", distance=8))
+                    if many:
+                        a.set("rbx", many)
+                        with a.counted("channels", "rbx"):
+                            self._pooled(a, "many", TOGETHER)
+                            a.add("r14", TOGETHER * vector)
+                            a.add("r12", TOGETHER * vector)
+                    if some or rest:
+                        self._pooled(a, "some", some + bool(rest), rest=rest)
+                    a.add("r12", self.out_pixel - many * TOGETHER * vector)
         return a
 
     @property
@@ -253,24 +244,20 @@ class _Pool:
                 a.vector("vxorps", SEEN + i, SEEN + i, SEEN + i)
         a.move("rsi", "r14")
         a.move("rdx", "r11")
-        a.label(f"{name} row")
-        a.move("rax", "rsi")
-        a.move("rcx", "r15")
-        a.label(f"{name} pixel")
-        for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
-            a.load_vector(TAKEN, At(base="rax", distance=place), mask)
-            a.vector(instruction, i, i, TAKEN)
-            if has_nan and has_masks:
-                a.compare_ordered(1 + i, TAKEN, TAKEN)
-            elif has_nan:
-                a.unordered(TAKEN, TAKEN, TAKEN)
-                a.vector("vorps", SEEN + i, SEEN + i, TAKEN)
-        a.add("rax", self.pixel)
-        a.subtract("rcx", 1)
-        a.jump_if("jne", f"{name} pixel")
-        a.add("rsi", self.row)
-        a.subtract("rdx", 1)
-        a.jump_if("jne", f"{name} row")
+        with a.counted(f"{name} row", "rdx"):
+            a.move("rax", "rsi")
+            a.move("rcx", "r15")
+            with a.counted(f"{name} pixel", "rcx"):
+                for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
+                    a.load_vector(TAKEN, At(base="rax", distance=place), mask)
+                    a.vector(instruction, i, i, TAKEN)
+                    if has_nan and has_masks:
+                        a.compare_ordered(1 + i, TAKEN, TAKEN)
+                    elif has_nan:
+                        a.unordered(TAKEN, TAKEN, TAKEN)
+                        a.vector("vorps", SEEN + i, SEEN + i, TAKEN)
+                a.add("rax", self.pixel)
+            a.add("rsi", self.row)
         for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
             made = i
             if has_nan and has_masks:

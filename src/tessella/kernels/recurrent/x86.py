@@ -236,41 +236,32 @@ class _Layer:
         the units before these; rsi, rdx: the h that is read, and its end.
         """
         a = Assembler(self.isa)
-        a.enter()
-        code.take_item(a, "rcx", ITEM)
-        self.constants.begin(a)
-        for register, number, place in (
-            ("r8", 0, INPUT), ("r9", 1, OUTPUT), ("r10", 2, STATE), ("r12", 3, STATE),
-        ):  # fmt: skip
-            a.load(register, code.given(number))
-            a.add_stored(register, At(base="rcx", distance=place * code.NUMBER))
-        a.move("r11", "r10")
-        a.add("r11", self.ways * self.samples * self.units * BYTES)
-        a.load("r14", At(base="rcx", distance=BIAS * code.NUMBER))
-        a.set("r15", self.steps)
-        a.label("step")
-        a.load("r13", At(base="rcx", distance=WEIGHT * code.NUMBER))
-        a.set("rbx", 0)
-        a.label("units")
-        self._products(a)
-        for sample in range(self.together):
-            finish = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.op]
-            h = finish(a, sample)
-            a.store_vector(self._output(sample), h)
-            a.store_vector(self._state("r11", sample), h)
-        a.add("rbx", self.isa.vector_bytes)
-        a.compare("rbx", self.units * BYTES)
-        a.jump_if("jne", "units")
-        a.move("rax", "r10")
-        a.move("r10", "r11")
-        a.move("r11", "rax")
-        a.add_stored("r8", At(base="rcx", distance=INPUT_STEP * code.NUMBER))
-        a.add_stored("r9", At(base="rcx", distance=OUTPUT_STEP * code.NUMBER))
-        a.subtract("r15", 1)
-        a.jump_if("jne", "step")
-        a.jump("next")
-        a.label("done")
-        a.leave()
+        with a.function(), code.each_item(a, "rcx", ITEM):
+            self.constants.begin(a)
+            for register, number, place in (
+                ("r8", 0, INPUT), ("r9", 1, OUTPUT), ("r10", 2, STATE), ("r12", 3, STATE),
+            ):  # fmt: skip
+                a.load(register, code.given(number))
+                a.add_stored(register, At(base="rcx", distance=place * code.NUMBER))
+            a.move("r11", "r10")
+            a.add("r11", self.ways * self.samples * self.units * BYTES)
+            a.load("r14", At(base="rcx", distance=BIAS * code.NUMBER))
+            a.set("r15", self.steps)
+            with a.counted("step", "r15"):
+                a.load("r13", At(base="rcx", distance=WEIGHT * code.NUMBER))
+                a.set("rbx", 0)
+                with a.stepped("units", "rbx", self.isa.vector_bytes, self.units * BYTES):
+                    self._products(a)
+                    for sample in range(self.together):
+                        finish = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.op]
+                        h = finish(a, sample)
+                        a.store_vector(self._output(sample), h)
+                        a.store_vector(self._state("r11", sample), h)
+                a.move("rax", "r10")
+                a.move("r10", "r11")
+                a.move("r11", "rax")
+                a.add_stored("r8", At(base="rcx", distance=INPUT_STEP * code.NUMBER))
+                a.add_stored("r9", At(base="rcx", distance=OUTPUT_STEP * code.NUMBER))
         return a
 
     # where numbers lie, for a vector of units

@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from tessella.core.memory import is_out_of_memory
-from tessella.device.ahead_of_time import kernel_cache, using_kernels
-from tessella.device.float32_math import float32_math
 from tessella.device.packing import forget
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
-from tessella.search.find import bind, own_inputs, restore
+from tessella.operations.user_operators import as_tuple
+from tessella.search.find import as_in_a_plan, bind, other_results, own_inputs, runs
 from tessella.search.inspection import deviates, exact_answers, inspect, tolerance, wrong
 from tessella.search.kernel_report.problems import draw, problems_of
 from tessella.search.kernel_report.record import Row
@@ -85,7 +83,7 @@ class Bench:
         asked = self._subject(name)
         self._doing("when it ran")
         try:
-            with self._running(problem):
+            with as_in_a_plan(problem, self._target):
                 return self._compared(row, asked, told), len(configs)
         except torch.AcceleratorError as error:
             raise Gone(str(error).splitlines()[0]) from error
@@ -101,20 +99,10 @@ class Bench:
             exact = exact_answers(problem, constants, inputs)
         return Subject(problem=problem, constants=constants, inputs=inputs, exact=exact)
 
-    @contextlib.contextmanager
-    def _running(self, problem: Problem) -> Iterator[None]:
-        """A context in which kernels run as they do in a plan."""
-        with (
-            using_kernels(kernel_cache(self._target)),
-            torch.inference_mode(),
-            float32_math(problem.math),
-        ):
-            yield
-
     def _compared(self, row: Kernel, asked: Subject, told: Row) -> Row:
         """The row of a kernel that takes the problem."""
         bound = self._bound(row, asked, told.config)
-        if why := _other_results(bound.run_first(), asked.problem):
+        if why := other_results(bound.run_first(), asked.problem):
             return replace(told, outcome="wrong", why=why)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -155,7 +143,7 @@ class Bench:
         self._doing(f"when {peer.id} ran beside it")
         try:
             bound = self._bound(peer, asked, peer.configs(asked.problem)[0])
-            made = _results(bound.run_first())
+            made = as_tuple(bound.run_first())
         except (RuntimeError, ValueError, TypeError):
             return {}
         return {} if deviates(asked.problem, made, asked.exact) else {peer.id: bound.run}
@@ -163,14 +151,7 @@ class Bench:
     def _bound(self, row: Kernel, asked: Subject, config: Config) -> _Bound:
         call, buffers = bind(row, asked.problem, asked.constants, self._device, config)
         inputs = own_inputs(row, asked.problem, asked.inputs)
-
-        def run() -> Any:
-            return call(*inputs, **buffers)
-
-        def run_first() -> Any:
-            restore(inputs, asked.inputs)
-            return run()
-
+        run, run_first = runs(call, inputs, asked.inputs, buffers)
         return _Bound(run=run, run_first=run_first, out=buffers.get("out"))
 
 
@@ -193,22 +174,6 @@ def _timed(told: Row, timings: dict[str, Timing]) -> Row:
         noisy = told.noisy or its.noisy
         told = replace(told, peer=peer, peer_us=its.time_us, ratio=ratio, noisy=noisy)
     return told
-
-
-def _other_results(made: Any, problem: Problem) -> str | None:
-    """Why results are not of the shape and type that was asked for, or None."""
-    results = _results(made)
-    if len(results) != len(problem.outputs):
-        return f"made {len(results)} results, not {len(problem.outputs)}"
-    for tensor, meta in zip(results, problem.outputs, strict=True):
-        if not meta.matches(tensor):
-            seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
-            return f"made {seen} instead of {meta}"
-    return None
-
-
-def _results(made: Any) -> tuple[torch.Tensor, ...]:
-    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
 
 
 def _said(error: Exception) -> str:

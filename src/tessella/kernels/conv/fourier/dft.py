@@ -23,9 +23,12 @@ import triton
 import triton.language as tl
 
 from tessella.core.dtype import FLOATS, SIXTEEN_BIT
+from tessella.core.integers import round_up
 from tessella.device.launch import launch
 from tessella.kernels.conv import tiles
 from tessella.operations.problem import Problem
+
+BLOCK_C = 16  # channels of a step of the product
 
 
 def refusal(problem: Problem) -> str | None:
@@ -215,9 +218,7 @@ def product(
     block_k: int,
     block_m: int,
     precision: str,
-    block_c: int = 16,
-    num_warps: int = 8,
-    num_stages: int = 3,
+    num_warps: int,
 ) -> None:
     """The spectrum of a correlation, in ``out``.
 
@@ -240,10 +241,16 @@ def product(
         _product,
         (m // block_m * (k // block_k) * frequencies,),
         weights, images, out, c, k, m, *planes,
-        BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=block_c,
-        EVEN_C=c % block_c == 0, PRECISION=precision,
-        num_warps=num_warps, num_stages=num_stages,
+        BLOCK_K=block_k, BLOCK_M=block_m, BLOCK_C=BLOCK_C, EVEN_C=c % BLOCK_C == 0,
+        PRECISION=precision, num_warps=num_warps, num_stages=3,
     )  # fmt: skip
+
+
+def workspace_bytes(problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes that ``carved`` takes; a constant weight's spectrum is not in the workspace."""
+    constant = ("weights",) if problem.is_constant("weight") else ()
+    parts = (math.prod(shape) for name, shape in shapes.items() if name not in constant)
+    return sum(round_up(4 * part, 256) for part in parts)
 
 
 def carved(workspace: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> list[torch.Tensor]:
@@ -254,5 +261,5 @@ def carved(workspace: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> li
         if end > workspace.numel():
             break
         parts.append(workspace[start:end].view(torch.float32).view(shape))
-        start = -(-end // 256) * 256
+        start = round_up(end, 256)
     return parts

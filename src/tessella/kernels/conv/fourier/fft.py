@@ -212,10 +212,7 @@ def _shapes(problem: Problem, block_k: int, block_m: int) -> dict[str, tuple[int
 def workspace_bytes(problem: Problem, **config: Any) -> int:
     if problem.output_is_empty:
         return 0
-    shapes = _shapes(problem, **(config or configs(problem)[0]))
-    if problem.is_constant("weight"):
-        del shapes["weights"]
-    return sum(round_up(4 * math.prod(shape), 256) for shape in shapes.values())
+    return dft.workspace_bytes(problem, _shapes(problem, **(config or configs(problem)[0])))
 
 
 # ------------------------------------------------------------------ calls

@@ -30,6 +30,7 @@ from tessella.operations.problem import Problem
 
 outclassed = dft.outclassed
 LARGEST_TILE = 32
+WARPS = 8  # of a block that transforms
 PASS_NUMBERS = 2**27  # of one spectrum, at most: larger batches go in several passes
 
 
@@ -208,6 +209,11 @@ class Cut:
         return self.period * (self.period // 2)
 
     @property
+    def entries(self) -> int:
+        """Tiles of a channel that a block transforms at once: as many as its registers hold."""
+        return 8 if self.period > 16 else 16
+
+    @property
     def half(self) -> int:
         """Half the frequencies of an axis, in a power of two."""
         return max(8, power_of_two(self.period // 2))
@@ -294,10 +300,7 @@ def workspace_bytes(
 ) -> int:
     if problem.output_is_empty:
         return 0
-    spectra = _spectra(problem, Cut.of(problem, tile), block_k, block_m)
-    if problem.is_constant("weight"):
-        del spectra["weights"]
-    return sum(round_up(4 * math.prod(shape), 256) for shape in spectra.values())
+    return dft.workspace_bytes(problem, _spectra(problem, Cut.of(problem, tile), block_k, block_m))
 
 
 def bind(
@@ -307,18 +310,13 @@ def bind(
     tile: int = 32,
     block_k: int = 64,
     block_m: int = 32,
-    block_c: int = 16,
     warps: int = 4,
-    stages: int = 3,
-    entries: int | None = None,
-    transform_warps: int = 8,
 ) -> Call:
     """Filters that are constant are transformed here, once.
 
     Args:
         tile: its side, even, at most 32.
-        block_k, block_m, block_c, warps, stages: of the product: filters, tiles, channels a step.
-        entries: tiles that a block transforms at once; as many as its registers hold by default.
+        block_k, block_m, warps: of the product: filters, and tiles.
     """
     if problem.output_is_empty:
         return lambda *inputs, out, workspace=None: out
@@ -326,8 +324,6 @@ def bind(
     shapes = _spectra(problem, cut, block_k, block_m)
     plain = on_plain_units(problem)
     precision = "ieee" if plain else "tf32"
-    entries = entries or (8 if tile > 16 else 16)
-    transform = {"num_warps": transform_warps, "entries": entries}
     dilation, (rows, columns) = problem.attrs["dilation"], problem["weight"].shape[2:]
     # a captured call must not make them
     device = dft.device(constants)
@@ -338,8 +334,7 @@ def bind(
     def of_filters(weight: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
         filter_cut = Cut(period=tile, kept=(1, 1), grid=(1, 1), tiles=weight.shape[0], reach=(1, 1))
         forward(weight, spectrum, filter_cut, sides=(rows, columns), spread=dilation,
-                step=(0, 0), padding=(0, 0), first=0, round_to_tf32=not plain,
-                **transform)  # fmt: skip
+                step=(0, 0), padding=(0, 0), first=0, round_to_tf32=not plain)  # fmt: skip
         return spectrum
 
     weights = None
@@ -357,12 +352,11 @@ def bind(
         step = tuple(k * s for k, s in zip(cut.kept, problem.attrs["stride"]))
         for first in range(0, cut.tiles, images.shape[3]):
             forward(x, images, cut, sides=(tile, tile), spread=(1, 1), step=step,
-                    padding=problem.attrs["padding"], first=first, round_to_tf32=not plain,
-                    **transform)  # fmt: skip
+                    padding=problem.attrs["padding"], first=first,
+                    round_to_tf32=not plain)  # fmt: skip
             dft.product(spectrum, images, products, block_k=block_k, block_m=block_m,
-                        block_c=block_c, precision=precision, num_warps=warps,
-                        num_stages=stages)  # fmt: skip
-            inverse(problem, products, cut, out, epilogue, first=first, **transform)
+                        precision=precision, num_warps=warps)  # fmt: skip
+            inverse(problem, products, cut, out, epilogue, first=first)
         return out
 
     return call
@@ -420,8 +414,6 @@ def forward(
     padding: tuple[int, int],
     first: int,
     round_to_tf32: bool,
-    num_warps: int,
-    entries: int,
 ) -> None:
     """The spectra of tiles ``first``, …, as many as ``spectrum`` has room for.
 
@@ -438,12 +430,12 @@ def forward(
     across = 4 if image.stride(1) == 1 and channels > 1 else 1  # channels that lie together
     launch(
         _forward,
-        (-(-tiles // (entries // across)), -(-channels // across)),
+        (-(-tiles // (cut.entries // across)), -(-channels // across)),
         image, tuple(matrices), spectrum, (tiles, first, channels, *image.shape[2:]),
         image.stride(), (*cut.grid, *step, *padding), spectrum.shape[3], spectrum.stride(0),
         ROWS=sides[0], COLUMNS=sides[1], PERIOD=cut.period, SIGN=(-1) ** spread[0],
         I=matrices[1].shape[0] // 2, J=matrices[0].shape[0], U=cut.half,
-        TILES=entries // across, CHANNELS=across, ROUND=round_to_tf32, num_warps=num_warps,
+        TILES=cut.entries // across, CHANNELS=across, ROUND=round_to_tf32, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -455,8 +447,6 @@ def inverse(
     epilogue: Epilogue[torch.Tensor],
     *,
     first: int,
-    num_warps: int,
-    entries: int,
 ) -> None:
     """Outputs of the tiles ``first``, … from their spectra [2, frequencies, filters, tiles]."""
     low, *matrices = inverse_matrices(cut, problem.attrs["stride"], out.device)
@@ -467,7 +457,7 @@ def inverse(
     beta = float(epilogue.beta)
     launch(
         _inverse,
-        (-(-tiles // (entries // across)), -(-channels // across)),
+        (-(-tiles // (cut.entries // across)), -(-channels // across)),
         spectrum, tuple(matrices), out,
         (bias, residual, scale, float(epilogue.alpha), beta),
         (tiles, first, channels, spectrum.shape[2], *out.shape[2:]), out.stride(),
@@ -475,6 +465,6 @@ def inverse(
         tuple(cut.grid), spectrum.shape[3], spectrum.stride(0),
         ROWS=cut.kept[0], COLUMNS=cut.kept[1], PERIOD=cut.period, LOW=low,
         I=matrices[0].shape[1] // 2, J=matrices[2].shape[1], U=cut.half,
-        TILES=entries // across, CHANNELS=across, ACTIVATION=epilogue.activation,
-        num_warps=num_warps,
+        TILES=cut.entries // across, CHANNELS=across, ACTIVATION=epilogue.activation,
+        num_warps=WARPS,
     )  # fmt: skip
