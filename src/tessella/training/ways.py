@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
 
 from tessella.artifacts.run import Recipe
-from tessella.nn.fused import can_fuse, fused
+from tessella.nn.fused import can_fuse, compiled, fused
 
 Way = Literal["eager", "compile", "fused"]
 WAYS: tuple[Way, ...] = ("eager", "fused", "compile")  # in the order in which they are told
@@ -76,5 +76,5 @@ def called(module: nn.Module, way: Way) -> nn.Module:
     if way == "fused":
         return fused(module)
     if way == "compile":
-        return cast(nn.Module, torch.compile(module, backend=COMPILER, dynamic=False))
+        return compiled(module, COMPILER)
     return module
