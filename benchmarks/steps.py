@@ -13,13 +13,16 @@ import argparse
 import fcntl
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,18 @@ PEAK = 989e12  # products and sums of 16-bit numbers in a second, H100 and H200,
 ROUNDS, STEPS = 5, 10
 SOLVER = Solver(name="adamw", lr=1e-4, weight_decay=0.05)
 DEVICE = torch.device("cuda")
+NETWORK = """
+from torch import nn
+from torchvision import models
+
+class Network(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.module = models.get_model("{network}", num_classes=classes)
+
+    def forward(self, x):
+        return self.module(x)
+"""  # torchvision's, as a user's file
 Step = Callable[[], object]
 
 
@@ -73,15 +88,17 @@ def main() -> None:
         return
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for process in started(args, Path(folder)):
-            for line in process.stdout or ():
-                if not line.startswith('{"what"'):
-                    print(line, end="", flush=True)
-                    continue
-                rows.append(json.loads(line))
-                print(rows[-1], flush=True)
-                write(args.out, document(default_target(), rows))
-            process.wait()
+        lines: queue.Queue[str | None] = queue.Queue()
+        processes = started(args, Path(folder))
+        for process in processes:
+            threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
+        for line in chain.from_iterable(iter(lines.get, None) for _ in processes):
+            if not line.startswith('{"what"'):
+                print(line, end="", flush=True)
+                continue
+            rows.append(json.loads(line))
+            print(rows[-1], flush=True)
+            write(args.out, document(default_target(), rows))
     head = ["what", "who", "ms", "rate", "unit", "share of the best peer", "share of the peak"]
     print(markdown(head, [[row.get(name) for name in head] for row in rows]))
 
@@ -100,6 +117,14 @@ def started(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[str
         )
         for network, precision in asked
     ]  # fmt: skip
+
+
+def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    """What a process prints, and None behind it."""
+    for line in process.stdout or ():
+        lines.put(line)
+    process.wait()
+    lines.put(None)
 
 
 @contextmanager
@@ -138,6 +163,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
                     times[name].append(_seconds(step, STEPS))
             for name in filter(None, args.profile.split(",")):
                 print(f"{network} {precision} {name}\n{kernels_of(steps[name])}", flush=True)
+            for name, step in steps.items():
+                if hasattr(step, "graph") and (why := step.graph().refused):
+                    print(f"{network} {precision} {name}: no graph, {why}", flush=True)
             found = {name: statistics.median(each) for name, each in times.items()}
             steps.clear()
             torch.cuda.empty_cache()
@@ -223,9 +251,10 @@ def _trained(root: Path, network: str, batch: int, precision: Precision, way: Wa
     if not (root / "jpeg").exists():
         write_pictures(root / "jpeg", 2 * batch)
         importing(root, "pixels")
-    dataset = Dataset(root / "pixels")
+    source, dataset = root / "network.py", Dataset(root / "pixels")
+    source.write_text(NETWORK.format(network=network))
     recipe = Recipe(
-        network=network, dataset=str(root / "pixels"), batch_size=batch, precision=precision,
+        network=f"{source}:Network", dataset=str(root / "pixels"), batch_size=batch, precision=precision,
         solver=SOLVER,
     )  # fmt: skip
     run, _ = begin(recipe, root / f"run-{way}", resume=False)
@@ -233,7 +262,12 @@ def _trained(root: Path, network: str, batch: int, precision: Precision, way: Wa
     trainer = Trainer(run.info, dataset.train.info, alone(), way=chosen)
     with closing(endless(dataset, batch, 4, for_gpu=True)) as made:
         fed = next(trainer.feed.stream(made))
-    return lambda: trainer.step(fed.images, fed.labels, done=0, rate=1e-4, momentum=0.9)
+
+    def step() -> None:
+        trainer.step(fed.images, fed.labels, done=0, rate=1e-4, momentum=0.9)
+
+    step.graph = lambda: trainer._captured  # type: ignore[attr-defined]
+    return step
 
 
 def language_step(root: Path, network: str, batch: int, precision: Precision, who: str) -> Step:
@@ -261,6 +295,7 @@ def language_step(root: Path, network: str, batch: int, precision: Precision, wh
         captured(tokens, targets)
         mixed.step(optimizer)
 
+    step.graph = lambda: captured  # type: ignore[attr-defined]
     return step
 
 
