@@ -164,7 +164,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             for name in filter(None, args.profile.split(",")):
                 print(f"{network} {precision} {name}\n{kernels_of(steps[name])}", flush=True)
             for name, step in steps.items():
-                if hasattr(step, "graph") and (why := step.graph().refused):
+                if why := getattr(getattr(step, "graph", lambda: None)(), "refused", None):
                     print(f"{network} {precision} {name}: no graph, {why}", flush=True)
             found = {name: statistics.median(each) for name, each in times.items()}
             steps.clear()
