@@ -45,7 +45,8 @@ class Attention(nn.Module):
     def forward(self, x_NTH: Tensor) -> Tensor:
         rows, tokens, width = x_NTH.shape
         parts = self.inward(x_NTH).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=self.causal)
+        q, k, v = parts.unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         made: Tensor = self.outward(y.transpose(1, 2).reshape(rows, tokens, width))
         return made
 

@@ -47,7 +47,7 @@ from tessella.training.trainer import Trainer
 from tessella.training.ways import Choice, Way, called
 
 BATCHES = {
-    "vit_b_16": 128, "convnext_tiny": 128, "efficientnet_b0": 128, "bert_large": 32, "gpt2": 16,
+    "vit_b_16": 128, "convnext_tiny": 128, "efficientnet_b0": 128, "bert_large": 32, "gpt2": 32,
 }  # fmt: skip
 LANGUAGE = {"bert_large": BERT_LARGE, "gpt2": GPT2}
 PEERS = ("torch", "torch.compile")
@@ -152,7 +152,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             steps[name] = make(Path(folder), network, batch, precision, name)
             _seconds(steps[name], 2)
             torch.cuda.empty_cache()  # others compile, too
-            told.append(f"{network} {precision} {name}: ready in {time.perf_counter() - began:.0f} s")
+            told.append(
+                f"{network} {precision} {name}: ready in {time.perf_counter() - began:.0f} s"
+            )
         with turn(args.alone, args.patience):
             print(*told, sep="\n", flush=True)
             times: dict[str, list[float]] = {name: [] for name in steps}
@@ -172,9 +174,13 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     best = min((found[name] for name in PEERS if name in found), default=None)
     for name, seconds in found.items():
         ratio = None if best is None else round(best / seconds, 3)
-        row = {"what": f"{network} {precision} b{batch}", "who": _title(name)}
+        row: Row = {"what": f"{network} {precision} b{batch}", "who": _title(name)}
         row |= {"ms": round(1e3 * seconds, 3), "rate": round(batch / seconds, 1)}
-        yield row | {"unit": "rows/s", "share of the best peer": ratio} | _share(network, batch, seconds)
+        yield (
+            row
+            | {"unit": "rows/s", "share of the best peer": ratio}
+            | _share(network, batch, seconds)
+        )
 
 
 def _title(name: str) -> str:

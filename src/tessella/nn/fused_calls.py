@@ -138,7 +138,9 @@ def convolved(
     device = input.device.type
     x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
     window = _window(weight, stride, padding, dilation)
-    takes = window is not None and weight.dtype == torch.float32 and depthwise.runs(x, weight, window)
+    takes = (
+        window is not None and weight.dtype == torch.float32 and depthwise.runs(x, weight, window)
+    )
     if window is None or not takes:
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     made: Tensor = _Convolved.apply(x, weight, bias, [side for pair in window for side in pair])

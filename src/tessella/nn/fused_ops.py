@@ -125,12 +125,8 @@ def _pool_shapes(x: Tensor, window: list[int]) -> Made:
     return [y, torch.empty_like(y, dtype=torch.uint8)]
 
 
-def _pool_backward(
-    gradient: Tensor, places: Tensor, shape: list[int], window: list[int]
-) -> Tensor:
-    return pool.max_pool_backward(
-        gradient, places, torch.Size(shape), pool.Window(*_pairs(window))
-    )
+def _pool_backward(gradient: Tensor, places: Tensor, shape: list[int], window: list[int]) -> Tensor:
+    return pool.max_pool_backward(gradient, places, torch.Size(shape), pool.Window(*_pairs(window)))
 
 
 def _pool_backward_shape(

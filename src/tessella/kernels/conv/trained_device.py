@@ -29,7 +29,8 @@ def weight_sums_kernel(
     R: tl.constexpr = WINDOW[0][0]
     S: tl.constexpr = WINDOW[0][1]
     STRIDE: tl.constexpr = WINDOW[1]
-    LAG: tl.constexpr = (R - 1) // STRIDE[0]  # rows of the gradient that a row of x still meets
+    GROUP: tl.constexpr = STRIDE[0]
+    LAG: tl.constexpr = (R - 1) // GROUP  # rows of the gradient that a row of x still meets
     COUNT: tl.constexpr = (COLUMNS - 1) * STRIDE[1] + S
     thread = tl.arange(0, THREADS)
     vector = tl.program_id(0) * VECTORS + thread % VECTORS
@@ -37,7 +38,7 @@ def weight_sums_kernel(
     within = channel < channels
     part = tl.program_id(1) * (THREADS // VECTORS) + thread // VECTORS
     sums = zeros(channel, R * S + 1)
-    for turn in range(0, tl.cdiv(items, parts)):
+    for turn in range(tl.cdiv(items, parts)):
         item = part + turn * parts
         there = within & (item < items)[:, None] & (part < parts)[:, None]
         image = (item // across).to(tl.int64)
@@ -47,7 +48,7 @@ def weight_sums_kernel(
         at_gradient = gradient_pointer + channel
         at_gradient += ((image * out_height * out_width + q) * channels)[:, None]
         window = zeros(channel, LAG * COLUMNS)
-        for p in range(0, out_height + LAG):
+        for p in range(out_height + LAG):
             rows = tl.where(p < out_height, out_width, 0)
             newest = ()
             for i in tl.static_range(COLUMNS):
@@ -55,7 +56,7 @@ def weight_sums_kernel(
                 at = at_gradient + (p * out_width + i) * channels
                 newest = newest + (tl.load(at, mask=mask, other=0.0),)  # noqa: RUF005
             values = ()
-            for g in tl.static_range(STRIDE[0]):
+            for g in tl.static_range(GROUP):
                 h = p * STRIDE[0] - WINDOW[2][0] + g
                 columns = tl.where(is_below(h, height), width, 0)
                 for i in tl.static_range(COUNT):
@@ -117,8 +118,10 @@ def strided_gradient_kernel(
     at = gradient_pointer + channel
     at += (((image * out_height + u) * out_width + v) * channels)[:, None]
     values = ()
-    for a in tl.static_range(len(ROWS)):
-        for b in tl.static_range(len(COLUMNS)):
+    DOWN: tl.constexpr = len(ROWS)
+    ACROSS: tl.constexpr = len(COLUMNS)
+    for a in tl.static_range(DOWN):
+        for b in tl.static_range(ACROSS):
             mask = is_below(u + ROWS[a], out_height) & is_below(v + COLUMNS[b], out_width) & there
             moved = at + (ROWS[a] * out_width + COLUMNS[b]) * channels
             value = tl.load(moved, mask=mask[:, None], other=0.0)
@@ -126,16 +129,18 @@ def strided_gradient_kernel(
     numbers = floats(values)
     H: tl.constexpr = WINDOW[1][0]
     W: tl.constexpr = WINDOW[1][1]
+    R: tl.constexpr = WINDOW[0][0]
+    S: tl.constexpr = WINDOW[0][1]
     row, column = u * H, v * W
     to = out_pointer + channel + (((image * height + row) * width + column) * channels)[:, None]
     for a in tl.static_range(H):
         for b in tl.static_range(W):
             total = tl.zeros(channel.shape, tl.float32)
-            for i in tl.static_range(WINDOW[0][0]):
-                for j in tl.static_range(WINDOW[0][1]):
+            for i in tl.static_range(R):
+                for j in tl.static_range(S):
                     if meets(WINDOW, 0, a, i) and meets(WINDOW, 1, b, j):
                         number = numbers[index_of(WINDOW, a, b, i, j)]
-                        tap = tl.load(w_pointer + (i * WINDOW[0][1] + j) * PITCH + channel)
+                        tap = tl.load(w_pointer + (i * S + j) * PITCH + channel)
                         total = tl.fma(number, tap, total)
             mask = (row + a < height) & (column + b < width) & there
             made = total.to(out_pointer.dtype.element_ty)
