@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -260,8 +259,8 @@ def _trained(root: Path, network: str, batch: int, precision: Precision, way: Wa
     source, dataset = root / "network.py", Dataset(root / "pixels")
     source.write_text(NETWORK.format(network=network))
     recipe = Recipe(
-        network=f"{source}:Network", dataset=str(root / "pixels"), batch_size=batch, precision=precision,
-        solver=SOLVER,
+        network=f"{source}:Network", dataset=str(root / "pixels"), batch_size=batch,
+        precision=precision, solver=SOLVER,
     )  # fmt: skip
     run, _ = begin(recipe, root / f"run-{way}", resume=False)
     chosen = Choice(way=way, why="it is measured")

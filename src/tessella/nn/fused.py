@@ -1,9 +1,10 @@
-"""Batch norms of any module in one pass with the sum and the activation behind them.
+"""Batch norms of any module in one pass with the sum and the activation behind them, and its
+depthwise convolutions and poolings by our kernels.
 
 Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
 takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
-with another norm, an activation; and max pooling becomes ours. Whatever else the graph holds runs
-in torch, as does what Dynamo does not capture.
+with another norm, an activation; max pooling and depthwise convolutions become ours. Whatever else
+the graph holds runs in torch or goes to torch's compiler, as does what Dynamo does not capture.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import importlib
 import importlib.util
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
 
@@ -67,7 +68,7 @@ def compiled(module: nn.Module, compiler: str = "inductor") -> nn.Module:
         compiler: a backend of torch.compile, which gets the graph with our calls.
     """
 
-    def backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Any:
+    def backend(graph: fx.GraphModule, examples: list[Tensor]) -> Any:
         if can_fuse():
             fuse(graph)
         return torch._dynamo.lookup_backend(compiler)(graph, examples)

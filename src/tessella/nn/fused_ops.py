@@ -70,7 +70,10 @@ def _normalize_backward(
     activation: str,
 ) -> Made:  # fmt: skip
     """``batch.backward``: each norm's three gradients, and the residual's, if there was one."""
-    norms = [Norm(*tensors[n : n + 3]) for n in range(0, len(tensors), 3)]
+    norms = [
+        Norm(x, weight, bias)
+        for x, weight, bias in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+    ]
     found = [Statistics(*statistics[n : n + 2]) for n in range(0, len(statistics), 2)]
     made, joined = batch.backward(
         gradients, norms, found, bits, residual=residual, activation=_activation(activation)

@@ -1,4 +1,4 @@
-"""Depthwise convolutions in training beside float64, forward and backward, and compiled for GPUs."""
+"""Depthwise convolutions in training beside float64, both ways, and compiled for GPUs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -130,7 +130,8 @@ def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> T
         out_size(x, window), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
     )
     call = _call(tuple(x.shape), str(x.dtype).removeprefix("torch."), bias is not None, window)
-    return call(x, weight, *(() if bias is None else (bias,)), out=y)
+    call(x, weight, *(() if bias is None else (bias,)), out=y)
+    return y
 
 
 @functools.lru_cache(maxsize=512)
@@ -151,7 +152,7 @@ def _pitch(channels: int) -> int:
     return channelwise.PITCH * ceil_div(channels, channelwise.PITCH)
 
 
-def _packed(weight: Tensor) -> Any:
+def _packed(weight: Tensor) -> Tensor:
     """A filter as kernels read it: [C, 1, R, S] in memory as [R, S, pitch], float32."""
     channels, _, *taps = weight.shape
     made = weight.new_empty((*taps, _pitch(channels)), dtype=torch.float32)[..., :channels]
