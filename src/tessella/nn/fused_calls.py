@@ -165,7 +165,7 @@ class _Convolved(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: list[int]
     ) -> Tensor:
-        ctx.window, ctx.biased = window, bias is not None
+        ctx.window = window
         ctx.save_for_backward(x, weight)
         made: Tensor = call("depthwise", x, weight, bias, window)
         return made
@@ -175,7 +175,14 @@ class _Convolved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        of_weight, of_bias, *of_x = call(
-            "depthwise_backward", gradient, x, weight, ctx.window, ctx.needs_input_grad[0]
-        )
-        return (*(of_x or [None]), of_weight, of_bias if ctx.biased else None, None)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = call("depthwise_backward", gradient, weight, list(x.shape), ctx.window)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.ops.aten.convolution_backward(
+                gradient, x, weight.to(x.dtype), None, ctx.window[2:4], ctx.window[4:], [1, 1],
+                False, [0, 0], x.shape[1], [False, True, False],
+            )[1].to(weight.dtype)  # fmt: skip
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum((0, 2, 3), dtype=torch.float32)
+        return of_x, of_weight, of_bias, None

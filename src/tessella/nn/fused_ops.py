@@ -99,23 +99,9 @@ def _depthwise_shape(x: Tensor, weight: Tensor, bias: Tensor | None, window: lis
 
 
 def _depthwise_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, window: list[int], wants_x: bool
-) -> Made:
-    """The gradients of weight, bias and, where it is wanted, x."""
-    made = [*depthwise.weight_gradient(gradient, x, _window(window))]
-    if wants_x:
-        made.append(depthwise.input_gradient(gradient, weight, x.shape, _window(window)))
-    return made
-
-
-def _depthwise_backward_shapes(
-    gradient: Tensor, x: Tensor, weight: Tensor, window: list[int], wants_x: bool
-) -> Made:
-    made = [
-        x.new_empty(weight.shape, dtype=torch.float32),
-        x.new_empty(x.shape[1], dtype=torch.float32),
-    ]
-    return [*made, torch.empty_like(x)] if wants_x else made
+    gradient: Tensor, weight: Tensor, shape: list[int], window: list[int]
+) -> Tensor:
+    return depthwise.input_gradient(gradient, weight, shape, _window(window))
 
 
 def _pool(x: Tensor, window: list[int]) -> Made:
@@ -132,9 +118,7 @@ def _pool_backward(gradient: Tensor, places: Tensor, shape: list[int], window: l
     return pool.max_pool_backward(gradient, places, torch.Size(shape), pool.Window(*_pairs(window)))
 
 
-def _pool_backward_shape(
-    gradient: Tensor, places: Tensor, shape: list[int], window: list[int]
-) -> Tensor:
+def _shaped(gradient: Tensor, other: Tensor, shape: list[int], window: list[int]) -> Tensor:
     return _last(gradient, shape)
 
 
@@ -189,14 +173,14 @@ _OPERATORS = {
         "(Tensor x, Tensor weight, Tensor? bias, int[] window) -> Tensor",
     ),
     "depthwise_backward": _operator(
-        "depthwise_backward", _depthwise_backward, _depthwise_backward_shapes,
-        "(Tensor gradient, Tensor x, Tensor weight, int[] window, bool wants_x) -> Tensor[]",
+        "depthwise_backward", _depthwise_backward, _shaped,
+        "(Tensor gradient, Tensor weight, int[] shape, int[] window) -> Tensor",
     ),
     "max_pool": _operator(
         "max_pool", _pool, _pool_shapes, "(Tensor x, int[] window) -> Tensor[]"
     ),
     "max_pool_backward": _operator(
-        "max_pool_backward", _pool_backward, _pool_backward_shape,
+        "max_pool_backward", _pool_backward, _shaped,
         "(Tensor gradient, Tensor places, int[] shape, int[] window) -> Tensor",
     ),
 }  # fmt: skip

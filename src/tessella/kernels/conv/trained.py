@@ -1,7 +1,9 @@
-"""Depthwise convolution in training: forward, and the gradients of input, weight and bias.
+"""Depthwise convolution in training: forward, and the gradient of the input.
 
 The forward pass is the catalog's ``direct``, as is the input's gradient where the stride is one: a
 convolution of the gradient with the filter turned round. In plain Triton, of channels_last tensors.
+On an H200 (BF16, 128 images) cuDNN takes 1.2 to 2 times as long forward and 2.2 to 4.3 times back
+to the input, but no longer for the weight: that gradient is left to it.
 """
 
 from __future__ import annotations
@@ -16,17 +18,14 @@ from torch import Tensor
 
 from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
-from tessella.device.machine import multiprocessors
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv import channelwise
-from tessella.kernels.conv.trained_device import strided_gradient_kernel, weight_sums_kernel
+from tessella.kernels.conv.trained_device import strided_gradient_kernel
 from tessella.operations import problems
 from tessella.operations.tensor_meta import TensorMeta
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_THREADS, _VECTORS = 128, 32
-_COLUMNS = 4  # of a thread that sums taps
-_WARPS_AT_ONCE = 12  # of a multiprocessor, which so large threads leave room for
+_THREADS, _VALUES = 128, 4
 _MOST_STRIDE = 2
 
 
@@ -86,43 +85,17 @@ def input_gradient(
         memory_format=torch.channels_last,
     )  # fmt: skip
     images, channels, height, width = shape
-    values = 4
-    vectors = channels // values
+    vectors = channels // _VALUES
     down, across = ceil_div(height, window.stride[0]), ceil_div(width, window.stride[1])
     threads = images * down * across * vectors
     launch(
         strided_gradient_kernel, (ceil_div(threads, _THREADS),),
         gradient, _packed(weight), out, threads, vectors, across, down, channels, height, width,
         *gradient.shape[2:],
-        WINDOW=tuple(window), PITCH=_pitch(channels), THREADS=_THREADS, VALUES=values,
+        WINDOW=tuple(window), PITCH=_pitch(channels), THREADS=_THREADS, VALUES=_VALUES,
         num_warps=_THREADS // 32,
     )  # fmt: skip
     return out
-
-
-def weight_gradient(gradient: Tensor, x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias, float32 [C, 1, R, S] and [C]."""
-    images, channels, height, width = x.shape
-    taps = window.kernel[0] * window.kernel[1]
-    values = globals().get("_FORCE") or (2 if taps <= 25 else 1)
-    across = ceil_div(gradient.shape[3], _COLUMNS)
-    items, tiles = images * across, ceil_div(channels, _VECTORS * values)
-    each = _THREADS // _VECTORS
-    blocks = min(
-        ceil_div(items, each),
-        ceil_div(multiprocessors() * _WARPS_AT_ONCE * 2, tiles * _THREADS // 32),
-    )
-    parts = blocks * each
-    sums = torch.empty(parts, taps + 1, channels, dtype=torch.float32, device=x.device)
-    launch(
-        weight_sums_kernel, (tiles, blocks),
-        gradient, x, sums, items, parts, across, channels, height, width, *gradient.shape[2:],
-        WINDOW=tuple(window), THREADS=_THREADS, VECTORS=_VECTORS, VALUES=values, COLUMNS=_COLUMNS,
-        num_warps=_THREADS // 32,
-    )  # fmt: skip
-    total = sums.sum(0)
-    of_weight = total[:taps].t().contiguous()
-    return of_weight.view(channels, 1, *window.kernel), total[taps].clone()
 
 
 def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:

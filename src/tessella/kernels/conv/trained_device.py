@@ -1,96 +1,11 @@
-"""Device code of depthwise convolutions' gradients, of channels_last images.
-
-As in ``channelwise_device`` a thread keeps sums, and goes down the rows: here those of a filter's
-taps, to which each row of the gradient gives its products with as many rows of the input.
-"""
+"""Device code of the input's gradient of a depthwise convolution with a stride, channels_last."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tessella.kernels.conv.channelwise_device import floats, is_below, zeros
-
-
-@triton.jit
-def weight_sums_kernel(
-    gradient_pointer, x_pointer, sums_pointer, items, parts, across, channels, height, width,
-    out_height, out_width, WINDOW: tl.constexpr, THREADS: tl.constexpr, VECTORS: tl.constexpr,
-    VALUES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Each part's sums for every tap, and of the gradient itself: [parts, taps + 1, channels].
-
-    Args:
-        items: runs of COLUMNS columns of all images; a part takes every ``parts``-th.
-        across: runs in a row.
-        WINDOW: (filter, stride, padding), each along height and width.
-        VECTORS: of VALUES channels, in a block.
-    """
-    R: tl.constexpr = WINDOW[0][0]
-    S: tl.constexpr = WINDOW[0][1]
-    STRIDE: tl.constexpr = WINDOW[1]
-    GROUP: tl.constexpr = STRIDE[0]
-    LAG: tl.constexpr = (R - 1) // GROUP  # rows of the gradient that a row of x still meets
-    COUNT: tl.constexpr = (COLUMNS - 1) * STRIDE[1] + S
-    thread = tl.arange(0, THREADS)
-    vector = tl.program_id(0) * VECTORS + thread % VECTORS
-    channel = vector[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
-    within = channel < channels
-    part = tl.program_id(1) * (THREADS // VECTORS) + thread // VECTORS
-    sums = zeros(channel, R * S + 1)
-    for turn in range(tl.cdiv(items, parts)):
-        item = part + turn * parts
-        there = within & (item < items)[:, None] & (part < parts)[:, None]
-        image = (item // across).to(tl.int64)
-        q = item % across * COLUMNS
-        v = q * STRIDE[1] - WINDOW[2][1]
-        at_x = x_pointer + ((image * height * width + v) * channels)[:, None] + channel
-        at_gradient = gradient_pointer + channel
-        at_gradient += ((image * out_height * out_width + q) * channels)[:, None]
-        window = zeros(channel, LAG * COLUMNS)
-        for p in range(out_height + LAG):
-            rows = tl.where(p < out_height, out_width, 0)
-            newest = ()
-            for i in tl.static_range(COLUMNS):
-                mask = there & (q + i < rows)[:, None]
-                at = at_gradient + (p * out_width + i) * channels
-                newest = newest + (tl.load(at, mask=mask, other=0.0),)  # noqa: RUF005
-            values = ()
-            for g in tl.static_range(GROUP):
-                h = p * STRIDE[0] - WINDOW[2][0] + g
-                columns = tl.where(is_below(h, height), width, 0)
-                for i in tl.static_range(COUNT):
-                    mask = there & is_below(v + i, columns)[:, None]
-                    at = at_x + (h * width + i) * channels
-                    values = values + (tl.load(at, mask=mask, other=0.0),)  # noqa: RUF005
-            window = window + floats(newest)
-            sums = add_products(sums, floats(values), window, WINDOW, COLUMNS, LAG, COUNT)
-            window = window[COLUMNS:]
-    at_sums = sums_pointer + channel + (part * ((R * S + 1) * channels))[:, None]
-    for tap in tl.static_range(R * S + 1):
-        tl.store(at_sums + tap * channels, sums[tap], mask=within & (part < parts)[:, None])
-
-
-@triton.jit
-def add_products(sums, values, window, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
-                 LAG: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
-    """All taps' sums, with the products of a step's rows of x; last that of the newest gradient."""
-    R: tl.constexpr = WINDOW[0][0]
-    S: tl.constexpr = WINDOW[0][1]
-    STRIDE: tl.constexpr = WINDOW[1]
-    made = ()
-    for i in tl.static_range(R):
-        for j in tl.static_range(S):
-            total = sums[i * S + j]
-            for column in tl.static_range(COLUMNS):
-                value = values[i % STRIDE[0] * COUNT + column * STRIDE[1] + j]
-                gradient = window[(LAG - i // STRIDE[0]) * COLUMNS + column]
-                total = tl.fma(value, gradient, total)
-            made = made + (total,)  # noqa: RUF005
-    total = sums[R * S]
-    for column in tl.static_range(COLUMNS):
-        total += window[LAG * COLUMNS + column]
-    return made + (total,)  # noqa: RUF005
+from tessella.kernels.conv.channelwise_device import floats, is_below
 
 
 @triton.jit
@@ -103,7 +18,7 @@ def strided_gradient_kernel(
 
     Args:
         threads: images · down · across · vectors.
-        WINDOW: as above.
+        WINDOW: (filter, stride, padding), each along height and width.
         PITCH: between a filter's taps.
     """
     ROWS: tl.constexpr = steps_back(WINDOW, 0)
