@@ -17,6 +17,7 @@ from torchvision.models.resnet import Bottleneck
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
 from tessella.kernels.conv import trained
+from tessella.kernels.softmax import entropy
 from tessella.nn import fused as module_of
 from tessella.nn.fused import compiled, fused
 from tessella.nn.fused_calls import normed
@@ -101,7 +102,7 @@ def prepared(net: nn.Module) -> nn.Module:
 def agree(net: nn.Module, x: Tensor, rel: float = 2e-5, *, compiler: str | None = None) -> None:
     """Results, gradients and buffers of a fused call equal those in float64."""
     reference = copy.deepcopy(net).double()
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
     call = fused(net) if compiler is None else compiled(net, compiler)
     for _ in range(2):
         found, expected = call(x), reference(x.double())
@@ -185,6 +186,28 @@ def spied(told: list[str], function: Callable[..., Tensor]) -> Callable[..., Ten
         return function(*given)
 
     return call
+
+
+class Scored(nn.Module):
+    """A network that knows its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.arange(len(x)) * 3
+        smooth = F.cross_entropy(self.last(x), labels, label_smoothing=0.1)
+        return torch.stack([smooth, F.cross_entropy(self.last(x), labels)])
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_a_loss_in_a_network(compiler, monkeypatch):
+    run: list[str] = []
+    monkeypatch.setattr(entropy, "losses", spied(run, entropy.losses))
+    torch.manual_seed(0)
+    agree(Scored(), torch.randn(5, 6), compiler=compiler)
+    assert run == ["losses"] * 2  # the smoothed one is torch's
 
 
 def test_without_gradients():

@@ -113,6 +113,8 @@ def fuse(graph: fx.GraphModule) -> int:
             _pool_at(nodes, node)
         elif node.target is torch.conv2d:
             _convolution_at(nodes, node)
+        elif node.target is F.cross_entropy:
+            node.target = _calls().entropy
     for node in made:
         _split_branches(nodes, node)
     _count_batches_at_once(nodes)

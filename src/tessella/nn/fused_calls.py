@@ -19,6 +19,7 @@ from tessella.kernels.conv import trained as depthwise
 from tessella.kernels.norm import batch
 from tessella.kernels.norm.batch import Activation
 from tessella.kernels.pool import trained
+from tessella.kernels.softmax import entropy as rows_of_scores
 from tessella.nn.fused import Found
 from tessella.nn.fused_ops import call
 
@@ -136,12 +137,11 @@ def convolved(
 ) -> Tensor:  # fmt: skip
     """A depthwise convolution with gradients; ours where the tensor is of channels_last."""
     device = input.device.type
-    x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+    lowered = torch.is_autocast_enabled(device)
+    x = input.to(torch.get_autocast_dtype(device)) if lowered else input
     window = _window(weight, stride, padding, dilation)
-    takes = (
-        window is not None and weight.dtype == torch.float32 and depthwise.runs(x, weight, window)
-    )
-    if window is None or not takes:
+    alike = weight.dtype == torch.float32 and (lowered or x.dtype == weight.dtype)
+    if window is None or not (alike and depthwise.runs(x, weight, window)):
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     made: Tensor = _Convolved.apply(x, weight, bias, [side for pair in window for side in pair])
     return made
@@ -186,3 +186,36 @@ class _Convolved(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum((0, 2, 3), dtype=torch.float32)
         return of_x, of_weight, of_bias, None
+
+
+def entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """A cross entropy with gradients; ours where it is a mean over rows of scores."""
+    usual = weight is None and size_average is reduce is None and reduction == "mean"
+    if not usual or label_smoothing or not rows_of_scores.runs(input, target):
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    made: Tensor = _Entropy.apply(input, target, ignore_index)
+    return made
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        losses, norms = call("entropy", scores, targets, ignored)
+        count = (targets != ignored).sum()
+        ctx.save_for_backward(scores, targets, norms, count)
+        ctx.ignored = ignored
+        made: Tensor = losses.sum() / count
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        scores, targets, norms, count = ctx.saved_tensors
+        factor = (gradient / count).float()
+        return call("entropy_backward", scores, targets, norms, factor, ctx.ignored), None, None

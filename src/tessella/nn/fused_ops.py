@@ -17,6 +17,7 @@ from tessella.kernels.conv.trained import Window
 from tessella.kernels.norm import batch
 from tessella.kernels.norm.batch import Norm, Statistics
 from tessella.kernels.pool import trained as pool
+from tessella.kernels.softmax import entropy
 
 Made = list[Tensor]
 
@@ -118,6 +119,27 @@ def _pool_backward(gradient: Tensor, places: Tensor, shape: list[int], window: l
     return pool.max_pool_backward(gradient, places, torch.Size(shape), pool.Window(*_pairs(window)))
 
 
+def _entropy(scores: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    return entropy.losses(scores, targets, ignored)
+
+
+def _entropy_shapes(scores: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    made = [scores.new_empty(len(scores), dtype=torch.float32) for _ in range(2)]
+    return made[0], made[1]
+
+
+def _entropy_backward(
+    scores: Tensor, targets: Tensor, norms: Tensor, factor: Tensor, ignored: int
+) -> Tensor:
+    return entropy.gradient(scores, targets, norms, factor, ignored)
+
+
+def _entropy_backward_shape(
+    scores: Tensor, targets: Tensor, norms: Tensor, factor: Tensor, ignored: int
+) -> Tensor:
+    return torch.empty_like(scores)
+
+
 def _shaped(gradient: Tensor, other: Tensor, shape: list[int], window: list[int]) -> Tensor:
     return _last(gradient, shape)
 
@@ -175,6 +197,14 @@ _OPERATORS = {
     "depthwise_backward": _operator(
         "depthwise_backward", _depthwise_backward, _shaped,
         "(Tensor gradient, Tensor weight, int[] shape, int[] window) -> Tensor",
+    ),
+    "entropy": _operator(
+        "entropy", _entropy, _entropy_shapes,
+        "(Tensor scores, Tensor targets, int ignored) -> (Tensor, Tensor)",
+    ),
+    "entropy_backward": _operator(
+        "entropy_backward", _entropy_backward, _entropy_backward_shape,
+        "(Tensor scores, Tensor targets, Tensor norms, Tensor factor, int ignored) -> Tensor",
     ),
     "max_pool": _operator(
         "max_pool", _pool, _pool_shapes, "(Tensor x, int[] window) -> Tensor[]"
