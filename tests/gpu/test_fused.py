@@ -18,7 +18,10 @@ from tessella.training.precision import arithmetic
 from tessella.training.ways import called
 from tests.support.training import losses, recipe, write_dataset
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`"),  # torch's compiler's own
+]
 
 
 def network() -> nn.Module:
