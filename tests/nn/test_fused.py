@@ -147,7 +147,7 @@ def test_a_residual_network(calls):
         Bottleneck(16, 8, downsample=beside), Bottleneck(32, 8),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5),
     )  # fmt: skip
-    agree(prepared(net), torch.randn(4, 3, 14, 14), rel=1e-4)
+    agree(prepared(net), torch.randn(4, 3, 10, 10), rel=1e-4)
     assert calls == [(1, False, "relu")] * 3 + [(2, False, "relu")] + [
         (1, False, "relu"), (1, False, "relu"), (1, True, "relu")
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_depthwise_convolutions_and_a_compiler(calls, monkeypatch):
     """Those whose margins are numbers are ours, and a compiler that traces keeps our calls."""
     run: list[str] = []
     monkeypatch.setattr(trained, "convolve", spied(run, trained.convolve))
-    agree(prepared(Mobile()), torch.randn(2, 3, 13, 14), rel=1e-4, compiler="aot_eager")
+    agree(prepared(Mobile()), torch.randn(2, 3, 9, 10), rel=1e-4, compiler="aot_eager")
     assert calls == [(1, False, "silu")] * 2 + [(1, True, "relu")]
     assert run == ["convolve"] * 4  # two in each of two passes
 
@@ -201,12 +201,11 @@ class Scored(nn.Module):
         return torch.stack([smooth, F.cross_entropy(self.last(x), labels)])
 
 
-@pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_a_loss_in_a_network(compiler, monkeypatch):
+def test_a_loss_in_a_network(monkeypatch):
     run: list[str] = []
     monkeypatch.setattr(entropy, "losses", spied(run, entropy.losses))
     torch.manual_seed(0)
-    agree(Scored(), torch.randn(5, 6), compiler=compiler)
+    agree(Scored(), torch.randn(5, 6))
     assert run == ["losses"] * 2  # the smoothed one is torch's
 
 
