@@ -15,9 +15,13 @@ from tessella.nn.fused import fused
 from tessella.training.captured import WARM, Captured
 from tessella.training.loop import train
 from tessella.training.precision import arithmetic
+from tessella.training.ways import called
 from tests.support.training import losses, recipe, write_dataset
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`"),  # torch's compiler's own
+]
 
 
 def network() -> nn.Module:
@@ -27,6 +31,7 @@ def network() -> nn.Module:
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
         Bottleneck(64, 64, downsample=beside), Bottleneck(256, 64),
         nn.Conv2d(256, 24, 1), nn.BatchNorm2d(24), nn.SiLU(), nn.Dropout(0.2),
+        nn.Conv2d(24, 24, 5, 2, 2, groups=24), nn.Conv2d(24, 24, 7, padding=3, groups=24),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 5),
     )  # fmt: skip
     return net.cuda().to(memory_format=torch.channels_last).train()
@@ -38,13 +43,14 @@ def images(count: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in a backward pass
+@pytest.mark.parametrize("way", ["fused", "compile"])
 @pytest.mark.parametrize(("dtype", "bound"), [(None, 1e-5), (torch.float16, 4e-3)], ids=str)
-def test_gradients_beside_float64(dtype, bound):
+def test_gradients_beside_float64(dtype, bound, way):
     """No further from float64 than torch's own step is, with a margin."""
     net = network()
     net[9].p = 0.0
     nets = {"double": copy.deepcopy(net).double(), "torch": copy.deepcopy(net), "ours": net}
-    calls = {**nets, "ours": fused(net)}
+    calls = {**nets, "ours": called(net, way)}
     x, cotangent = images(6), torch.randn(6, 5, device="cuda")
     with arithmetic("fp32"):
         for name, call in calls.items():
@@ -62,13 +68,14 @@ def test_gradients_beside_float64(dtype, bound):
         assert ours < 2 * theirs + bound
 
 
-def test_a_captured_pass_is_the_pass():
+@pytest.mark.parametrize("way", ["fused", "compile"])
+def test_a_captured_pass_is_the_pass(way):
     """Small batches in between, another shape, dropout by torch's generator: the same numbers."""
     nets = [network() for _ in range(2)]
     counts = [6] * (WARM + 2) + [3] + [6] * 2 + [8] * (WARM + 2)
     found: list[list[Tensor]] = []
     for net, captures in zip(nets, (False, True), strict=True):
-        call = fused(net)
+        call = called(net, way)
 
         def work(x: Tensor, labels: Tensor, call: nn.Module = call) -> Tensor:
             loss = F.cross_entropy(call(x), labels)
@@ -138,13 +145,20 @@ def test_a_recording_that_fails_is_forgotten():
     assert captured.refused
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("fp32", 2e-2), ("bf16", 0.25)])
-def test_a_training_has_torchs_curve(tmp_path, precision, rel):
+@pytest.mark.parametrize(
+    ("precision", "rel", "ours"),
+    [
+        ("fp32", 2e-2, {"fuse": True}),
+        ("bf16", 0.25, {"fuse": True}),
+        ("fp32", 2e-2, {"compile": True}),
+    ],
+)
+def test_a_training_has_torchs_curve(tmp_path, precision, rel, ours):
     dataset: Path = write_dataset(tmp_path / "stripes", train=40, val=18)
     how = {"network": "resnet18", "precision": precision, "epochs": 3, "batch_size": 12}
     curves = [
-        losses(train(recipe(dataset, fuse=fuse, **how), tmp_path / f"{fuse}"))
-        for fuse in (False, True)
+        losses(train(recipe(dataset, **way, **how), tmp_path / f"{number}"))
+        for number, way in enumerate(({"fuse": False}, ours))
     ]
     assert curves[1][:3] == pytest.approx(curves[0][:3], rel=rel)
     assert all(loss == loss for loss in curves[1])

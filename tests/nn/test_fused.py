@@ -16,8 +16,10 @@ from torchvision.models.resnet import Bottleneck
 
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
+from tessella.kernels.conv import trained
+from tessella.kernels.softmax import entropy
 from tessella.nn import fused as module_of
-from tessella.nn.fused import fused
+from tessella.nn.fused import compiled, fused
 from tessella.nn.fused_calls import normed
 from tessella.training.ways import usual_way
 
@@ -97,11 +99,11 @@ def prepared(net: nn.Module) -> nn.Module:
     return net.to(memory_format=torch.channels_last).train()
 
 
-def agree(net: nn.Module, x: Tensor, rel: float = 2e-5) -> None:
+def agree(net: nn.Module, x: Tensor, rel: float = 2e-5, *, compiler: str | None = None) -> None:
     """Results, gradients and buffers of a fused call equal those in float64."""
     reference = copy.deepcopy(net).double()
-    x = x.contiguous(memory_format=torch.channels_last)
-    call = fused(net)
+    x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+    call = fused(net) if compiler is None else compiled(net, compiler)
     for _ in range(2):
         found, expected = call(x), reference(x.double())
         assert (found - expected).norm() < rel * expected.norm()
@@ -145,10 +147,66 @@ def test_a_residual_network(calls):
         Bottleneck(16, 8, downsample=beside), Bottleneck(32, 8),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5),
     )  # fmt: skip
-    agree(prepared(net), torch.randn(4, 3, 14, 14), rel=1e-4)
+    agree(prepared(net), torch.randn(4, 3, 10, 10), rel=1e-4)
     assert calls == [(1, False, "relu")] * 3 + [(2, False, "relu")] + [
         (1, False, "relu"), (1, False, "relu"), (1, True, "relu")
     ]  # fmt: skip
+
+
+class Mobile(nn.Module):
+    """Depthwise convolutions between norms, as in an EfficientNet, and one as in a ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.SiLU())
+        self.apart = nn.Sequential(
+            nn.Conv2d(8, 8, 3, 2, 1, groups=8, bias=False), nn.BatchNorm2d(8), nn.SiLU()
+        )
+        self.wide = nn.Conv2d(8, 8, 7, padding="same", groups=8)
+        self.far = nn.Conv2d(8, 8, 5, padding=2, groups=8)
+        self.join = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.apart(self.stem(x)), 3, 2, 1)
+        return F.relu(self.join(self.far(self.wide(x))) + x).mean((2, 3))
+
+
+def test_depthwise_convolutions_and_a_compiler(calls, monkeypatch):
+    """Those whose margins are numbers are ours, and a compiler that traces keeps our calls."""
+    run: list[str] = []
+    monkeypatch.setattr(trained, "convolve", spied(run, trained.convolve))
+    agree(prepared(Mobile()), torch.randn(2, 3, 9, 10), rel=1e-4, compiler="aot_eager")
+    assert calls == [(1, False, "silu")] * 2 + [(1, True, "relu")]
+    assert run == ["convolve"] * 4  # two in each of two passes
+
+
+def spied(told: list[str], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(*given: object) -> Tensor:
+        told.append(function.__name__)
+        return function(*given)
+
+    return call
+
+
+class Scored(nn.Module):
+    """A network that knows its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.arange(len(x)) * 3
+        smooth = F.cross_entropy(self.last(x), labels, label_smoothing=0.1)
+        return torch.stack([smooth, F.cross_entropy(self.last(x), labels)])
+
+
+def test_a_loss_in_a_network(monkeypatch):
+    run: list[str] = []
+    monkeypatch.setattr(entropy, "losses", spied(run, entropy.losses))
+    torch.manual_seed(0)
+    agree(Scored(), torch.randn(5, 6))
+    assert run == ["losses"] * 2  # the smoothed one is torch's
 
 
 def test_without_gradients():

@@ -162,6 +162,21 @@ def test_the_usual_way_runs_first_and_each_knows_the_order(dataset, tmp_path, mo
     assert [(r.way, r.step_s) for r in raced] == [(way, 0.125) for way in ways.WAYS]
 
 
+def test_a_long_training_gives_the_race_more_time(dataset, monkeypatch):
+    left: list[float] = []
+
+    def timed(order: Order, way: ways.Way, budget_s: float) -> Raced:
+        left.append(budget_s)
+        return Raced(way=way, step_s=0.1)
+
+    monkeypatch.setattr(racing, "_timed", timed)
+    monkeypatch.setattr(racing, "refusal", lambda *_: None)
+    asked = order(recipe(dataset))
+    for steps in (0, 100_000, 10**9):
+        race(asked.info, asked.trained, CPU, budget_s=60.0, steps=steps)
+    assert left == pytest.approx([60, 60, 60, 60, 200, 200, 60, 300, 300], abs=5)
+
+
 def test_whatever_a_process_prints_is_no_error_here(dataset, monkeypatch):
     answer = """
 print("a library says", end="")
@@ -265,6 +280,6 @@ def test_compiled_steps_train_alike(dataset, tiny, tmp_path):
     eager = train(plain, tmp_path / "eager")
     settings = recipe(dataset, network=tiny, epochs=2.0, compile=True)
     compiled = train(settings, tmp_path / "compiled")
-    assert told_ways(compiled) == ["steps: torch.compile (the recipe says compile)"]
+    assert told_ways(compiled) == [f"steps: {ways.NAMES['compile']} (the recipe says compile)"]
     assert losses(compiled) == pytest.approx(losses(eager), rel=1e-4)
     assert eager.checkpoints()[-1].weights().keys() == compiled.checkpoints()[-1].weights().keys()

@@ -109,12 +109,14 @@ class Recipe:
         batch_size: images a step, over all processes together.
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
-        fuse: batch norms, sums and activations in one pass, and a step on one GPU as a CUDA graph.
-            By default on a GPU, where in a long training it is raced with other ways of a step
-            in the first minute; numbers differ from torch's by rounding. Which way is faster may
-            be chance where they are alike: true or false is the same way each time, without a race.
-        compile: torch.compile makes code of the steps, which takes half a minute or more at the
-            start; ``tessella train --explain --race 60`` tells whether that is faster here.
+        fuse: batch norms, sums and activations in one pass, depthwise convolutions by our kernels,
+            and a step on one GPU as a CUDA graph. By default on a GPU, where in a long training it
+            is raced with other ways of a step in the first minutes; numbers differ from torch's by
+            rounding. Which way is faster may be chance where they are alike: true or false is the
+            same way each time, without a race.
+        compile: torch.compile makes code of the steps, with the same kernels of ours in it, which
+            takes half a minute or more at the start; ``tessella train --explain --race 60`` tells
+            whether that is faster here.
         gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
             CUDA_VISIBLE_DEVICES) each with a share of the cores.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be

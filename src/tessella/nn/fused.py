@@ -1,9 +1,10 @@
-"""Batch norms of any module in one pass with the sum and the activation behind them.
+"""Batch norms of any module in one pass with the sum and the activation behind them, and its
+depthwise convolutions and poolings by our kernels.
 
 Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
 takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
-with another norm, an activation; and max pooling becomes ours. Whatever else the graph holds runs
-in torch, as does what Dynamo does not capture.
+with another norm, an activation; max pooling and depthwise convolutions become ours. Whatever else
+the graph holds runs in torch or goes to torch's compiler, as does what Dynamo does not capture.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
 
@@ -29,6 +30,13 @@ _ACTIVATIONS: dict[Any, str] = {
 _MODULES = 256  # of a class that a process captures: a search's trials, say
 _BATCH_NORM = inspect.signature(F.batch_norm)
 _MAX_POOL = inspect.signature(F.max_pool2d_with_indices)
+_CONVOLUTION = inspect.Signature([
+    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+    for name, default in (
+        ("input", inspect.Parameter.empty), ("weight", inspect.Parameter.empty), ("bias", None),
+        ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1),
+    )
+])  # fmt: skip
 _IN_PLACE = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.imod, operator.ipow, operator.imatmul, operator.setitem,
@@ -51,6 +59,21 @@ def fused(module: nn.Module) -> nn.Module:
     settings.recompile_limit = max(settings.recompile_limit, _MODULES)
     settings.suppress_errors = True
     return cast(nn.Module, torch.compile(module, backend=_backend, dynamic=False))
+
+
+def compiled(module: nn.Module, compiler: str = "inductor") -> nn.Module:
+    """A call of ``module`` in training as code of torch.compile, with our kernels in it.
+
+    Args:
+        compiler: a backend of torch.compile, which gets the graph with our calls.
+    """
+
+    def backend(graph: fx.GraphModule, examples: list[Tensor]) -> Any:
+        if can_fuse():
+            fuse(graph)
+        return torch._dynamo.lookup_backend(compiler)(graph, examples)
+
+    return cast(nn.Module, torch.compile(module, backend=backend, dynamic=False))
 
 
 def can_fuse() -> bool:
@@ -88,6 +111,10 @@ def fuse(graph: fx.GraphModule) -> int:
             gone.update(chain)
         elif node.target is F.max_pool2d:
             _pool_at(nodes, node)
+        elif node.target is torch.conv2d:
+            _convolution_at(nodes, node)
+        elif node.target is F.cross_entropy:
+            node.target = _calls().entropy
     for node in made:
         _split_branches(nodes, node)
     _count_batches_at_once(nodes)
@@ -193,10 +220,22 @@ def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _convolution_at(graph: fx.Graph, node: fx.Node) -> None:
+    """Our depthwise convolution in the place of torch's, if it is one."""
+    given = _CONVOLUTION.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    if given.arguments["groups"] == 1:
+        return
+    with graph.inserting_before(node):
+        made = graph.call_function(_calls().convolved, kwargs=dict(given.arguments))
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
 def _split_branches(graph: fx.Graph, made: fx.Node) -> None:
     """Where a result goes two ways, its gradients arrive apart and are added on the way back."""
     users = list(made.users)
-    ours = {_calls().normed, _calls().pooled}
+    ours = {_calls().normed, _calls().pooled, _calls().convolved}
     readers = ours | {torch.conv2d, F.adaptive_avg_pool2d, torch._C._nn.linear}
     if len(users) < 2 or not all(user.target in readers for user in users):
         return

@@ -1,4 +1,5 @@
-"""What a fused graph calls: batch norms with what follows them, and max pooling, with gradients.
+"""What a fused graph calls, with gradients: batch norms with what follows them, max pooling, and
+depthwise convolutions.
 
 Where our kernels do not run (other types, strides or devices), torch does.
 """
@@ -14,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tessella.kernels.conv import trained as depthwise
 from tessella.kernels.norm import batch
-from tessella.kernels.norm.batch import Activation, Norm
+from tessella.kernels.norm.batch import Activation
 from tessella.kernels.pool import trained
+from tessella.kernels.softmax import entropy as rows_of_scores
 from tessella.nn.fused import Found
+from tessella.nn.fused_ops import call
 
 _TORCHS: dict[Activation, Callable[[Tensor], Tensor]] = {
     None: lambda x: x, "relu": F.relu, "relu6": F.relu6, "silu": F.silu
@@ -68,14 +72,17 @@ class _Normed(torch.autograd.Function):
         residual: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        norms = [
-            Norm(*triple, (mean, variance) if mean is not None else None, momentum, eps)
-            for triple, (mean, variance, momentum, eps) in zip(_triples(tensors), how, strict=True)
-        ]
-        y, found, bits = batch.normalize(norms, residual=residual, activation=activation)
+        count = len(how)
         ctx.set_materialize_grads(False)
-        ctx.activation, ctx.joins, ctx.count = activation, residual is not None, len(norms)
-        ctx.save_for_backward(bits, *tensors, *(t for statistics in found for t in statistics))
+        ctx.activation, ctx.joins, ctx.count = activation or "", residual is not None, count
+        given = [(*tensors[3 * n : 3 * n + 3], *how[n][:2]) for n in range(count)]
+        given += [(None,) * 5] * (2 - count)
+        numbers = [number for one in how for number in one[2:]]
+        y, *statistics, bits = call(
+            "normalize", *given[0], *given[1], numbers, residual, ctx.activation
+        )
+        kept = bits if bits.numel() else None
+        ctx.save_for_backward(kept, *tensors, *statistics[: 2 * count])
         return (y, y.view_as(y)) if twice else (y,)
 
     @staticmethod
@@ -88,19 +95,12 @@ class _Normed(torch.autograd.Function):
             nothing: list[Any] = [None] * (4 + 3 * ctx.count)
             return tuple(nothing)
         bits, *saved = ctx.saved_tensors
-        tensors, numbers = saved[: 3 * ctx.count], saved[3 * ctx.count :]
-        norms = [Norm(*triple) for triple in _triples(tensors)]
-        found = [batch.Statistics(*numbers[2 * n : 2 * n + 2]) for n in range(ctx.count)]
-        made, joined = batch.backward(
-            given, norms, found, bits, residual=ctx.joins, activation=ctx.activation
+        tensors, statistics = saved[: 3 * ctx.count], saved[3 * ctx.count :]
+        made = call(
+            "normalize_backward", given, tensors, statistics, bits, ctx.joins, ctx.activation
         )
-        returned: tuple[Any, ...] = (None, None, None, joined, *(t for one in made for t in one))
-        return returned
-
-
-def _triples(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Each norm's input, weight and bias."""
-    return list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
+        joined = made.pop() if ctx.joins else None
+        return (None, None, None, joined, *made)
 
 
 def pooled(
@@ -117,14 +117,105 @@ def pooled(
 class _Pooled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: trained.Window) -> Tensor:
-        y, places = trained.max_pool(x, window)
+        ctx.window, ctx.shape = [side for pair in window for side in pair], x.shape
+        y, places = call("max_pool", x, ctx.window)
         ctx.save_for_backward(places)
-        ctx.window, ctx.shape = window, x.shape
-        return y
+        made: Tensor = y
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        return trained.max_pool_backward(gradient, places, ctx.shape, ctx.window), None
+        return call("max_pool_backward", gradient, places, list(ctx.shape), ctx.window), None
+
+
+def convolved(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """A depthwise convolution with gradients; ours where the tensor is of channels_last."""
+    device = input.device.type
+    lowered = torch.is_autocast_enabled(device)
+    x = input.to(torch.get_autocast_dtype(device)) if lowered else input
+    window = _window(weight, stride, padding, dilation)
+    alike = weight.dtype == torch.float32 and (lowered or x.dtype == weight.dtype)
+    if window is None or not (alike and depthwise.runs(x, weight, window)):
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    made: Tensor = _Convolved.apply(x, weight, bias, [side for pair in window for side in pair])
+    return made
+
+
+def _window(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> depthwise.Window | None:
+    """The window by torch's arguments; None for one with gaps, or with margins by a name."""
+    if isinstance(padding, str) or tuple(_pair(dilation)) != (1, 1):
+        return None
+    kernel = (weight.shape[2], weight.shape[3])
+    return depthwise.Window(kernel, _pair(stride), _pair(padding))
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    sides = (given,) if isinstance(given, int) else tuple(given)
+    return (sides[0], sides[-1])
+
+
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: list[int]
+    ) -> Tensor:
+        ctx.window = window
+        ctx.save_for_backward(x, weight)
+        made: Tensor = call("depthwise", x, weight, bias, window)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = call("depthwise_backward", gradient, weight, list(x.shape), ctx.window)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.ops.aten.convolution_backward(
+                gradient, x, weight.to(x.dtype), None, ctx.window[2:4], ctx.window[4:], [1, 1],
+                False, [0, 0], x.shape[1], [False, True, False],
+            )[1].to(weight.dtype)  # fmt: skip
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum((0, 2, 3), dtype=torch.float32)
+        return of_x, of_weight, of_bias, None
+
+
+def entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """A cross entropy with gradients; ours where it is a mean over rows of scores."""
+    usual = weight is None and size_average is reduce is None and reduction == "mean"
+    if not usual or label_smoothing or not rows_of_scores.runs(input, target):
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    made: Tensor = _Entropy.apply(input, target, ignore_index)
+    return made
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        losses, norms = call("entropy", scores, targets, ignored)
+        count = (targets != ignored).sum()
+        ctx.save_for_backward(scores, targets, norms, count)
+        ctx.ignored = ignored
+        made: Tensor = losses.sum() / count
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        scores, targets, norms, count = ctx.saved_tensors
+        factor = (gradient / count).float()
+        return call("entropy_backward", scores, targets, norms, factor, ctx.ignored), None, None

@@ -21,7 +21,7 @@ WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and 
 
 
 def captures(recipe: Recipe, world: World) -> bool:
-    """Whether fused passes may become a graph: where one pass is a whole step's, on a GPU."""
+    """Whether fused or compiled passes may become a graph: one pass is a whole step's, on a GPU."""
     alone = world.size == 1 and recipe.accumulate == 1
     return alone and world.device.type == "cuda"
 

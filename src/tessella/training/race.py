@@ -35,7 +35,8 @@ from tessella.training.precision import arithmetic
 from tessella.training.trainer import Trainer
 from tessella.training.ways import WAYS, Choice, Way, refusal, usual_way
 
-RACE_S = 60.0  # for all ways together
+RACE_S = 60.0  # for all ways together, or of a longer training this share of its time, at most
+SHARE, MOST_RACE_S = 0.02, 300.0
 CLEARLY = 0.97  # of the usual way's time: with more, it stays
 LEAST_STEPS = 20_000  # of a training that a race of a minute may pay for
 RACED_ON = ("cuda",)  # kinds of devices whose trainings begin with a race
@@ -76,15 +77,17 @@ def race(
     device: torch.device,
     *,
     budget_s: float = RACE_S,
+    steps: int = 0,
     known: Sequence[Raced] = (),
 ) -> tuple[Raced, ...]:
     """Every way with its time, or the reason that it has none. The usual way is the first to run.
 
     Args:
         budget_s: seconds for all together; what takes longer is ended.
+        steps: of the training, a share of whose time may be spent where that is more seconds.
         known: ways that were timed already.
     """
-    until, found = time.monotonic() + budget_s, {raced.way: raced for raced in known}
+    began, found = time.monotonic(), {raced.way: raced for raced in known}
     usual = usual_way(info.recipe, device).way
     give_back()  # the processes want the memory that trials of this one have left
     for way in sorted(WAYS, key=lambda way: way != usual):
@@ -92,7 +95,9 @@ def race(
         if why_not is not None:
             found.setdefault(way, Raced(way=way, problem=why_not))
         elif way not in found:
-            found[way] = _timed(Order(info=info, trained=trained), way, until - time.monotonic())
+            left_s = budget_s - (time.monotonic() - began)
+            found[way] = _timed(Order(info=info, trained=trained), way, left_s)
+            budget_s = max(budget_s, min(MOST_RACE_S, SHARE * steps * (found[way].step_s or 0.0)))
     return tuple(found[way] for way in WAYS)
 
 
@@ -136,8 +141,8 @@ def way_of(
     raced_here = world.size == 1 and world.device.type in RACED_ON and steps >= LEAST_STEPS
     if decided or not races or not raced_here or run.checkpoints():
         return usual
-    emit(phase("race", f"the ways of a step are tried, for {RACE_S:.0f} s at most"))
-    raced = race(run.info, trained, world.device, budget_s=RACE_S)
+    emit(phase("race", f"the ways of a step are tried, for {RACE_S:.0f} s or {SHARE:.0%} of all"))
+    raced = race(run.info, trained, world.device, budget_s=RACE_S, steps=steps)
     times = "; ".join(f"{r.way} {described(r)}" for r in raced)
     chosen = Choice(way=fastest(raced, usual.way), why=times)
     write_atomic(path, (json.dumps(to_plain(chosen)) + "\n").encode())

@@ -1,8 +1,9 @@
 """The ways in which a step can run, which of them a recipe takes, and why.
 
 A way decides who runs the network's forward and backward pass: torch's own calls one by one, code
-that torch.compile makes of them, or ours, with norms and activations fused and on one GPU the pass
-as a CUDA graph. Weights, checkpoints and the solver are the same in all of them.
+that torch.compile makes of them, or ours, with norms and activations fused. Where a norm or a
+depthwise convolution has a kernel of ours, torch.compile's code calls it, too; and on one GPU the
+pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in all.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
 
 from tessella.artifacts.run import Recipe
-from tessella.nn.fused import can_fuse, fused
+from tessella.nn.fused import can_fuse, compiled, fused
 
 Way = Literal["eager", "compile", "fused"]
 WAYS: tuple[Way, ...] = ("eager", "fused", "compile")  # in the order in which they are told
 NAMES: dict[Way, str] = {
     "eager": "torch, call by call",
-    "compile": "torch.compile",
-    "fused": "norms and activations fused",
+    "compile": "torch.compile, with our kernels in its code",
+    "fused": "norms, activations and depthwise convolutions fused",
 }
 COMPILER = "inductor"  # torch.compile's own
 
@@ -76,5 +77,5 @@ def called(module: nn.Module, way: Way) -> nn.Module:
     if way == "fused":
         return fused(module)
     if way == "compile":
-        return cast(nn.Module, torch.compile(module, backend=COMPILER, dynamic=False))
+        return compiled(module, COMPILER)
     return module

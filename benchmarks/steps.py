@@ -1,0 +1,317 @@
+"""Steps of networks other than ResNet-50: ``python -m benchmarks.steps``, on a machine with a GPU.
+
+Each network steps on one batch that stays on the GPU: forward, loss, backward and a fused AdamW.
+Beside ours, in every way of a step that a training may take, run plain loops of torch (channels
+last, autocast) and torch.compile, all interleaved in one process for each network. The processes
+compile at once and are timed one after another. Language models (`benchmarks.language`) have no
+dataset: their steps are made of the same parts as a training's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision import models
+
+from benchmarks.intake import CLASSES, SEEN, Row, importing, write_pictures
+from benchmarks.language import BERT_LARGE, GPT2, LanguageModel
+from benchmarks.loading import endless
+from benchmarks.report import RESULTS, document, markdown, write
+from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Precision, Recipe, Solver
+from tessella.core.device import default_target
+from tessella.training.captured import WARM, Captured
+from tessella.training.parallel import alone
+from tessella.training.precision import MixedPrecision, arithmetic
+from tessella.training.prepare import begin
+from tessella.training.solver import optimizer_for
+from tessella.training.trainer import Trainer
+from tessella.training.ways import Choice, Way, called
+
+BATCHES = {
+    "vit_b_16": 128, "convnext_tiny": 128, "efficientnet_b0": 128, "bert_large": 32, "gpt2": 32,
+}  # fmt: skip
+LANGUAGE = {"bert_large": BERT_LARGE, "gpt2": GPT2}
+PEERS = ("torch", "torch.compile")
+OURS: tuple[Way, ...] = ("fused", "compile")
+PEAK = 989e12  # products and sums of 16-bit numbers in a second, H100 and H200, dense
+ROUNDS, STEPS = 5, 10
+SOLVER = Solver(name="adamw", lr=1e-4, weight_decay=0.05)
+DEVICE = torch.device("cuda")
+NETWORK = """
+from torch import nn
+from torchvision import models
+
+class Network(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.module = models.get_model("{network}", num_classes=classes)
+
+    def forward(self, x):
+        return self.module(x)
+"""  # torchvision's, as a user's file
+Step = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", default=",".join(BATCHES))
+    parser.add_argument("--precisions", default="bf16")
+    parser.add_argument("--who", default=",".join((*PEERS, *OURS)), help="torch's and our ways")
+    parser.add_argument("--batch", type=int, help="instead of each network's own")
+    parser.add_argument("--patience", type=float, default=120, help="seconds of compiling at most")
+    parser.add_argument("--profile", default="", help="ways whose kernels are told")
+    parser.add_argument("--out", type=Path, default=RESULTS / "steps-sm_90.json")
+    parser.add_argument("--alone", type=Path, help="a folder: be one of the processes")
+    args = parser.parse_args()
+    if args.alone is not None:
+        for row in rows_of(args):
+            print(json.dumps(row), flush=True)
+        return
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        lines: queue.Queue[str | None] = queue.Queue()
+        processes = started(args, Path(folder))
+        for process in processes:
+            threading.Thread(
+                target=_forward, args=(process, lines, Path(folder)), daemon=True
+            ).start()
+        for line in chain.from_iterable(iter(lines.get, None) for _ in processes):
+            if not line.startswith('{"what"'):
+                print(line, end="", flush=True)
+                continue
+            rows.append(json.loads(line))
+            print(rows[-1], flush=True)
+            write(args.out, document(default_target(), rows))
+    head = ["what", "who", "ms", "rate", "unit", "share of the best peer", "share of the peak"]
+    print(markdown(head, [[row.get(name) for name in head] for row in rows]))
+
+
+def started(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[str]]:
+    """A process for each network and precision."""
+    asked = [(n, p) for n in args.networks.split(",") for p in args.precisions.split(",")]
+    more = ["--who", args.who, "--patience", str(args.patience), "--profile", args.profile]
+    more += [] if args.batch is None else ["--batch", str(args.batch)]
+    (folder / "count").write_text(str(len(asked)))
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.steps", "--networks", network, "--precisions",
+             precision, "--alone", str(folder), *more],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for network, precision in asked
+    ]  # fmt: skip
+
+
+def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None], folder: Path) -> None:
+    """What a process prints, and None behind it; nobody waits for one that has failed."""
+    for line in process.stdout or ():
+        lines.put(line)
+    process.wait()
+    (folder / f"ready-{process.pid}").touch()
+    lines.put(None)
+
+
+@contextmanager
+def turn(folder: Path, patience: float) -> Iterator[None]:
+    """Wait until all processes are ready, or for so many seconds; then for one's own turn."""
+    (folder / f"ready-{os.getpid()}").touch()
+    count, until = int((folder / "count").read_text()), time.monotonic() + patience
+    while len(list(folder.glob("ready-*"))) < count and time.monotonic() < until:
+        time.sleep(0.1)
+    with open(folder / "turn", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one network in one precision."""
+    network, precision = args.networks, args.precisions
+    batch, who = args.batch or BATCHES[network], args.who.split(",")
+    make = language_step if network in LANGUAGE else picture_step
+    told: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, arithmetic(precision):
+        steps: dict[str, Step] = {}
+        for name in who:
+            if name == "fused" and network in LANGUAGE:
+                continue  # nothing in them is fused
+            began = time.perf_counter()
+            steps[name] = make(Path(folder), network, batch, precision, name)
+            _seconds(steps[name], 2)
+            torch.cuda.empty_cache()  # others compile, too
+            told.append(
+                f"{network} {precision} {name}: ready in {time.perf_counter() - began:.0f} s"
+            )
+        with turn(args.alone, args.patience):
+            print(*told, sep="\n", flush=True)
+            times: dict[str, list[float]] = {name: [] for name in steps}
+            for step in steps.values():
+                _seconds(step, WARM + 2)
+            for _ in range(ROUNDS):
+                for name, step in steps.items():
+                    times[name].append(_seconds(step, STEPS))
+            for name in filter(None, args.profile.split(",")):
+                print(f"{network} {precision} {name}\n{kernels_of(steps[name])}", flush=True)
+            for name, step in steps.items():
+                if why := getattr(getattr(step, "graph", lambda: None)(), "refused", None):
+                    print(f"{network} {precision} {name}: no graph, {why}", flush=True)
+            found = {name: statistics.median(each) for name, each in times.items()}
+            steps.clear()
+            torch.cuda.empty_cache()
+    best = min((found[name] for name in PEERS if name in found), default=None)
+    for name, seconds in found.items():
+        ratio = None if best is None else round(best / seconds, 3)
+        row: Row = {"what": f"{network} {precision} b{batch}", "who": _title(name)}
+        row |= {"ms": round(1e3 * seconds, 3), "rate": round(batch / seconds, 1)}
+        yield (
+            row
+            | {"unit": "rows/s", "share of the best peer": ratio}
+            | _share(network, batch, seconds)
+        )
+
+
+def _title(name: str) -> str:
+    return name if name in PEERS else f"tessella, {name}"
+
+
+def _share(network: str, batch: int, seconds: float) -> Row:
+    if network not in LANGUAGE:
+        return {}
+    with torch.device("meta"):
+        flops = LanguageModel(LANGUAGE[network]).flops_of_row()
+    return {"share of the peak": round(batch * flops / seconds / PEAK, 4)}
+
+
+def _seconds(step: Step, count: int) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count
+
+
+def kernels_of(step: Step, count: int = 16) -> str:
+    """The kernels of a step that take longest: milliseconds, how often, and their names."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profile.events():
+        found.setdefault(event.name, []).append(event.device_time_total / 1e3)
+    order = sorted(found, key=lambda name: -sum(found[name]))
+    lines = [f"{sum(map(sum, found.values())):8.2f} ms in {sum(map(len, found.values()))} kernels"]
+    lines += [f"{sum(found[n]):8.3f} {len(found[n]):4d} {n[:150]}" for n in order[:count]]
+    return "\n".join(lines)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def picture_step(root: Path, network: str, batch: int, precision: Precision, who: str) -> Step:
+    """A step of a classifier on images of the usual size."""
+    if who not in PEERS:
+        return _trained(root, network, batch, precision, _way(who))
+    module = models.get_model(network, num_classes=CLASSES)
+    module = module.to(DEVICE, memory_format=torch.channels_last)
+    images = torch.randn(batch, 3, SEEN, SEEN, device=DEVICE)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(CLASSES, (batch,), device=DEVICE)
+    call = torch.compile(module) if who == "torch.compile" else module
+
+    def loss() -> Tensor:
+        return F.cross_entropy(call(images), labels)
+
+    return _torchs(module, precision, loss)
+
+
+def _torchs(module: nn.Module, precision: Precision, loss: Callable[[], Tensor]) -> Step:
+    """A loop as people write it."""
+    mixed = MixedPrecision(precision, DEVICE)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with mixed.autocast():
+            made = loss()
+        mixed.update(made, optimizer)
+
+    return step
+
+
+def _trained(root: Path, network: str, batch: int, precision: Precision, way: Way) -> Step:
+    """A training's step, on a batch of its dataset."""
+    if not (root / "jpeg").exists():
+        write_pictures(root / "jpeg", 2 * batch)
+        importing(root, "pixels")
+    source, dataset = root / "network.py", Dataset(root / "pixels")
+    source.write_text(NETWORK.format(network=network))
+    recipe = Recipe(
+        network=f"{source}:Network", dataset=str(root / "pixels"), batch_size=batch,
+        precision=precision, solver=SOLVER,
+    )  # fmt: skip
+    run, _ = begin(recipe, root / f"run-{way}", resume=False)
+    chosen = Choice(way=way, why="it is measured")
+    trainer = Trainer(run.info, dataset.train.info, alone(), way=chosen)
+    with closing(endless(dataset, batch, 4, for_gpu=True)) as made:
+        fed = next(trainer.feed.stream(made))
+
+    def step() -> None:
+        trainer.step(fed.images, fed.labels, done=0, rate=1e-4, momentum=0.9)
+
+    step.graph = lambda: trainer._captured  # type: ignore[attr-defined]
+    return step
+
+
+def language_step(root: Path, network: str, batch: int, precision: Precision, who: str) -> Step:
+    """A step of a language model."""
+    torch.manual_seed(0)
+    module = LanguageModel(LANGUAGE[network]).to(DEVICE)
+    tokens, targets = module.batch(batch, DEVICE)
+    if who in PEERS:
+        call = torch.compile(module) if who == "torch.compile" else module
+        return _torchs(module, precision, lambda: call(tokens, targets))
+    mixed = MixedPrecision(precision, DEVICE)
+    optimizer = optimizer_for(module, SOLVER)
+    ours = called(module, _way(who))
+
+    def work(tokens: Tensor, targets: Tensor) -> Tensor:
+        with mixed.autocast():
+            loss = ours(tokens, targets)
+        mixed.backward(loss)
+        measured: Tensor = loss.detach()
+        return measured
+
+    captured = Captured(work, module.parameters())
+
+    def step() -> None:
+        captured(tokens, targets)
+        mixed.step(optimizer)
+
+    step.graph = lambda: captured  # type: ignore[attr-defined]
+    return step
+
+
+def _way(who: str) -> Way:
+    return next(way for way in OURS if way == who)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Our kernels of a step as operators of torch, so that a compiler's tracing leaves them whole.
+
+``traced`` says whether a call is being traced; else kernels are called as they are, which takes the
+host a third of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessella.kernels.conv import trained as depthwise
+from tessella.kernels.conv.trained import Window
+from tessella.kernels.norm import batch
+from tessella.kernels.norm.batch import Norm, Statistics
+from tessella.kernels.pool import trained as pool
+from tessella.kernels.softmax import entropy
+
+Made = list[Tensor]
+
+
+def traced(x: Tensor) -> bool:
+    """Whether a tensor stands for another one, of which a graph is being made."""
+    return type(x) is not Tensor
+
+
+def call(name: str, *args: Any) -> Any:
+    """Run one of the functions below: as an operator where it is traced."""
+    function, operator = _OPERATORS[name]
+    found = args[0][0] if isinstance(args[0], list) else args[0]
+    return (operator if traced(found) else function)(*args)
+
+
+def _normalize(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, variance: Tensor | None,
+    x2: Tensor | None, weight2: Tensor | None, bias2: Tensor | None, mean2: Tensor | None,
+    variance2: Tensor | None, numbers: list[float], residual: Tensor | None, activation: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``batch.normalize``: the result, both statistics of each of two norms, and the bits; what is
+    not there is empty, since an operator that writes into tensors always returns as many.
+    """
+    norms = [Norm(x, weight, bias, _pair(mean, variance), *numbers[:2])]
+    if x2 is not None:
+        norms.append(Norm(x2, weight2, bias2, _pair(mean2, variance2), *numbers[2:]))  # type: ignore[arg-type]
+    y, found, bits = batch.normalize(norms, residual=residual, activation=_activation(activation))
+    made = [t for statistics in found for t in statistics]
+    made += [_nothing(x) for _ in range(4 - len(made))]
+    return (y, *made, _nothing(x) if bits is None else bits)
+
+
+def _normalize_shapes(*args: Any) -> tuple[Tensor, ...]:
+    x, x2, residual, activation = args[0], args[5], args[11], args[12]
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    numbers = [channels, channels, *([0, 0] if x2 is None else [channels, channels])]
+    made = [x.new_empty(count, dtype=torch.float32) for count in numbers]
+    bits = _nothing(x)
+    if activation == "relu" and not (residual is None and x2 is None):
+        bits = x.new_empty((rows, channels // 8), dtype=torch.uint8)
+    return (torch.empty_like(x), *made, bits)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.float32)
+
+
+def _normalize_backward(
+    gradients: Made, tensors: Made, statistics: Made, bits: Tensor | None, residual: bool,
+    activation: str,
+) -> Made:  # fmt: skip
+    """``batch.backward``: each norm's three gradients, and the residual's, if there was one."""
+    norms = [
+        Norm(x, weight, bias)
+        for x, weight, bias in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+    ]
+    found = [Statistics(*statistics[n : n + 2]) for n in range(0, len(statistics), 2)]
+    made, joined = batch.backward(
+        gradients, norms, found, bits, residual=residual, activation=_activation(activation)
+    )
+    flat = [t for one in made for t in one]
+    return flat if joined is None else [*flat, joined]
+
+
+def _normalize_backward_shapes(
+    gradients: Made, tensors: Made, statistics: Made, bits: Tensor | None, residual: bool,
+    activation: str,
+) -> Made:  # fmt: skip
+    made = [torch.empty_like(t) for t in tensors]
+    return [*made, torch.empty_like(tensors[0])] if residual else made
+
+
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, window: list[int]) -> Tensor:
+    return depthwise.convolve(x, weight, bias, _window(window))
+
+
+def _depthwise_shape(x: Tensor, weight: Tensor, bias: Tensor | None, window: list[int]) -> Tensor:
+    return _last(x, depthwise.out_size(x, _window(window)))
+
+
+def _depthwise_backward(
+    gradient: Tensor, weight: Tensor, shape: list[int], window: list[int]
+) -> Tensor:
+    return depthwise.input_gradient(gradient, weight, shape, _window(window))
+
+
+def _pool(x: Tensor, window: list[int]) -> Made:
+    return [*pool.max_pool(x, pool.Window(*_pairs(window)))]
+
+
+def _pool_shapes(x: Tensor, window: list[int]) -> Made:
+    sides = zip(x.shape[2:], *_pairs(window), strict=True)
+    y = _last(x, (*x.shape[:2], *((side + 2 * p - k) // s + 1 for side, k, s, p in sides)))
+    return [y, torch.empty_like(y, dtype=torch.uint8)]
+
+
+def _pool_backward(gradient: Tensor, places: Tensor, shape: list[int], window: list[int]) -> Tensor:
+    return pool.max_pool_backward(gradient, places, torch.Size(shape), pool.Window(*_pairs(window)))
+
+
+def _entropy(scores: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    return entropy.losses(scores, targets, ignored)
+
+
+def _entropy_shapes(scores: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    made = [scores.new_empty(len(scores), dtype=torch.float32) for _ in range(2)]
+    return made[0], made[1]
+
+
+def _entropy_backward(
+    scores: Tensor, targets: Tensor, norms: Tensor, factor: Tensor, ignored: int
+) -> Tensor:
+    return entropy.gradient(scores, targets, norms, factor, ignored)
+
+
+def _entropy_backward_shape(
+    scores: Tensor, targets: Tensor, norms: Tensor, factor: Tensor, ignored: int
+) -> Tensor:
+    return torch.empty_like(scores)
+
+
+def _shaped(gradient: Tensor, other: Tensor, shape: list[int], window: list[int]) -> Tensor:
+    return _last(gradient, shape)
+
+
+def _pair(mean: Tensor | None, variance: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if mean is None or variance is None else (mean, variance)
+
+
+def _activation(name: str) -> Any:
+    return name or None
+
+
+def _pairs(window: list[int]) -> list[Any]:
+    return [(window[n], window[n + 1]) for n in (0, 2, 4)]
+
+
+def _window(window: list[int]) -> Window:
+    return Window(*_pairs(window))
+
+
+def _last(like: Tensor, shape: Any) -> Tensor:
+    return torch.empty(
+        tuple(shape), dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
+def _operator(
+    name: str, function: Callable[..., Any], shapes: Callable[..., Any], schema: str, *writes: str
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    made = torch.library.custom_op(
+        f"tessella::{name}", function, mutates_args=writes, schema=schema
+    )
+    made.register_fake(shapes)
+    return function, made
+
+
+_OPERATORS = {
+    "normalize": _operator(
+        "normalize", _normalize, _normalize_shapes,
+        "(Tensor x, Tensor weight, Tensor bias, Tensor(a!)? mean, Tensor(b!)? variance, Tensor? x2,"
+        " Tensor? weight2, Tensor? bias2, Tensor(c!)? mean2, Tensor(d!)? variance2,"
+        " float[] numbers, Tensor? residual, str activation)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "mean", "variance", "mean2", "variance2",
+    ),
+    "normalize_backward": _operator(
+        "normalize_backward", _normalize_backward, _normalize_backward_shapes,
+        "(Tensor[] gradients, Tensor[] tensors, Tensor[] statistics, Tensor? bits, bool residual,"
+        " str activation) -> Tensor[]",
+    ),
+    "depthwise": _operator(
+        "depthwise", _depthwise, _depthwise_shape,
+        "(Tensor x, Tensor weight, Tensor? bias, int[] window) -> Tensor",
+    ),
+    "depthwise_backward": _operator(
+        "depthwise_backward", _depthwise_backward, _shaped,
+        "(Tensor gradient, Tensor weight, int[] shape, int[] window) -> Tensor",
+    ),
+    "entropy": _operator(
+        "entropy", _entropy, _entropy_shapes,
+        "(Tensor scores, Tensor targets, int ignored) -> (Tensor, Tensor)",
+    ),
+    "entropy_backward": _operator(
+        "entropy_backward", _entropy_backward, _entropy_backward_shape,
+        "(Tensor scores, Tensor targets, Tensor norms, Tensor factor, int ignored) -> Tensor",
+    ),
+    "max_pool": _operator(
+        "max_pool", _pool, _pool_shapes, "(Tensor x, int[] window) -> Tensor[]"
+    ),
+    "max_pool_backward": _operator(
+        "max_pool_backward", _pool_backward, _shaped,
+        "(Tensor gradient, Tensor places, int[] shape, int[] window) -> Tensor",
+    ),
+}  # fmt: skip
