@@ -95,8 +95,16 @@ def _lower_attrs(node: Node, dtype: str) -> None:
 
 
 def _finite(value: Value, constant: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The constant in another type; refuses numbers that are too large for it."""
+    """The constant in another type; refuses numbers that are too large for it.
+
+    The largest number of its own type stands for no place at all, as in masks, and becomes the
+    largest of the other.
+    """
     made = constant.to(getattr(torch, dtype))
+    if not _bounded(made) and _bounded(constant):
+        most = torch.finfo(constant.dtype).max
+        limit = torch.finfo(made.dtype).max
+        made = torch.where(constant.abs() == most, constant.sign() * limit, constant).to(made.dtype)
     if not _bounded(made) and _bounded(constant):
         raise CompileError(
             f"the weights do not fit into {dtype}",
