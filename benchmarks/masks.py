@@ -14,10 +14,12 @@ and its options may follow::
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ from tessella.nn.zoo.catalog import ANSWERING
 from tessella.runtime.profiler import profile
 from tessella.search.timing import latency
 from tessella.tasks import named
-from tessella.tasks.finished import finished
 from tessella.tasks.task import Task
 
 CLASSES = {"detection": 80, "instances": 20, "segmentation": 20}
@@ -80,11 +81,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peers", help="eager,eager_nhwc,torch_compile; onnxruntime on a CPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
     parser.add_argument("--cache", type=Path, help="timings of kernels, read and added to")
-    parser.add_argument("--limit", type=float, help="seconds to measure kernels, then to go on")
+    parser.add_argument("--budget", type=float, default=0.02, help="seconds to measure a step")
     parser.add_argument("--steps", type=int, default=0, help="print so many of the slowest steps")
+    parser.add_argument("--untuned", action="store_true", help="a cost model chooses the kernels")
+    parser.add_argument("--alone", type=Path, help="a file that others hold while they measure")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure")
     parser.add_argument("--out", type=Path, help=f"a JSON file, such as {RESULTS.name}/masks.json")
     return parser.parse_args()
+
+
+class FromPixels(torch.nn.Module):
+    """A network and what follows it: as ``tasks.finished``, but peers can be copied."""
+
+    def __init__(self, network: torch.nn.Module, task: str) -> None:
+        super().__init__()
+        self.network, self._task = network, task
+
+    def forward(self, images: Tensor) -> Tensor:
+        head = named(self._task).head
+        made = self.network(images)
+        return head.finish(made, {}) if head.FINISHES else made
 
 
 class Cast(torch.nn.Module):
@@ -121,9 +137,10 @@ def measured(asked: str, precision: str, batch: int, args: argparse.Namespace) -
     with torch.inference_mode():
         told = torch.as_tensor(loaded(images)[plan.manifest.outputs[0].name])
         told = task.head.aligned(told.cpu(), right.cpu())
-        timings = latency(runs, device=device, seconds=args.seconds)
-    if args.steps:
-        slowest(loaded, batch, args.steps)
+        with alone(args.alone):
+            timings = latency(runs, device=device, seconds=args.seconds)
+            if args.steps:
+                slowest(loaded, batch, args.steps)
     times = {n: {"median_ms": t.time_us / 1e3, "spread_ms": (t.spread_us or 0.0) / 1e3}
              for n, t in timings.items()}  # fmt: skip
     best = min((n for n in runs if n != "plan"), key=lambda n: times[n]["median_ms"])
@@ -134,6 +151,17 @@ def measured(asked: str, precision: str, batch: int, args: argparse.Namespace) -
         "error": float((told - right.cpu()).abs().max()), "largest": float(right.abs().max()),
         "steps": len(plan.program.buckets[-1].steps), "setup_s": round(setup_s, 1),
     }  # fmt: skip
+
+
+@contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """While no other benchmark that was given the same file measures; others may compile."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def parsed(asked: str, size: int) -> tuple[str, dict[str, Any], int]:
@@ -154,7 +182,7 @@ def network(name: str, options: dict[str, Any], size: int) -> tuple[Task, torch.
         name, classes=CLASSES[task.name], size=size, answers=answers, options=options
     )
     module = as_if_trained(zoo.build(record))
-    return task, finished(module.eval(), task.head, {}).eval(), record.channels
+    return task, FromPixels(module, task.name).eval(), record.channels
 
 
 def as_if_trained(module: torch.nn.Module) -> torch.nn.Module:
@@ -165,7 +193,7 @@ def as_if_trained(module: torch.nn.Module) -> torch.nn.Module:
                 torch.nn.init.normal_(part.weight, std=0.02)
             if "class_embed" in layer:
                 part.weight.data *= SPREAD
-        for name, number in part.named_parameters(recurse=False):
+        for number in part.parameters(recurse=False):
             if number.numel() == 1:  # D-FINE's factor and sum behind an activation
                 number.data += torch.empty_like(number).uniform_(0.02, 0.05)
     return module
@@ -174,12 +202,12 @@ def as_if_trained(module: torch.nn.Module) -> torch.nn.Module:
 def compiled(
     graph: Graph, task: Task, precision: str, batch: int, images: Tensor, args: argparse.Namespace
 ) -> compiler.Plan:
-    """The plan for one batch size with its machine code."""
+    """The plan for one batch size."""
     calibration = None
     if precision in compiler.KINDS:
         seen = {"image": images[: engine.CALIBRATED]}
         calibration = compiler.calibrate(graph, [seen], kinds=(precision,))
-    plan = compiler.compile_graph(
+    return compiler.compile_graph(
         graph,
         target=default_target(),
         batch=DimRange(min=batch, opt=batch, max=batch),
@@ -188,9 +216,8 @@ def compiled(
         about=compiler.About(
             built_from="masks", rebuild="python -m benchmarks.masks", task=task.record()
         ),
-        measuring=compiler.Measuring(cache=args.cache, time_limit_s=args.limit),
+        measuring=compiler.Measuring(cache=args.cache, budget_s=args.budget, untuned=args.untuned),
     )
-    return runtime.add_kernels(plan)[0]
 
 
 def slowest(loaded: runtime.Engine, batch: int, count: int) -> None:
@@ -217,20 +244,30 @@ def _peer(module: torch.nn.Module, precision: str, device: torch.device) -> torc
     return Cast(peer.to(dtype), dtype)
 
 
+def graphed(module: Any, images: Tensor) -> Run:
+    """Replayed from a CUDA graph where it can be captured; what says why not is printed."""
+    try:
+        return engine._graphed(module, (images,))
+    except RuntimeError as error:
+        print(f"no CUDA graph: {str(error).splitlines()[0]}", flush=True)
+        torch.cuda.synchronize()
+        return lambda: module(images)
+
+
 def eager(module: torch.nn.Module, images: Tensor, precision: str, _: Graph) -> Run:
-    return engine._graphed(_peer(module, precision, images.device), (images,))
+    return graphed(_peer(module, precision, images.device), images)
 
 
 def eager_nhwc(module: torch.nn.Module, images: Tensor, precision: str, _: Graph) -> Run:
     peer = _peer(module, precision, images.device).to(memory_format=torch.channels_last)
-    return engine._graphed(peer, engine._last((images,)))
+    return graphed(peer, *engine._last((images,)))
 
 
 def torch_compile(module: torch.nn.Module, images: Tensor, precision: str, _: Graph) -> Run:
     """With its defaults, on a GPU replayed from a CUDA graph."""
     peer = _peer(module, precision, images.device).to(memory_format=torch.channels_last)
     torch._dynamo.reset()
-    return engine._graphed(torch.compile(peer), engine._last((images,)))
+    return graphed(torch.compile(peer), *engine._last((images,)))
 
 
 def onnxruntime(module: torch.nn.Module, images: Tensor, precision: str, graph: Graph) -> Run:
