@@ -142,7 +142,8 @@ class DFine(nn.Module):
         told = model.enc_output(known.to(memory.dtype) * memory)
         places = best_places(model.enc_score_head(told).amax(2), self.network.config.num_queries)
         told = at(told, places)
-        points = (model.enc_bbox_head(told) + F.embedding(places, anchors[0])).sigmoid()
+        starts = at(anchors.expand(len(images), -1, -1), places)
+        points = (model.enc_bbox_head(told) + starts).sigmoid()
         return self._refined(told, points, memory, sizes)
 
     def _refined(

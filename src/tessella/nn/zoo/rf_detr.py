@@ -105,7 +105,7 @@ class RfDetr(nn.Module):
             scores = scores.masked_fill(self._inside[:, 0] == 0, -torch.inf)
         places = best_places(scores, self.network.config.num_queries)
         told = at(told, places)
-        starts = F.embedding(places, self._proposals)
+        starts = at(self._proposals.expand(len(images), -1, -1), places)
         points = moved(starts, model.enc_out_bbox_embed[0](told))
         points = moved(points, model.reference_point_embed.weight[: places.shape[1]])
         queries = model.query_feat.weight[: places.shape[1]].expand(len(images), -1, -1)
