@@ -121,13 +121,15 @@ def measured(asked: str, precision: str, batch: int, args: argparse.Namespace) -
     device = torch_device(default_target())
     name, options, size = parsed(asked, args.size)
     task, module, channels = network(name, options, size)
-    spec = TensorSpec(name="image", dtype="float32", shape=(1, channels, size, size))
+    count = DimRange(min=1, opt=batch, max=batch)
+    spec = TensorSpec(name="image", dtype="float32", shape=(count, channels, size, size))
     images = torch.randn(batch, channels, size, size, device=device)
     begun = time.monotonic()
     graph = capture(module, [spec], outputs=[task.head.OUTPUT])
     plan = compiled(graph, task, precision, batch, images, args)
     setup_s = time.monotonic() - begun
     loaded = runtime.load(plan)
+    print(f"{asked} {precision} of {batch}: a plan after {setup_s:.0f} s", flush=True)
     runs: dict[str, Run] = {"plan": lambda: loaded(images)}
     module = module.to(device)
     with torch.inference_mode():

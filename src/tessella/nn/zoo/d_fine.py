@@ -19,12 +19,12 @@ from tessella.nn.zoo.detr import (
     at,
     best_places,
     boxes_and_scores,
+    looking,
     require_transformers,
     sides_twice,
     things_of,
 )
 from tessella.nn.zoo.standard import IMAGENET_MEAN, IMAGENET_STD
-from tessella.operations.reference.detect import deformable_attention
 
 QUERIES = 300
 STEP = 32  # height and width are multiples of the coarsest features' stride
@@ -241,9 +241,7 @@ class Attention(nn.Module):
         **_: object,
     ) -> tuple[Tensor, None]:
         sizes = tuple(side for size in spatial_shapes_list for side in size)
-        exporting = torch.compiler.is_exporting()
-        look = torch.ops.tessella.deformable_attention if exporting else deformable_attention
-        seen = look(
+        seen = looking()(
             encoder_hidden_states,
             reference_points[:, :, 0],
             self.sampling_offsets(hidden_states),

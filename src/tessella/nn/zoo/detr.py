@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessella.core.errors import UsageError
+from tessella.operations.reference.detect import deformable_attention
 
 
 def boxes_and_scores(boxes_NQ4: Tensor, logits_NQK: Tensor) -> Tensor:
@@ -24,6 +26,13 @@ def things_of(targets_M6: Tensor) -> dict[str, Tensor]:
     low, high = kept[:, :2], kept[:, 2:4]
     boxes = torch.cat([(low + high) / 2, high - low], 1)
     return {"class_labels": kept[:, 4].long(), "boxes": boxes}
+
+
+def looking() -> Callable[..., Tensor]:
+    """Deformable attention: one operation where a network is exported, else what it does."""
+    # torch.compile says that it exports, too
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return torch.ops.tessella.deformable_attention if exporting else deformable_attention
 
 
 def best_places(scores_NP: Tensor, most: int) -> Tensor:

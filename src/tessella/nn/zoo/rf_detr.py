@@ -20,10 +20,10 @@ from tessella.nn.zoo.detr import (
     at,
     best_places,
     boxes_and_scores,
+    looking,
     require_transformers,
     things_of,
 )
-from tessella.operations.reference.detect import deformable_attention
 
 QUERIES = 300
 PATCH, WINDOWS = 16, 2
@@ -188,9 +188,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, None]:
         asked = hidden_states + position_embeddings
         sizes = tuple(side for size in spatial_shapes_list for side in size)
-        exporting = torch.compiler.is_exporting()
-        look = torch.ops.tessella.deformable_attention if exporting else deformable_attention
-        seen = look(
+        seen = looking()(
             self.value_proj(encoder_hidden_states),
             reference_points[:, :, 0],
             self.sampling_offsets(asked),
