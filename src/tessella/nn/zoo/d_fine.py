@@ -20,6 +20,7 @@ from tessella.nn.zoo.detr import (
     best_places,
     boxes_and_scores,
     looking,
+    pixels,
     require_transformers,
     sides_twice,
     things_of,
@@ -135,7 +136,7 @@ class DFine(nn.Module):
         maps = model.encoder(maps).last_hidden_state
         maps = [turn(map) for turn, map in zip(model.decoder_input_proj, maps)]
         sizes = [(map.shape[2], map.shape[3]) for map in maps]
-        memory = torch.cat([map.flatten(2).transpose(1, 2) for map in maps], 1)
+        memory = torch.cat([pixels(map) for map in maps], 1)
         anchors, known = model.generate_anchors(
             tuple(sizes), device=memory.device, dtype=memory.dtype
         )

@@ -7,16 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tessella.core.errors import UsageError
 from tessella.operations.reference.detect import deformable_attention
+
+# middle and sides of a box → x0 y0 x1 y1
+CORNERS = [[1, 0, -0.5, 0], [0, 1, 0, -0.5], [1, 0, 0.5, 0], [0, 1, 0, 0.5]]
 
 
 def boxes_and_scores(boxes_NQ4: Tensor, logits_NQK: Tensor) -> Tensor:
     """Boxes of middle and sides, and logits, as our detectors answer."""
     boxes = boxes_NQ4.float()
-    middle, half = boxes[..., :2], boxes[..., 2:] / 2
-    boxes = torch.cat([middle - half, middle + half], 2).clamp(0, 1)
+    if exporting():  # one product, not five steps; autocast would round it
+        boxes = F.linear(boxes, boxes.new_tensor(CORNERS))
+    else:
+        middle, half = boxes[..., :2], boxes[..., 2:] / 2
+        boxes = torch.cat([middle - half, middle + half], 2)
+    boxes = boxes.clamp(0, 1)
     return torch.cat([boxes, logits_NQK.float().sigmoid()], 2).to(logits_NQK.dtype)
 
 
@@ -30,9 +38,17 @@ def things_of(targets_M6: Tensor) -> dict[str, Tensor]:
 
 def looking() -> Callable[..., Tensor]:
     """Deformable attention: one operation where a network is exported, else what it does."""
-    # torch.compile says that it exports, too
-    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    return torch.ops.tessella.deformable_attention if exporting else deformable_attention
+    return torch.ops.tessella.deformable_attention if exporting() else deformable_attention
+
+
+def exporting() -> bool:
+    """Whether a network's forward pass is written down; torch.compile says so of its own, too."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def pixels(map_NCHW: Tensor) -> Tensor:
+    """The pixels of a map, row by row, [N, H · W, C]; as channels_last lies they do so already."""
+    return map_NCHW.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def best_places(scores_NP: Tensor, most: int) -> Tensor:

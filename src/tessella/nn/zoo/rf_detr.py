@@ -21,6 +21,7 @@ from tessella.nn.zoo.detr import (
     best_places,
     boxes_and_scores,
     looking,
+    pixels,
     require_transformers,
     things_of,
 )
@@ -97,7 +98,7 @@ class RfDetr(nn.Module):
         """
         model = self.network.model
         map = model.backbone.projector(model.backbone.backbone(images).feature_maps)
-        memory = map.flatten(2).transpose(1, 2)
+        memory = pixels(map)
         told = memory if self._all_inside else memory * self._inside
         told = model.enc_output_norm[0](model.enc_output[0](told))
         scores = model.enc_out_class_embed[0](told).amax(2)
