@@ -30,6 +30,7 @@ from torch import Tensor
 from benchmarks import engine
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella import compiler, runtime
+from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.spec import DimRange, TensorSpec
@@ -207,7 +208,7 @@ def as_if_trained(module: torch.nn.Module) -> torch.nn.Module:
 
 def compiled(
     graph: Graph, task: Task, precision: str, batch: int, images: Tensor, args: argparse.Namespace
-) -> compiler.Plan:
+) -> Plan:
     """The plan for one batch size."""
     calibration = None
     if precision in compiler.KINDS:

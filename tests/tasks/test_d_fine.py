@@ -70,7 +70,8 @@ def test_it_answers_and_learns_as_hugging_face_s_does(few_layers: None) -> None:
         (grad,) = torch.autograd.grad(loss, layers[0].encoder_attn.sampling_offsets.weight)
         module.load_state_dict(state, strict=False)  # the norms have moved
         with torch.no_grad():
-            answers.append(module.eval()(images) if own else _their_answer(module, images))
+            module.eval()
+            answers.append(module(images) if own else _their_answer(module, images))
         module.train()
         grads.append(grad)
         losses.append(loss.detach())

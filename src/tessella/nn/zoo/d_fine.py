@@ -101,6 +101,8 @@ class DFine(nn.Module):
         network: a ``DFineForObjectDetection``, which becomes part of this.
     """
 
+    _edges: Tensor
+
     def __init__(self, network: Any) -> None:
         super().__init__()
         for layer in network.model.decoder.layers:

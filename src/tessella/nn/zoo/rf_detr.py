@@ -60,6 +60,11 @@ class RfDetr(nn.Module):
         size: height and width of its inputs.
     """
 
+    _proposals: Tensor
+    _inside: Tensor
+    _turns: Tensor
+    _phases: Tensor
+
     def __init__(self, network: Any, size: tuple[int, int]) -> None:
         super().__init__()
         for layer in network.model.decoder.layers:
