@@ -57,21 +57,35 @@ Run = Callable[[], object]
 def main() -> None:
     args = _arguments()
     rows: list[Row] = []
+    begun, ready = time.monotonic(), []
     batches = [int(text) for text in args.batches.split(",")]
     for batch, asked, precision in itertools.product(
         batches, args.networks, args.precisions.split(",")
     ):
+        if args.prepare and time.monotonic() - begun > args.prepare:
+            break
         try:
-            rows.append(measured(asked, precision, batch, args))
+            measure = prepared(asked, precision, batch, args)
+            if args.prepare:
+                ready.append(measure)
+            else:
+                tell(rows, measure(), args.out)
         except Exception as error:  # the others are still to be measured
             print(f"{asked} {precision} of {batch}: {type(error).__name__}: {error}", flush=True)
             if args.strict:
                 raise
-            continue
-        print(*table(rows[-1:])[1][0], sep="  ", flush=True)
-        if args.out is not None:
-            write(args.out, document(default_target(), rows))
+    time.sleep(max(0.0, args.prepare - (time.monotonic() - begun)) if ready else 0)
+    for measure in ready:
+        tell(rows, measure(), args.out)
     print(markdown(*table(rows)))
+
+
+def tell(rows: list[Row], row: Row, out: Path | None) -> None:
+    """Print a row, and write all that there are: what was measured is kept."""
+    rows.append(row)
+    print(*table([row])[1][0], sep="  ", flush=True)
+    if out is not None:
+        write(out, document(default_target(), rows))
 
 
 def _arguments() -> argparse.Namespace:
@@ -87,6 +101,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="print so many of the slowest steps")
     parser.add_argument("--untuned", action="store_true", help="a cost model chooses the kernels")
     parser.add_argument("--alone", type=Path, help="a file that others hold while they measure")
+    parser.add_argument(
+        "--prepare", type=float, default=0.0,
+        help="seconds in which plans and peers are made, all before the first is measured",
+    )  # fmt: skip
     parser.add_argument("--strict", action="store_true", help="stop at the first failure")
     parser.add_argument("--out", type=Path, help=f"a JSON file, such as {RESULTS.name}/masks.json")
     return parser.parse_args()
@@ -117,8 +135,10 @@ class Cast(torch.nn.Module):
         return told.float()
 
 
-def measured(asked: str, precision: str, batch: int, args: argparse.Namespace) -> Row:
-    """A network's times in ms, and how far the plan's answer is from eager PyTorch's."""
+def prepared(asked: str, precision: str, batch: int, args: argparse.Namespace) -> Callable[[], Row]:
+    """A plan and its peers, and what measures them: a network's times in ms, and how far the
+    plan's answer is from eager PyTorch's.
+    """
     device = torch_device(default_target())
     name, options, size = parsed(asked, args.size)
     task, module, channels = network(name, options, size)
@@ -141,23 +161,28 @@ def measured(asked: str, precision: str, batch: int, args: argparse.Namespace) -
             runs[peer] = PEERS[peer](module, images, precision, graph)
         except Exception as error:  # the others are still to be measured
             print(f"{peer} of {asked}: {type(error).__name__}: {error}"[:1000], flush=True)
-    with torch.inference_mode():
-        told = torch.as_tensor(loaded(images)[plan.manifest.outputs[0].name])
-        told = task.head.aligned(told.cpu(), right.cpu())
-        with alone(args.alone):
-            timings = latency(runs, device=device, seconds=args.seconds)
-            if args.steps:
-                slowest(loaded, batch, args.steps)
-    times = {n: {"median_ms": t.time_us / 1e3, "spread_ms": (t.spread_us or 0.0) / 1e3}
-             for n, t in timings.items()}  # fmt: skip
-    best = min((n for n in runs if n != "plan"), key=lambda n: times[n]["median_ms"])
-    return {
-        "network": name, "options": options, "size": size, "precision": precision, "batch": batch,
-        "times": times, "best_peer": best,
-        "ratio": round(times[best]["median_ms"] / times["plan"]["median_ms"], 3),
-        "error": float((told - right.cpu()).abs().max()), "largest": float(right.abs().max()),
-        "steps": len(plan.program.buckets[-1].steps), "setup_s": round(setup_s, 1),
-    }  # fmt: skip
+
+    def measure() -> Row:
+        with torch.inference_mode():
+            told = torch.as_tensor(loaded(images)[plan.manifest.outputs[0].name])
+            told = task.head.aligned(told.cpu(), right.cpu())
+            with alone(args.alone):
+                timings = latency(runs, device=device, seconds=args.seconds)
+                if args.steps:
+                    slowest(loaded, batch, args.steps)
+        times = {n: {"median_ms": t.time_us / 1e3, "spread_ms": (t.spread_us or 0.0) / 1e3}
+                 for n, t in timings.items()}  # fmt: skip
+        best = min((n for n in runs if n != "plan"), key=lambda n: times[n]["median_ms"])
+        return {
+            "network": name, "options": options, "size": size, "precision": precision,
+            "batch": batch, "times": times, "best_peer": best,
+            "ratio": round(times[best]["median_ms"] / times["plan"]["median_ms"], 3),
+            "error": float((told - right.cpu()).abs().max()),
+            "largest": float(right.abs().max()),
+            "steps": len(plan.program.buckets[-1].steps), "setup_s": round(setup_s, 1),
+        }  # fmt: skip
+
+    return measure
 
 
 @contextmanager
