@@ -73,6 +73,26 @@ def test_weights_that_do_not_fit_are_named() -> None:
         build(loud(1e6), IMAGE, precision="fp16")
 
 
+def test_the_largest_number_stands_for_no_place_in_any_type() -> None:
+    """Detectors keep places out by float32's largest number, and masks by its negative."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            most = torch.finfo(torch.float32).max
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.tensor([0.0, most, -most, 1.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) + self.mask).sigmoid()
+
+    module, x = Masked().eval(), torch.randn(2, 4)
+    spec = TensorSpec(name="x", dtype="float32", shape=(1, 4))
+    made = runtime.load(build(module, spec, precision="fp16"))(x)["scores"]
+    torch.testing.assert_close(made, module(x), rtol=5e-3, atol=5e-3)
+    assert made[:, 1:3].tolist() == [[1, 0], [1, 0]]
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_layer_whose_values_do_not_fit_its_scale_is_named(kind: str) -> None:
     """Calibrated with images a thousand times smaller: values saturate, answers are wrong."""

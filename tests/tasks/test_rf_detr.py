@@ -15,6 +15,7 @@ from tessella import api
 from tessella.core.errors import UsageError
 from tessella.nn import zoo
 from tessella.nn.zoo import rf_detr
+from tessella.nn.zoo.detr import boxes_and_scores
 from tests.support.detectors import goes_the_whole_way, kernels_of, trained
 
 SIZE = 64
@@ -59,14 +60,32 @@ def test_it_answers_and_learns_as_hugging_face_s_does(few_layers: None) -> None:
     for own in (True, False):
         if not own:
             layer.cross_attn = _their_attention(layer.cross_attn, module.network.config)
-        with torch.no_grad():
-            answer = module.eval()(images)
+        with torch.no_grad():  # theirs by their whole forward pass
+            module.eval()
+            answer = module(images) if own else _their_answer(module, images)
         torch.manual_seed(1)  # of what is dropped
         loss = module.train()(images, targets)[0]
         (grad,) = torch.autograd.grad(loss, layer.cross_attn.sampling_offsets.weight)
         made.append((answer, loss.detach(), grad))
     for one, other in zip(*made, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _their_answer(module: rf_detr.RfDetr, images: torch.Tensor) -> torch.Tensor:
+    made = module.network(images)
+    return boxes_and_scores(made.pred_boxes, made.logits)
+
+
+def test_large_pictures_begin_no_box_at_their_border(few_layers: None) -> None:
+    """From 800 pixels on, where the middle of the first patch is nearer than a hundredth."""
+    places, inside = rf_detr.places_of((800, 800))
+    assert 0 < int(inside.sum()) < len(places)
+    record = zoo.network("rf_detr_n", classes=3, size=800, answers="boxes")
+    module, images = zoo.build(record).eval(), torch.randn(1, 3, 800, 800)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            module(images), _their_answer(module, images), rtol=1e-4, atol=1e-5
+        )
 
 
 def _their_attention(own: rf_detr.Attention, config: Any) -> torch.nn.Module:

@@ -412,6 +412,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
     *_aten("interpolate", "transform.resize"),
+    *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
     *_gpu("image_to_tensor", "pointwise", "transform.image"),
     *_aten("image_to_tensor", "transform.image_aten"),

@@ -112,6 +112,12 @@ def problems() -> dict[str, Problem]:
             outputs=(meta(8, 1, 100, dtype="int64"),),
             attrs={"iou_threshold": 0.5, "score_threshold": None, "most": 100},
         ),
+        "resized": Problem(
+            op="interpolate", inputs=(meta(8, 64, 32, 32, dtype="float16", format=LAST),),
+            outputs=(meta(8, 64, 64, 64, dtype="float16", format=LAST),),
+            attrs={"size": (64, 64), "scale_factor": None, "mode": "bilinear",
+                   "align_corners": False, "antialias": False},
+        ),
         "image": Problem(
             op="image_to_tensor", inputs=(pixels,), attrs=scaling,
             outputs=(meta(8, 3, 224, 224, dtype="float16", format=LAST),),

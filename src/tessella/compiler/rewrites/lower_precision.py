@@ -2,8 +2,9 @@
 
 Sums inside matrix products, norms and softmax stay in float32: torch's kernels accumulate so. Two
 things keep float32 outside too: the statistics of batch norms that could not be folded (a float16
-variance overflows at 65,504), and operators that we do not know (``fallback``, and a user's own
-that do not say that they take the type). Scales of int8 and fp8 layers, and their biases, stay too.
+variance overflows at 65,504), and operators that we do not know (``fallback``, but those of
+``MOVES``; and a user's own that do not say that they take the type). Scales of int8 and fp8 layers,
+and their biases, stay too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
 from tessella.operations.user_operators import named
 
+# Operators of torch that only choose, move or compare numbers: no type rounds what they answer.
+MOVES = frozenset((
+    "aten::gather", "aten::index_select", "aten::embedding", "aten::topk", "aten::repeat",
+    "aten::masked_fill.Scalar", "aten::gt.Scalar", "aten::flip", "aten::roll",
+))  # fmt: skip
+
 
 def _keeps_float32(node: Node, dtype: str) -> bool:
     if node.op == "user":
         return dtype not in named(node.attrs["target"]).dtypes
-    return node.op == "fallback"
+    return node.op == "fallback" and node.attrs["target"] not in MOVES
 
 
 def apply(graph: Graph, dtype: str, layers: Mapping[str, str] | None = None) -> int:
@@ -95,8 +102,16 @@ def _lower_attrs(node: Node, dtype: str) -> None:
 
 
 def _finite(value: Value, constant: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The constant in another type; refuses numbers that are too large for it."""
+    """The constant in another type; refuses numbers that are too large for it.
+
+    The largest number of its own type stands for no place at all, as in masks, and becomes the
+    largest of the other.
+    """
     made = constant.to(getattr(torch, dtype))
+    if not _bounded(made) and _bounded(constant):
+        most = torch.finfo(constant.dtype).max
+        limit = torch.finfo(made.dtype).max
+        made = torch.where(constant.abs() == most, constant.sign() * limit, constant).to(made.dtype)
     if not _bounded(made) and _bounded(constant):
         raise CompileError(
             f"the weights do not fit into {dtype}",

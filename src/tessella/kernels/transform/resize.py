@@ -19,8 +19,9 @@ def fits(problem: Problem) -> str | None:
     x, y, attrs = problem["input"], problem.output, problem.attrs
     if len(x.shape) != 4 or attrs["mode"] not in MODES or attrs["antialias"]:
         return f"pictures alone, {' or '.join(MODES)}, without antialiasing"
-    if attrs["size"] is None:  # the scale that is given decides, which sizes may round
-        return "takes a size"
+    scales = attrs["scale_factor"] if attrs["size"] is None else None
+    if scales and any(n * scale != m for n, m, scale in zip(x.shape[2:], y.shape[2:], scales)):
+        return "a scale that makes no whole size decides by itself where pixels lie"
     if problem.constant or not x.has(y.format):
         return "keeps the format of its input"
     return None

@@ -12,10 +12,20 @@ from typing import Any
 import httpx
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tessella.core.errors import UsageError
+from tessella.nn.zoo.detr import (
+    at,
+    best_places,
+    boxes_and_scores,
+    looking,
+    pixels,
+    require_transformers,
+    sides_twice,
+    things_of,
+)
 from tessella.nn.zoo.standard import IMAGENET_MEAN, IMAGENET_STD
-from tessella.operations.reference.detect import deformable_attention
 
 QUERIES = 300
 STEP = 32  # height and width are multiples of the coarsest features' stride
@@ -91,6 +101,8 @@ class DFine(nn.Module):
         network: a ``DFineForObjectDetection``, which becomes part of this.
     """
 
+    _edges: Tensor
+
     def __init__(self, network: Any) -> None:
         super().__init__()
         for layer in network.model.decoder.layers:
@@ -98,6 +110,7 @@ class DFine(nn.Module):
         # the heads stand in the decoder, too, and only those are called
         del network.class_embed, network.bbox_embed
         self.network = network
+        self.register_buffer("_edges", torch.tensor(EDGES), persistent=False)
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
         """Boxes; in training [loss, mean overlap] of targets [N, M, 6] (``tasks.detection``).
@@ -105,8 +118,7 @@ class DFine(nn.Module):
         The overlap is the generalized one of boxes that learn a thing, of the last layer.
         """
         if targets is None:
-            made = self.network(images)
-            return boxes_and_scores(made.pred_boxes, made.logits)
+            return boxes_and_scores(*self._found(images))
         things = [things_of(of) for of in targets]
         made = self.network(images, labels=things)
         apart = made.loss_dict["loss_giou"].detach() / self.network.config.weight_loss_giou
@@ -114,21 +126,98 @@ class DFine(nn.Module):
         unused = 0 * self.network.model.denoising_class_embed.weight.sum()
         return torch.stack([made.loss.float() + unused, (1 - apart).clamp(min=0).float()])
 
+    def _found(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Boxes [N, Q, 4] of middle and sides, and logits [N, Q, classes].
 
-def boxes_and_scores(boxes_NQ4: Tensor, logits_NQK: Tensor) -> Tensor:
-    """Boxes of middle and sides, and logits, as our detectors answer."""
-    boxes = boxes_NQ4.float()
-    middle, half = boxes[..., :2], boxes[..., 2:] / 2
-    boxes = torch.cat([middle - half, middle + half], 2).clamp(0, 1)
-    return torch.cat([boxes, logits_NQK.float().sigmoid()], 2).to(logits_NQK.dtype)
+        As Hugging Face's forward pass answers, without what only its loss reads: boxes of the
+        coarse places that no query starts from, and scores of all layers but the last.
+        """
+        model = self.network.model
+        maps = model.backbone.model(images).feature_maps
+        maps = [turn(map) for turn, map in zip(model.encoder_input_proj, maps)]
+        maps = model.encoder(maps).last_hidden_state
+        maps = [turn(map) for turn, map in zip(model.decoder_input_proj, maps)]
+        sizes = [(map.shape[2], map.shape[3]) for map in maps]
+        memory = torch.cat([pixels(map) for map in maps], 1)
+        anchors, known = model.generate_anchors(
+            tuple(sizes), device=memory.device, dtype=memory.dtype
+        )
+        told = model.enc_output(known.to(memory.dtype) * memory)
+        places = best_places(model.enc_score_head(told).amax(2), self.network.config.num_queries)
+        told = at(told, places)
+        starts = at(anchors.expand(len(images), -1, -1), places)
+        points = (model.enc_bbox_head(told) + starts).sigmoid()
+        return self._refined(told, points, memory, sizes)
+
+    def _refined(
+        self, queries: Tensor, points: Tensor, memory: Tensor, sizes: list[tuple[int, int]]
+    ) -> tuple[Tensor, Tensor]:
+        """The decoder: each layer tells the edges' shifts as distributions over bins.
+
+        Shifts of a box's edges, in units of its sides, become those of its middle and sides by one
+        product, so that a box is ``first + shifts · sides of first``.
+        """
+        decoder = self.network.model.decoder
+        bins, scale = decoder.max_num_bins + 1, decoder.reg_scale.abs()
+        values = weights_of_bins(decoder.max_num_bins, decoder.up, decoder.reg_scale)
+        shifts = (self._edges[:, :, None] * values / scale).flatten(1)  # [4, 4 · bins]
+        first = sides = points
+        before, corners = queries.new_zeros(()), queries.new_zeros(())
+        for number, layer in enumerate(decoder.layers):
+            queries = layer(
+                queries,
+                position_embeddings=decoder.query_pos_head(points).clamp(min=-10, max=10),
+                reference_points=points[:, :, None],
+                spatial_shapes_list=sizes,
+                encoder_hidden_states=memory,
+            )
+            if number == 0:
+                first = (decoder.pre_bbox_head(queries) + logit(points)).sigmoid()
+                sides = sides_twice(first)
+                corners = decoder.bbox_embed[0](queries)
+            else:
+                corners = decoder.bbox_embed[number](queries + before) + corners
+            shares = corners.unflatten(2, (4, bins)).softmax(3)
+            points = first + F.linear(shares.flatten(2), shifts) * sides
+            before = queries
+        quality = decoder.lqe_layers[-1]
+        likely = shares.topk(quality.top_prob_values).values
+        return points, decoder.class_embed[-1](queries) + sureness(quality, likely)
 
 
-def things_of(targets_M6: Tensor) -> dict[str, Tensor]:
-    """What of a picture's targets is learned, as Hugging Face's loss wants it: no crowds."""
-    kept = targets_M6[(targets_M6[:, 4] >= 0) & (targets_M6[:, 5] == 0)]
-    low, high = kept[:, :2], kept[:, 2:4]
-    boxes = torch.cat([(low + high) / 2, high - low], 1)
-    return {"class_labels": kept[:, 4].long(), "boxes": boxes}
+# shifts of left, top, right and bottom edges → of the middle's x and y, of width and height
+EDGES = [[-0.5, 0, 0.5, 0], [0, -0.5, 0, 0.5], [1, 0, 1, 0], [0, 1, 0, 1]]
+
+
+def weights_of_bins(bins: int, up: Tensor, scale: Tensor) -> Tensor:
+    """How far each bin shifts an edge, [bins + 1]: finely near zero, and far at both ends.
+
+    Source: Peng et al., section 4.1.
+    """
+    far = up.abs() * scale.abs()
+    powers = (far + 1) ** (2 / (bins - 2))
+    steps = torch.cat([powers**i - 1 for i in range(1, bins // 2)])
+    return torch.cat([-2 * far, -steps.flip(0), torch.zeros_like(far), steps, 2 * far])
+
+
+def logit(shares: Tensor, least: float = 1e-5) -> Tensor:
+    """The inverse of the sigmoid, of numbers that are not quite 0 or 1."""
+    return (shares.clamp(min=least) / (1 - shares).clamp(min=least)).log()
+
+
+def sureness(quality: Any, likely_NQ4k: Tensor) -> Tensor:
+    """What the shares of the likeliest bins say of a box, [N, Q, 1].
+
+    Hugging Face's layer reads their mean, too, which is a part of its first product here.
+    """
+    first, *others = quality.reg_conf.layers
+    count = likely_NQ4k.shape[3]
+    weight = first.weight.unflatten(1, (4, count + 1))
+    weight = (weight[..., :count] + weight[..., count:] / count).flatten(1)
+    told = F.linear(likely_NQ4k.flatten(2), weight, first.bias)
+    for layer in others:
+        told = layer(quality.reg_conf.act(told))
+    return told
 
 
 class Attention(nn.Module):
@@ -155,9 +244,7 @@ class Attention(nn.Module):
         **_: object,
     ) -> tuple[Tensor, None]:
         sizes = tuple(side for size in spatial_shapes_list for side in size)
-        exporting = torch.compiler.is_exporting()
-        look = torch.ops.tessella.deformable_attention if exporting else deformable_attention
-        seen = look(
+        seen = looking()(
             encoder_hidden_states,
             reference_points[:, :, 0],
             self.sampling_offsets(hidden_states),
@@ -209,23 +296,6 @@ def build(
 
 def _multiple(side: int) -> int:
     return max(STEP, round(side / STEP) * STEP)
-
-
-def require_transformers(network: str = "D-FINE") -> Any:
-    """Hugging Face's transformers, whose import takes seconds.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"{network} needs transformers, which is not installed",
-            seen=str(error),
-            fix="pip install 'tessella[detectors]', or: pip install transformers",
-        ) from error
-    return transformers
 
 
 def _published(hub: Any, name: str, config: Any, channels: int) -> Any:

@@ -7,6 +7,7 @@ map. In training thirteen groups of queries learn the same picture, of which one
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import httpx
@@ -15,12 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tessella.core.errors import UsageError
-from tessella.nn.zoo.d_fine import boxes_and_scores, require_transformers, things_of
-from tessella.operations.reference.detect import deformable_attention
+from tessella.nn.zoo.detr import (
+    at,
+    best_places,
+    boxes_and_scores,
+    looking,
+    pixels,
+    require_transformers,
+    things_of,
+)
 
 QUERIES = 300
 PATCH, WINDOWS = 16, 2
 STEP = PATCH * WINDOWS  # height and width are multiples of it, and the same
+START, BORDER = 0.05, 0.01  # sides of a first box, and where none begins, in fractions
 SPREAD = 0.5  # of a box: where a point of offset 1 lies
 
 # By name: the side of the pictures that the published weights learned, and layers of the decoder.
@@ -51,12 +60,27 @@ class RfDetr(nn.Module):
         size: height and width of its inputs.
     """
 
+    _proposals: Tensor
+    _inside: Tensor
+    _turns: Tensor
+    _phases: Tensor
+
     def __init__(self, network: Any, size: tuple[int, int]) -> None:
         super().__init__()
         for layer in network.model.decoder.layers:
             layer.cross_attn = Attention(layer.cross_attn)
         place_once(network.model.backbone.backbone.embeddings, size)
         self.network = network
+        proposals, inside = places_of(size)
+        self._all_inside = bool(inside.all())
+        turns, phases = waves(network.config.d_model // 2)
+        for name, constant in (
+            ("_proposals", proposals * inside),
+            ("_inside", inside.float()),
+            ("_turns", turns),
+            ("_phases", phases),
+        ):
+            self.register_buffer(name, constant, persistent=False)
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
         """Boxes; in training [loss, mean overlap] of targets [N, M, 6] (``tasks.detection``).
@@ -64,13 +88,85 @@ class RfDetr(nn.Module):
         The overlap is the generalized one of boxes that learn a thing, of the last layer.
         """
         if targets is None:
-            made = self.network(images)
-            return boxes_and_scores(made.pred_boxes, made.logits)
+            return boxes_and_scores(*self._found(images))
         things = [things_of(of) for of in targets]
         made = self.network(images, labels=things)
         known = float(any(len(of["class_labels"]) for of in things))
         overlap = (1 - made.loss_dict["loss_giou"].detach()).clamp(min=0) * known
         return torch.stack([made.loss.float(), overlap.float()])
+
+    def _found(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Boxes [N, Q, 4] of middle and sides, and logits [N, Q, classes].
+
+        As Hugging Face's forward pass answers, without what only its loss reads: boxes of the
+        places that no query starts from, and the answers of all layers but the last.
+        """
+        model = self.network.model
+        map = model.backbone.projector(model.backbone.backbone(images).feature_maps)
+        memory = pixels(map)
+        told = memory if self._all_inside else memory * self._inside
+        told = model.enc_output_norm[0](model.enc_output[0](told))
+        scores = model.enc_out_class_embed[0](told).amax(2)
+        if not self._all_inside:
+            scores = scores.masked_fill(self._inside[:, 0] == 0, -torch.inf)
+        places = best_places(scores, self.network.config.num_queries)
+        told = at(told, places)
+        starts = at(self._proposals.expand(len(images), -1, -1), places)
+        points = moved(starts, model.enc_out_bbox_embed[0](told))
+        points = moved(points, model.reference_point_embed.weight[: places.shape[1]])
+        queries = model.query_feat.weight[: places.shape[1]].expand(len(images), -1, -1)
+        decoder = model.decoder
+        positions = self._positions(points)
+        for layer in decoder.layers:
+            queries = layer(
+                queries,
+                position_embeddings=positions,
+                reference_points=points[:, :, None],
+                spatial_shapes_list=[(map.shape[2], map.shape[3])],
+                encoder_hidden_states=memory,
+            )
+        queries = decoder.layernorm(queries)
+        return moved(points, self.network.bbox_embed(queries)), self.network.class_embed(queries)
+
+    def _positions(self, points_NQ4: Tensor) -> Tensor:
+        """What the decoder's queries are told of their boxes: waves of x, y, width and height.
+
+        Cosines are sines a quarter further on. Hugging Face's waves of y stand before those of x;
+        here the weights that read them change places.
+        """
+        first, *others = self.network.model.decoder.ref_point_head.layers
+        waves = (points_NQ4[..., None] * self._turns + self._phases).sin().flatten(2)
+        y, x, *sides = first.weight.unflatten(1, (4, -1)).unbind(1)
+        told = F.linear(waves, torch.cat([x, y, *sides], 1), first.bias)
+        for layer in others:
+            told = layer(told.relu())
+        return told
+
+
+def moved(boxes: Tensor, shifts: Tensor) -> Tensor:
+    """Boxes of middle and sides, moved by parts of their sides and scaled by exponentials."""
+    middle, sides = boxes[..., :2], boxes[..., 2:]
+    by, times = shifts[..., :2], shifts[..., 2:]
+    return torch.cat([by * sides + middle, times.exp() * sides], -1)
+
+
+def places_of(size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A box around each patch, [P, 4] of middle and sides, and whether it is asked about, [P, 1]:
+    not at the very border of a large picture.
+    """
+    rows, columns = (length // PATCH for length in size)
+    y = (torch.arange(rows) + 0.5) / rows
+    x = (torch.arange(columns) + 0.5) / columns
+    grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), 2).flatten(0, 1)
+    return torch.cat([grid, torch.full_like(grid, START)], 1), (
+        ((grid > BORDER) & (grid < 1 - BORDER)).all(1, keepdim=True)
+    )
+
+
+def waves(count: int) -> tuple[Tensor, Tensor]:
+    """How far a number from 0 to 1 turns each wave, and where it begins, [count] each."""
+    slower = 10_000.0 ** (2 * torch.div(torch.arange(count), 2, rounding_mode="floor") / count)
+    return 2 * math.pi / slower, torch.arange(count) % 2 * (math.pi / 2)
 
 
 class Attention(nn.Module):
@@ -98,9 +194,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, None]:
         asked = hidden_states + position_embeddings
         sizes = tuple(side for size in spatial_shapes_list for side in size)
-        exporting = torch.compiler.is_exporting()
-        look = torch.ops.tessella.deformable_attention if exporting else deformable_attention
-        seen = look(
+        seen = looking()(
             self.value_proj(encoder_hidden_states),
             reference_points[:, :, 0],
             self.sampling_offsets(asked),

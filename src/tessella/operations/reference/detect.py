@@ -95,12 +95,14 @@ def deformable_attention(
     images, queries = boxes.shape[:2]
     depth, total = value.shape[2] // heads, sum(points)
     levels = list(zip(sizes[::2], sizes[1::2], strict=True))
-    shares = [1 / count for count in points for _ in range(count)]
-    share_P1 = torch.tensor(shares, dtype=wide, device=boxes.device)[:, None]
     places = boxes[:, :, None, None].to(wide)
-    apart = offsets.reshape(images, queries, heads, total, 2).to(wide) * share_P1
-    at = places[..., :2] + apart * places[..., 2:] * spread
-    grids = torch.split((2 * at - 1).transpose(1, 2).flatten(0, 1), list(points), 2)
+    middles, sides = places[..., :2], places[..., 2:]
+    apart = offsets.reshape(images, queries, heads, total, 2).to(wide)
+    # no tensor of the levels' factors: a CUDA graph could not bring one to the device
+    grids = [
+        (2 * (middles + part * (spread / count) * sides) - 1).transpose(1, 2).flatten(0, 1)
+        for part, count in zip(torch.split(apart, list(points), 3), points, strict=True)
+    ]
     pixels = (
         value.reshape(*value.shape[:2], heads, depth).permute(0, 2, 3, 1).flatten(0, 1).to(wide)
     )
@@ -112,7 +114,7 @@ def deformable_attention(
     weights = scores.reshape(images, queries, heads, total).to(wide).softmax(3)
     mean = (torch.cat(seen, 3) * weights.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
     told = mean.reshape(images, heads, depth, queries).permute(0, 3, 1, 2)
-    return told.flatten(2).to(value.dtype)
+    return told.flatten(2).to(value.dtype).contiguous()
 
 
 def nms(
