@@ -76,7 +76,9 @@ def main() -> None:
     parser.add_argument("--precisions", default="bf16")
     parser.add_argument("--who", default=",".join((*PEERS, *OURS)), help="torch's and our ways")
     parser.add_argument("--batch", type=int, help="instead of each network's own")
-    parser.add_argument("--patience", type=float, default=120, help="seconds of compiling at most")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds for the other processes"
+    )
     parser.add_argument("--profile", default="", help="ways whose kernels are told")
     parser.add_argument("--out", type=Path, default=RESULTS / "steps-sm_90.json")
     parser.add_argument("--alone", type=Path, help="a folder: be one of the processes")
@@ -146,7 +148,6 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     network, precision = args.networks, args.precisions
     batch, who = args.batch or BATCHES[network], args.who.split(",")
     make = language_step if network in LANGUAGE else picture_step
-    told: list[str] = []
     with tempfile.TemporaryDirectory() as folder, arithmetic(precision):
         steps: dict[str, Step] = {}
         for name in who:
@@ -156,11 +157,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             steps[name] = make(Path(folder), network, batch, precision, name)
             _seconds(steps[name], 2)
             torch.cuda.empty_cache()  # others compile, too
-            told.append(
-                f"{network} {precision} {name}: ready in {time.perf_counter() - began:.0f} s"
-            )
+            seconds = time.perf_counter() - began
+            print(f"{network} {precision} {name}: ready in {seconds:.0f} s", flush=True)
         with turn(args.alone, args.patience):
-            print(*told, sep="\n", flush=True)
             times: dict[str, list[float]] = {name: [] for name in steps}
             for step in steps.values():
                 _seconds(step, WARM + 2)

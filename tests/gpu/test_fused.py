@@ -21,6 +21,7 @@ from tests.support.training import losses, recipe, write_dataset
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`"),  # torch's compiler's own
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 
 
