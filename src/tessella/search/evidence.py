@@ -16,6 +16,7 @@ from tessella.core.record import digest
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
+from tessella.search.inputs import Numbers
 from tessella.search.tuning import Trial
 
 NEIGHBOUR = 2.0  # times a size, at most
@@ -84,8 +85,13 @@ class Shortlist:
 
 @dataclass
 class Evidence:
-    """The trials of a build by the kind of their problem."""
+    """The trials of a build by the kind of their problem.
 
+    Attributes:
+        numbers: what all its searches run their kernels on.
+    """
+
+    numbers: Numbers = field(default_factory=Numbers)
     _by_kind: dict[str, dict[str, _Known]] = field(default_factory=dict)
     _right: set[tuple[str, str, str]] = field(default_factory=set)
     _kinds: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = field(default_factory=dict)

@@ -32,8 +32,15 @@ from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
 from tessella.search.evidence import NEAR, Candidate, Evidence, Shortlist
 from tessella.search.fewer_images import with_fewer_images
-from tessella.search.inputs import expose_errors, joined, place, sample_inputs
-from tessella.search.inspection import exact_answers, inspect, wrong
+from tessella.search.inputs import expose_errors, joined, place, sample_inputs, touch
+from tessella.search.inspection import (
+    deviation,
+    exact_answers,
+    inspect,
+    some_images,
+    too_far,
+    wrong,
+)
 from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried
 
@@ -342,7 +349,8 @@ class Search:
 
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
         if self._inputs is None or not expose_errors(self._inputs):
-            self._inputs = sample_inputs(self._problem, self._device)
+            shared = None if self._evidence is None else self._evidence.numbers
+            self._inputs = sample_inputs(self._problem, self._device, numbers=shared)
         if self._problem.in_place:
             self._inputs, self._out = joined(self._problem, self._inputs, self._device)
         with self._running():
@@ -352,8 +360,7 @@ class Search:
             runnable = _runnable(tried)
             first = {name: one.first for name, one in runnable.items() if one.first is not None}
             # Few images tell which kernels are far behind, not which of the near ones is first: by
-            # two runs each, a DenseNet-121's plan for 8 images was 4 to 7 % slower. One without a
-            # rival is run twice, too: a step and its slice are compared by like times.
+            # two runs each, a DenseNet-121's plan for 8 images was 4 to 7 % slower.
             is_known = self._shortlist(rows).steady and not self._is_first_size
             timings = time_interleaved(
                 {name: one.run for name, one in runnable.items()},
@@ -361,7 +368,8 @@ class Search:
                 device=self._device,
                 budget_s=self._options.budget_s,
                 far=math.inf if self._options.inspect else FAR,
-                first=first if len(first) == 1 or is_known else None,
+                first=first,
+                is_known=is_known,
             )
             trials = [self._trial(row, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
@@ -458,7 +466,7 @@ class Search:
             winner = runnable[f"{best.kernel} {best.config}"]
             if winner.row.source not in OWN or self._has_shown_right(winner):
                 break
-            reason = wrong(self._inspect(winner), self._problem)
+            reason = too_far(self._deviation(winner), self._problem)
             if reason is None:
                 if self._evidence is not None:
                     self._evidence.add_right(self._problem, best.kernel, best.config)
@@ -500,6 +508,7 @@ class Search:
         if row.writes_out:
             if self._out is None:
                 self._out = place(self._problem.output, self._device)
+                touch(self._out)
             buffers["out"] = self._out
         return buffers
 
@@ -562,5 +571,24 @@ class Search:
 
     def _inspect(self, candidate: _Runnable) -> Inspection:
         out = self._out if candidate.row.writes_out else None
-        sliced = out is not None and self._problem.output.strides is not None
-        return inspect(candidate.run_first, self._exact, out, sliced=sliced)
+        return inspect(candidate.run_first, self._exact, out, sliced=self._is_sliced)
+
+    @property
+    def _is_sliced(self) -> bool:
+        """Whether results lie in a slice of a larger tensor."""
+        return self._out is not None and self._problem.output.strides is not None
+
+    @functools.cached_property
+    def _some_exact(self) -> tuple[torch.Tensor, ...]:
+        return exact_answers(self._problem, self._constants, self._inputs or (), self._some)
+
+    @functools.cached_property
+    def _some(self) -> list[int] | None:
+        """The images whose exact answers are asked for: float64 takes a CPU long."""
+        return some_images(self._problem) if self._device.type == "cpu" else None
+
+    def _deviation(self, candidate: _Runnable) -> float:
+        out = self._out if candidate.row.writes_out else None
+        return deviation(
+            candidate.run_first, self._some_exact, out, sliced=self._is_sliced, images=self._some
+        )

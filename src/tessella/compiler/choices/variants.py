@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tessella.compiler.choices import choose_kernels, join_in_place, race
@@ -77,11 +78,12 @@ def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: 
     layouts = layouts_to_try(graph, precision, tuner.target)
     if len(layouts) == 1 or not tuner.measures:
         return layouts[0]
-    costs = []
+    costs: list[float] = []
     for layout in layouts:
         candidate, formats = with_layout(graph, layout)
         emit(phase("layout", f"{layout} at batch {opt}"))
         concrete = candidate.at_batch(opt)
-        choices = choose_kernels.apply(concrete, formats, tuner, emit, layout)
+        most_us = min(costs, default=math.inf)  # it has lost then, whatever its other steps take
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, layout, most_us=most_us)
         costs.append(choose_kernels.cost_us(choices))
     return layouts[costs.index(min(costs))]
