@@ -218,12 +218,19 @@ class Engine:
                 with (
                     enough_memory(binders.plan, self.device),
                     using_kernels(self.machine_code),
-                    torch.device(self.device),  # whatever device the caller's tensors are made on
+                    self._by_default(),
                 ):
                     self._bound[batch] = binders.bound(batch)
                 if not binders.of:
                     self._binders = None
             return self._bound[batch]
+
+    def _by_default(self) -> AbstractContextManager[object]:
+        """Tensors are made on the engine's device, whatever the caller's default is. That context
+        costs a microsecond for each of torch's calls, a tenth of loading: mostly it is not needed.
+        """
+        same = torch.get_default_device() == self.device
+        return nullcontext() if same else torch.device(self.device)
 
     def warm_up(self) -> None:
         """Get the programs of all batch sizes ready: then no first call of one takes longer, and

@@ -225,6 +225,7 @@ class Search:
         self._inputs = inputs
         self._short_of_memory: set[str] = set()  # rows
         self._out: torch.Tensor | None = None
+        self._listed: dict[tuple[str, ...], Shortlist] = {}  # by the rows that were asked for
         self._is_first_size = False  # of a layer that takes long: few images have told of it alone
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -270,9 +271,13 @@ class Search:
     def _shortlist(self, rows: Sequence[Kernel]) -> Shortlist:
         if self._evidence is None or self._options.inspect:
             return Shortlist()
-        configs = {row: self.configs(row) for row in rows}
-        images = torch.get_num_threads() if self._device.type == "cpu" else None
-        return self._evidence.shortlist(self._problem, configs, images=images)
+        asked = tuple(row.id for row in rows)
+        if asked not in self._listed:
+            configs = {row: self.configs(row) for row in rows}
+            images = torch.get_num_threads() if self._device.type == "cpu" else None
+            found = self._evidence.shortlist(self._problem, configs, images=images)
+            self._listed[asked] = found
+        return self._listed[asked]
 
     def _search_fewer_images(self, rows: Sequence[Kernel]) -> None:
         """Search the same layer with few images before, where many take long and none are known.
@@ -297,6 +302,7 @@ class Search:
                 evidence=self._evidence,
             )
             self._is_first_size = True
+        self._listed = {}
 
     def first_candidates(self, rows: list[Kernel]) -> list[Candidate]:
         """The first configuration of each kernel."""
@@ -371,7 +377,7 @@ class Search:
                 first=first,
                 is_known=is_known,
             )
-            trials = [self._trial(row, tried, timings) for row in rows]
+            trials = [self._trial(row, rows, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
 
     @contextlib.contextmanager
@@ -413,7 +419,11 @@ class Search:
         return {f"{row.id} {config}": self._prepare(row, config) for row, config in candidates}
 
     def _trial(
-        self, row: Kernel, prepared: Mapping[str, _Runnable | Tried], timings: Mapping[str, Timing]
+        self,
+        row: Kernel,
+        rows: Sequence[Kernel],
+        prepared: Mapping[str, _Runnable | Tried],
+        timings: Mapping[str, Timing],
     ) -> Trial:
         """The kernel's best configuration, with what is known about the others."""
         tried: list[Tried] = []
@@ -428,7 +438,7 @@ class Search:
             time_us = timings[name].time_us
             tried.append(Tried(config=config, time_us=time_us))
             ran.append((time_us, len(tried), one))
-        if not ran and not tried and (behind := self._behind(row)):
+        if not ran and not tried and (behind := self._behind(row, rows)):
             far = f"takes {behind:.1f} times the fastest's time or more on a problem like this one"
             return Trial(kernel=row.id, refused=far, behind=behind)
         if not ran:
@@ -450,11 +460,11 @@ class Search:
             noisy=timing.noisy,
         )
 
-    def _behind(self, row: Kernel) -> float | None:
-        """How far a kernel is behind that was left out; None if it was not."""
+    def _behind(self, row: Kernel, rows: Sequence[Kernel]) -> float | None:
+        """How far a kernel of these is behind that was left out; None if it was not."""
         if self._evidence is None or not self.configs(row):
             return None
-        return self._shortlist([row]).behind.get(row.id, NEAR)
+        return self._shortlist(rows).behind.get(row.id, NEAR)
 
     def _winner_checked(
         self, trials: list[Trial], runnable: Mapping[str, _Runnable]

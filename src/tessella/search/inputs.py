@@ -68,9 +68,9 @@ def sample_inputs(
             if problem.attr("non_negative"):
                 made.abs_()
         elif dtype.is_floating_point:
-            in_gaps = meta.strides is not None and not problem.attr("non_negative")
-            if drawn is not None and in_gaps and dtype == torch.float32:
-                return drawn.next(meta.extent // 4).as_strided(meta.shape, meta.strides or ())
+            lies = meta.strides is not None and not problem.attr("non_negative")
+            if drawn is not None and lies and dtype == torch.float32:
+                return drawn.lying(meta)
             made = _normal(meta, generator, drawn)
             if problem.attr("non_negative"):
                 made = made.abs()
@@ -110,17 +110,35 @@ def place(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 
 
 class _Drawn:
-    """The numbers of one search on a CPU: each operand has the next ones."""
+    """The numbers of one search on a CPU: each operand has the next ones, and slices of one tensor
+    are slices of one.
+    """
 
     def __init__(self, numbers: Numbers, problem: Problem) -> None:
-        computed = (m for i, m in enumerate(problem.inputs) if i not in problem.constant)
-        counts = [max(math.prod(m.shape), m.extent // m.itemsize) for m in computed if m]
+        computed = [m for i, m in enumerate(problem.inputs) if i not in problem.constant and m]
+        counts = [math.prod(m.shape) for m in computed if m.strides is None]
+        counts += [_whole(m) for m in {m.strides: m for m in computed if m.strides}.values()]
         self._all, self._start = numbers.first(sum(map(_in_lines, counts))), 0
+        self._wholes: dict[Sequence[int], tuple[torch.Tensor, int]] = {}  # and what of it is taken
 
     def next(self, count: int) -> torch.Tensor:
         taken = self._all[self._start : self._start + count]
         self._start += _in_lines(count)
         return taken if len(taken) == count else Numbers().first(count)  # of a view that reaches on
+
+    def lying(self, meta: TensorMeta) -> torch.Tensor:
+        """A slice: the next one of a tensor that has its strides."""
+        strides = meta.strides or ()
+        whole, start = self._wholes.get(strides) or (self.next(_whole(meta)), 0)
+        if start + meta.extent // meta.itemsize > len(whole):  # they are not of one tensor
+            start = 0
+        self._wholes[strides] = whole, start + meta.shape[1] * strides[1]
+        return whole[start:].as_strided(meta.shape, strides)
+
+
+def _whole(meta: TensorMeta) -> int:
+    """Numbers of the tensor that a slice is one of."""
+    return max(d * s for d, s in zip(meta.shape, meta.strides or (), strict=True))
 
 
 def _in_lines(count: int) -> int:
