@@ -197,3 +197,77 @@ def test_first_runs_of_long_calls_are_samples(monkeypatch: pytest.MonkeyPatch) -
             first={n: Sample(time_us) for n in runs},
         )  # fmt: skip
         assert called == {"a": taken, "b": taken}
+
+
+@pytest.mark.parametrize(("call_us", "calls"), [(2000.0, 1), (100.0, 2)])
+def test_a_long_call_is_not_called_again_to_see_how_long_it_is(
+    call_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def watched(run: Callable[[], object], repeats: int = 1) -> Sample:
+        called.append(repeats)
+        return Sample(call_us)
+
+    monkeypatch.setattr(timing, "watched", watched)
+    sample = timing._cpu_sampler(lambda: None)
+    assert called == [1] * calls
+    assert sample() == [Sample(call_us)]
+    assert len(called) == (1 if calls == 1 else 3)  # to see how long it is was a sample
+    sample()
+    assert len(called) == (2 if calls == 1 else 4)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_the_limits_of_a_machine_are_its_quickest_moments() -> None:
+    run = sampler("copy", *[30.0] * 9, 10.0)
+    assert timing.quickest_us(run, device=CPU, budget_s=0.01) == 10.0
+
+
+BURNER = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print("burning", flush=True)
+until = time.monotonic() + 60
+while time.monotonic() < until and os.getppid() == int(sys.argv[2]):
+    pass
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process")
+def test_another_process_on_the_core_does_not_show_in_a_time_on_one_thread() -> None:
+    """A call of many slices of the scheduler takes twice as long by the clock, and is marked."""
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    core = max(allowed)
+    factor = torch.randn(640, 640)
+
+    def call() -> None:
+        for _ in range(4):
+            factor @ factor
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    command = [sys.executable, "-c", BURNER, str(core), str(os.getpid())]
+    burner = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert burner.stdout is not None
+        burner.stdout.readline()
+        begun, own = time.perf_counter(), time.thread_time()
+        for _ in range(20):
+            call()
+        share = (time.thread_time() - own) / (time.perf_counter() - begun)
+        assert share < 0.8, "the burner does not burn"
+        begun = time.thread_time()
+        busy = latency({"call": call}, device=CPU, seconds=0.5)["call"]
+    finally:
+        burner.kill()
+        burner.communicate()
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
+    own_us = []
+    for _ in range(5):
+        begun = time.thread_time()
+        call()
+        own_us.append(1e6 * (time.thread_time() - begun))
+    assert busy.noisy
+    assert busy.time_us < 1.5 * min(own_us)

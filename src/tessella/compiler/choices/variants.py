@@ -14,6 +14,7 @@ from tessella.core.dtype import PRECISIONS
 from tessella.core.events import Emit, phase
 from tessella.graph.check import check
 from tessella.graph.graph import Graph
+from tessella.search.tuning import NotInLock
 
 # Fused siblings must win by so much: on a CPU, where another program takes a core, by more. BERT in
 # fp8 at 32 × 384 words, on an H200, won 1.2 and 1.1 % in two builds
@@ -84,6 +85,12 @@ def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: 
         emit(phase("layout", f"{layout} at batch {opt}"))
         concrete = candidate.at_batch(opt)
         most_us = min(costs, default=math.inf)  # it has lost then, whatever its other steps take
-        choices = choose_kernels.apply(concrete, formats, tuner, emit, layout, most_us=most_us)
+        try:
+            choices = choose_kernels.apply(concrete, formats, tuner, emit, layout, most_us=most_us)
+        except NotInLock:
+            if not costs:
+                raise
+            costs.append(math.inf)  # it had lost before, when the lock was made
+            continue
         costs.append(choose_kernels.cost_us(choices))
     return layouts[costs.index(min(costs))]
