@@ -7,6 +7,7 @@ other records.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import math
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from tessella.core.errors import ArtifactError, CorruptArtifact, TessellaError
@@ -138,8 +139,18 @@ def from_plain(cls: type[R], data: Any, *, where: str) -> R:
     Raises:
         CorruptArtifact: a field is missing, unknown, or of another type; the message has its path.
     """
+    return typing.cast(R, _told(_record(cls), data, where))
+
+
+def records_from_plain(cls: type[R], data: Any, *, where: str) -> tuple[R, ...]:
+    """The records of type ``cls`` that a list describes; raises as ``from_plain``."""
+    return typing.cast(tuple[R, ...], _told(_many(cls), data, where))
+
+
+def _told(convert: Convert, data: Any, where: str) -> Any:
+    """The value, or an error that says where in the file it is none."""
     try:
-        return typing.cast(R, _record(cls)(data))
+        return convert(data)
     except _Misfit as misfit:
         path = "".join(reversed(misfit.path))
         raise CorruptArtifact(
@@ -238,6 +249,8 @@ def _literal(values: tuple[Any, ...]) -> Convert:
 def _many(hint: Any) -> Convert:
     """A tuple of any length."""
     taken, inner = _taken(hint), _converter(hint)
+    if dataclasses.is_dataclass(hint) and _asks_nothing(typing.cast(type, hint)):
+        return _table(typing.cast(type, hint))
 
     def convert(data: Any) -> Any:
         if not isinstance(data, list | tuple):
@@ -251,6 +264,43 @@ def _many(hint: Any) -> Convert:
             return tuple(_inside(inner, value, f"[{i}]") for i, value in enumerate(data))
 
     return convert
+
+
+def _table(cls: type) -> Convert:
+    """A tuple of records, looked at by their fields: most have the same ones, in one order."""
+    inner = _record(cls)
+
+    def convert(data: Any) -> Any:
+        if not isinstance(data, list | tuple):
+            raise _wrong("a list", data)
+        kinds = set(map(type, data))
+        names = set(map(tuple, data)) if kinds == {dict} else set()
+        if len(names) == 1:
+            with contextlib.suppress(_Misfit):  # which one is it?
+                return _rows(cls, names.pop(), data)
+        return tuple(_inside(inner, value, f"[{i}]") for i, value in enumerate(data))
+
+    return convert
+
+
+def _rows(cls: type, names: tuple[str, ...], data: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    """The records of dicts that all have these keys; raises ``_Misfit`` if one is none."""
+    fields = _fields(cls)
+    if not fields.required <= set(names) <= fields.converters.keys():
+        raise _wrong(f"a {cls.__name__}", names)
+    columns, changed = [], False
+    for name in names:
+        column, taken = [row[name] for row in data], fields.taken[name]
+        kinds = set(map(type, column))
+        is_plain = kinds <= taken
+        if is_plain and float in kinds:
+            is_plain = all(math.isfinite(value) for value in column if type(value) is float)
+        if not is_plain:
+            column, changed = list(map(fields.converters[name], column)), True
+        columns.append(column)
+    if changed:
+        data = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    return tuple(_filled(cls, row) for row in data)
 
 
 def _tuple(hints: tuple[Any, ...]) -> Convert:
@@ -309,68 +359,82 @@ def _union(hints: tuple[Any, ...]) -> Convert:
     return convert
 
 
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A record's fields.
+
+    Attributes:
+        converters, taken: what makes each, and the types of JSON's that it takes as they are.
+        required: those that must be there.
+        defaults, factories: what those are that are left out, or what makes it.
+    """
+
+    converters: dict[str, Convert]
+    taken: dict[str, frozenset[type]]
+    required: frozenset[str]
+    defaults: dict[str, Any]
+    factories: dict[str, Callable[[], Any]]
+
+
+@functools.cache
+def _fields(cls: type) -> _Fields:
+    """Asked for when there is a record: records may hold records of their own type."""
+    hints, without = typing.get_type_hints(cls), dataclasses.MISSING
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    return _Fields(
+        converters={f.name: _converter(hints[f.name]) for f in fields},
+        taken={f.name: _taken(hints[f.name]) for f in fields},
+        required=frozenset(f.name for f in fields if f.default is f.default_factory is without),
+        defaults={f.name: f.default for f in fields if f.default is not without},
+        factories={f.name: f.default_factory for f in fields if f.default_factory is not without},
+    )
+
+
+def _asks_nothing(cls: type) -> bool:
+    """Whether records of a type are what their fields are: nothing is asked of these together."""
+    plain = not hasattr(cls, "__post_init__") and not hasattr(cls, "__slots__")
+    return plain and all(f.init for f in dataclasses.fields(cls))
+
+
 @functools.cache
 def _record(cls: type) -> Convert:
     """What makes records of a type."""
-
-    @functools.cache
-    def facts() -> tuple[dict[str, Convert], dict[str, frozenset[type]], frozenset[str]]:
-        """Of each field what makes it and what it takes as it is; the fields that must be there.
-        Asked for when there is a record, as records may hold records of their own type.
-        """
-        hints = typing.get_type_hints(cls)
-        fields = [f for f in dataclasses.fields(cls) if f.init]
-        without = dataclasses.MISSING
-        required = [f.name for f in fields if f.default is f.default_factory is without]
-        return (
-            {f.name: _converter(hints[f.name]) for f in fields},
-            {f.name: _taken(hints[f.name]) for f in fields},
-            frozenset(required),
-        )
+    make = functools.partial(_filled if _asks_nothing(cls) else _made, cls)
+    isfinite = math.isfinite
 
     def convert(data: Any) -> Any:
-        converters, taken, required = facts()
+        fields = _fields(cls)
         if not isinstance(data, dict):
             raise _wrong(f"an object ({cls.__name__})", data)
-        if not data.keys() <= converters.keys():
-            unknown = sorted(data.keys() - converters.keys())
+        if not data.keys() <= fields.converters.keys():
+            unknown = sorted(data.keys() - fields.converters.keys())
             raise _wrong(f"a {cls.__name__} with known fields", unknown)
-        if not data.keys() >= required:
-            missing = ", ".join(sorted(required - data.keys()))
+        if not data.keys() >= fields.required:
+            missing = ", ".join(sorted(fields.required - data.keys()))
             raise _wrong(f"a complete {cls.__name__}: {missing} missing", sorted(data))
-        values = {
-            # most values: a plan holds 200,000
-            name: value
-            if (kind := type(value)) in taken[name] and (kind is not float or isfinite(value))
-            else _inside(converters[name], value, f".{name}")
-            for name, value in data.items()
-        }
-        return make(values)
+        taken, converters = fields.taken, fields.converters
+        return make(
+            {
+                name: value
+                if (kind := type(value)) in taken[name] and (kind is not float or isfinite(value))
+                else _inside(converters[name], value, f".{name}")
+                for name, value in data.items()
+            }
+        )
 
-    checks, isfinite = hasattr(cls, "__post_init__"), math.isfinite
-    make = functools.partial(_made if checks or hasattr(cls, "__slots__") else _filled, cls)
     return convert
-
-
-@functools.cache
-def _defaults(cls: type) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
-    """What a record's fields are that are left out, and what makes them."""
-    fields = dataclasses.fields(cls)
-    return (
-        {f.name: f.default for f in fields if f.default is not dataclasses.MISSING},
-        {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING},
-    )
 
 
 def _filled(cls: type, values: dict[str, Any]) -> Any:
     """``cls(**values)`` of a record that asks nothing of its values: a frozen one sets them one by
     one, which took half of the time.
     """
-    plain, made = _defaults(cls)
-    record = object.__new__(cls)
-    record.__dict__.update(plain)
-    record.__dict__.update({name: make() for name, make in made.items() if name not in values})
-    record.__dict__.update(values)
+    fields, record = _fields(cls), object.__new__(cls)
+    held = record.__dict__
+    if len(values) < len(fields.converters):
+        held.update(fields.defaults)
+        held.update({n: make() for n, make in fields.factories.items() if n not in values})
+    held.update(values)
     return record
 
 
