@@ -23,7 +23,7 @@ from tessella.core.count import numbered
 from tessella.core.device import torch_device, using
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
-from tessella.core.memory import is_out_of_memory
+from tessella.core.memory import is_out_of_memory, without_collecting
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import PlanKernels, collecting, kernel_cache, using_kernels
@@ -78,7 +78,7 @@ def load(
         ArtifactError: the file cannot be trusted, or the self-test fails.
         UsageError: there is no such device.
     """
-    with using(device):
+    with using(device), without_collecting():
         plan = source if isinstance(source, Plan) else load_plan(source)
         engine = Engine(plan, compiled=compiled)
         if self_test:
