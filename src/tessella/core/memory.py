@@ -26,8 +26,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Inside, Python does not look for cycles: to read a plan makes 100,000 objects, none of them in
-    one, and to look at all of torch's again for that took a tenth of loading.
+    """Inside, Python does not look for cycles: to read a plan makes 100,000 objects, none in one,
+    and to look at all of torch's again for that took a tenth of loading.
     """
     was_enabled = gc.isenabled()
     gc.disable()
