@@ -308,6 +308,10 @@ class Tiles(ABC):
         a.add("rsp", kept_bytes)
         a.leave()
 
+    def _addresses(self, a: Assembler, pixels: int) -> None:
+        for p in range(pixels):
+            self._address(a, POINTERS[p], p)
+
     def _address(self, a: Assembler, register: str, pixel: int) -> None:
         """Where a pixel of the tile reads under the tap whose places rbp names."""
         a.load_short(register, At(base="rbp", distance=4 * pixel))
