@@ -26,11 +26,12 @@ NOISE = 1.5  # times these, where the timing was noisy
 # Where calls are long and all threads have images, as many again change nothing: of the layers of
 # DenseNet-121 and ResNet-50, to leave out what took 1.05 times the best at a batch cost nothing at
 # the next in 26 of 36 pairs of sizes, 0.1 % at most in 34, and 0.6 % in one; with 1.0, that is to
-# take the best alone, 3 % in one (an EPYC with AVX2, one thread, on which others worked).
-LONG_US, NEAR_LONG = 1000.0, 1.05
+# take the best alone, 3 % in one (an EPYC with AVX2, one thread, on which others worked). Not so
+# for configurations: Winograd's tiles by two images were half as slow again by eight.
+LONG_US, NEAR_LONG = 1000.0, 1.08
 # If the batch is more than doubled: from 1 or 2 to 8 images 0.1 % was lost in ResNet-50
-NEAR_FAR = 1.2
-NOISE_LONG = 1.05  # times these where calls are long: a burst of other work is a part of them
+NEAR_FAR, CLOSE_FAR = 1.2, 1.5
+NOISE_LONG = 1.1  # times these where calls are long: a burst of other work is a part of them
 DIVISORS = 64  # of channels: what divides them up to here decides how tiles fit
 
 Candidate = tuple[Kernel, Config]
@@ -144,8 +145,9 @@ class Evidence:
             if distance <= best:
                 best, nearest = distance, known
         if same is not None:
-            near = NEAR_LONG if least <= math.log2(NEIGHBOUR) else NEAR_FAR
-            return same, _Reach(near=near, close=near, gain=1.0, noise=NOISE_LONG, steady=True)
+            is_far = least > math.log2(NEIGHBOUR)
+            near, close = (NEAR_FAR, CLOSE_FAR) if is_far else (NEAR_LONG, NEAR_LONG)
+            return same, _Reach(near=near, close=close, gain=1.0, noise=NOISE_LONG, steady=True)
         plain = None if images is None else self._lasting(problem)
         if plain is not None and plain.best_us >= LONG_US:
             reach = _Reach(near=NEAR_LONG, close=NEAR_LONG, gain=1.0, noise=NOISE_LONG)
