@@ -23,14 +23,14 @@ NEIGHBOUR = 2.0  # times a size, at most
 NEAR = 1.3  # times the best: a kernel that took longer at the neighbour is left out
 CLOSE = 1.2  # times its kernel's best: so are configurations that took longer
 NOISE = 1.5  # times these, where the timing was noisy
-# Where calls are long and all threads have images, as many again change nothing: of the layers of
-# DenseNet-121 and ResNet-50, to leave out what took 1.05 times the best at a batch cost nothing at
-# the next in 26 of 36 pairs of sizes, 0.1 % at most in 34, and 0.6 % in one; with 1.0, that is to
-# take the best alone, 3 % in one (an EPYC with AVX2, one thread, on which others worked). Not so
-# for configurations: Winograd's tiles by two images were half as slow again by eight.
-LONG_US, NEAR_LONG = 1000.0, 1.08
+# Where calls are long and all threads have images, as many again change nothing: of DenseNet-121's
+# layers of 1 ms or more, what took 1.1 times the best at a batch lost at the next in all cases, and
+# at 32 what had at 8, but for 0.007 % of the time (an EPYC with AVX2, one thread). With 1.05, and
+# fewer runs of what is near, ResNet-50's plan was 3 to 6 % slower at 1, 2, 16 and 32 images.
+LONG_US, NEAR_LONG = 1000.0, 1.1
 # If the batch is more than doubled: from 1 or 2 to 8 images 0.1 % was lost in ResNet-50
-NEAR_FAR, CLOSE_FAR = 1.2, 1.5
+NEAR_FAR = 1.2
+CLOSE_FAR = 1.5  # for configurations: Winograd's tiles depend on how many images there are
 NOISE_LONG = 1.1  # times these where calls are long: a burst of other work is a part of them
 DIVISORS = 64  # of channels: what divides them up to here decides how tiles fit
 

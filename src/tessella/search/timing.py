@@ -35,10 +35,8 @@ REPLAY_S = 2e-3  # one replay on a GPU holds about this much of a call, at most 
 # is one call, not the median of ten: in a busy moment 1.1 dropped the better of two for good
 CLOSE = {"cpu": 1.3, "cuda": 1.1}
 RIVAL = 1.1  # times the quickest: what may be the fastest once it is measured longer
-RIVAL_LONG = 1.05  # the same where calls take ``SURE_S``
 ENOUGH = 4  # rivals of a candidate or more: the whole budget; without one nothing is to tell apart
-CLOSE_LONG = 1.15  # instead of ``CLOSE`` where calls take ``SURE_S``
-AGAIN = 1.08  # times the quickest first run: what runs a second time where a neighbour has told
+AGAIN = 1.15  # times the quickest first run: what runs a second time where a neighbour has told
 LOST = 0.02  # of a sample: others may have the core for so long before it counts as disturbed
 DISTURBED = 1.5  # a sample that took this many times the quickest: something else had the machine
 NOISY_SHARE = 1 / 3  # of the samples were disturbed: so was, probably, what was left of them
@@ -139,11 +137,11 @@ def time_interleaved(
     for name, timing in once.items():
         best[heats[name]] = min(timing.time_us, best.get(heats[name], math.inf))
     limit_us = far * min(best.values(), default=0.0)
-    factor = CLOSE_LONG if begun else CLOSE[device.type]
     close = {
         name: sampler
         for name, sampler in samplers.items()
-        if once[name].time_us <= factor * best[heats[name]] and best[heats[name]] <= limit_us
+        if once[name].time_us <= CLOSE[device.type] * best[heats[name]]
+        and best[heats[name]] <= limit_us
     }
     quickest_us = min((once[name].time_us for name in close), default=0.0)
     is_long = device.type == "cpu" and quickest_us >= 1e6 * LONG_S
@@ -222,7 +220,7 @@ def _still_near(
     best_us = min(quickest.values(), default=0.0)
     if best_us < 1e6 * SURE_S or any(len(samples[name]) < 2 for name in samplers):
         return samplers
-    return {n: sampler for n, sampler in samplers.items() if quickest[n] <= RIVAL_LONG * best_us}
+    return {n: sampler for n, sampler in samplers.items() if quickest[n] <= RIVAL * best_us}
 
 
 def _first(timings: Mapping[str, Timing]) -> list[str]:
