@@ -139,7 +139,7 @@ def from_plain(cls: type[R], data: Any, *, where: str) -> R:
     Raises:
         CorruptArtifact: a field is missing, unknown, or of another type; the message has its path.
     """
-    return typing.cast(R, _told(_record(cls), data, where))
+    return typing.cast(R, _told(_record(typing.cast(type, cls)), data, where))
 
 
 def records_from_plain(cls: type[R], data: Any, *, where: str) -> tuple[R, ...]:
@@ -429,7 +429,7 @@ def _filled(cls: type, values: dict[str, Any]) -> Any:
     """``cls(**values)`` of a record that asks nothing of its values: a frozen one sets them one by
     one, which took half of the time.
     """
-    fields, record = _fields(cls), object.__new__(cls)
+    fields, record = _fields(cls), typing.cast(Any, object.__new__(cls))
     held = record.__dict__
     if len(values) < len(fields.converters):
         held.update(fields.defaults)
