@@ -99,10 +99,26 @@ def test_cpu_slots(store, make):
 
 def test_priority_goes_first_and_equals_go_as_they_came(store, make):
     scheduler = make(cpu_slots=1)
-    for name, priority in (("a", 0), ("b", 0), ("c", 5)):
-        store.submit(spec("ok", name=name, priority=priority))
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", 0)):
+        job = store.submit(spec("ok", name=name, priority=priority))
+    store.edit(job.id, priority=3)  # as the studio's form does while it waits
     drive(scheduler, until=lambda: all(j.ended for j in store.jobs()))
-    assert [j.name for j in sorted(store.jobs(), key=lambda j: j.started)] == ["c", "a", "b"]
+    assert [j.name for j in sorted(store.jobs(), key=lambda j: j.started)] == ["c", "d", "a", "b"]
+
+
+def test_a_job_of_higher_priority_overtakes_an_older_one_that_waits(store, make):
+    """Behind one that runs, which it does not end."""
+    scheduler = make(cpu_slots=1)
+    first = store.submit(spec("sleep", "60", name="runs"))
+    scheduler.step()
+    for name, priority in (("older", 0), ("urgent", 9)):
+        store.submit(spec("ok", name=name, priority=priority))
+    scheduler.step()
+    assert statuses(store) == {"runs": "running", "older": "waiting", "urgent": "waiting"}
+    store.abort(first.id)
+    drive(scheduler, until=lambda: all(j.ended for j in store.jobs()))
+    older, urgent = (next(j for j in store.jobs() if j.name == n) for n in ("older", "urgent"))
+    assert urgent.started < older.started
 
 
 def test_each_gpu_job_sees_its_own_gpus_only(store, make, tmp_path):

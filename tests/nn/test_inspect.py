@@ -102,9 +102,11 @@ def test_one_layer_is_drawn_as_with_all_others(tmp_path):
     torch.manual_seed(0)
     net, x = Net(), torch.randn(1, 3, 8, 8)
     report = inspect.write_views(net, x, tmp_path / "all")
-    known = inspect.WeightViews()
+    known, ran = inspect.KnownViews(), []
+    last = [m for m in net.modules() if not list(m.children())][-1]
+    last.register_forward_hook(lambda *_: ran.append(1))
     for index in (0, 4, 0):
-        look = inspect.write_view(net, x, tmp_path / "one", index, weights=known)
+        look = inspect.write_view(net, x, tmp_path / "one", index, known=known)
         assert look.layer == report.layers[index]
         for name in (look.layer.activation_picture, look.layer.weight_picture):
             assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "all" / name).read_bytes()
@@ -112,7 +114,23 @@ def test_one_layer_is_drawn_as_with_all_others(tmp_path):
     assert [(v.name, v.type, v.output_shape, v.parameters) for v in look.layers] == lines
     assert look.parameters == report.parameters
     assert len(list((tmp_path / "one").iterdir())) == 4
-    assert inspect.write_view(net, x, tmp_path / "one", 99, weights=known).layer is None
+    assert len(ran) == 2  # the first time, and for the last layer: else it ends at the layer
+    assert inspect.write_view(net, x, tmp_path / "one", 99, known=known).layer is None
+
+
+def test_a_network_whose_layers_follow_the_picture_is_listed_anew(tmp_path):
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.one(x) if x.sum() > 0 else self.other(self.one(x))
+
+    net, known = Chooses(), inspect.KnownViews()
+    for x, names in ((torch.ones(1, 2), ["one"]), (-torch.ones(1, 2), ["one", "other"])):
+        look = inspect.write_view(net, x, tmp_path, 1, known=known)
+        assert [line.name for line in look.layers] == names
 
 
 def test_views_of_a_whole_network(tmp_path):

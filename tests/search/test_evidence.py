@@ -47,17 +47,17 @@ class Searches:
         self.evidence = Evidence()
         self.cache = TimingCache()
         self.inspected: list[str] = []
-        inspect = search.Search._inspect
+        deviation = search.Search._deviation
 
         def inspected(self_: search.Search, candidate: search._Runnable) -> object:
             self.inspected.append(candidate.row.id)
-            return inspect(self_, candidate)
+            return deviation(self_, candidate)
 
         libraries = tuple(row for row in catalog.KERNELS if row.id in ALL)
         monkeypatch.setattr(catalog, "KERNELS", (*libraries, scratch.ROW))
         monkeypatch.setattr(search, "time_interleaved", self._race)
         monkeypatch.setattr(search, "glance", lambda runs, device: dict.fromkeys(runs, 1.0))
-        monkeypatch.setattr(search.Search, "_inspect", inspected)
+        monkeypatch.setattr(search.Search, "_deviation", inspected)
 
     def _race(
         self, runs: Mapping[str, Run], heats: Mapping[str, str], **_: object
@@ -94,7 +94,7 @@ class Searches:
 def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
     made = Searches(monkeypatch)
     made.times = {"linear.onednn": 10.0, "linear.mkl": 12.0, "linear.aten": 30.0,
-                  "linear.scratch": 14.0, "linear.scratch {'pieces': 2}": 11.0}  # fmt: skip
+                  "linear.scratch": 14.0, "linear.scratch {'pieces': 2}": 10.4}  # fmt: skip
     return made
 
 
@@ -107,7 +107,7 @@ def test_beside_a_searched_batch_only_what_was_near_runs(searches: Searches) -> 
     assert "linear.scratch {'pieces': 1}" in searches.ran
     second = searches.find(linear(16))
     assert searches.kernels == ALL - {"linear.aten"}  # it took three times the best's time
-    assert "linear.scratch {'pieces': 1}" not in searches.ran  # 1.27 times its kernel's best
+    assert "linear.scratch {'pieces': 1}" not in searches.ran  # 1.35 times its kernel's best
     assert next(iter(second)) == next(iter(first)) == "linear.onednn"
     left_out = second["linear.aten"]
     assert left_out.behind == 3.0
@@ -152,7 +152,7 @@ def test_of_long_calls_less_runs_where_all_threads_have_images(searches: Searche
     searches.find(linear(8 * threads))
     for batch in (16, 32):
         found = searches.find(linear(batch * threads))
-        # the best configuration of the scratch kernel took 1.1 times the best
+        # the best configuration of the scratch kernel took 1.04 times the best
         assert searches.kernels == {"linear.onednn", "linear.scratch"}
         assert {n for n, t in found.items() if t.behind} == far - {"linear.scratch"}
         assert found["linear.mkl"].behind == pytest.approx(1.2)

@@ -7,7 +7,7 @@ import torch
 
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
-from tessella.search.inputs import DRAWN, POOL, expose_errors, sample_inputs
+from tessella.search.inputs import DRAWN, POOL, Numbers, expose_errors, sample_inputs
 
 CPU = torch.device("cpu")
 
@@ -34,3 +34,23 @@ def test_inputs_are_as_the_problem_says(format: Format, pixels: int) -> None:
         tensor.zero_()  # a kernel may write into its inputs: nobody else sees it
     for first, second in zip(again, sample_inputs(problem, CPU), strict=True):
         assert torch.equal(first, second)
+
+
+def test_searches_of_a_build_read_the_same_memory_and_operands_do_not() -> None:
+    """Slices of one tensor lie in one, side by side; a larger problem does not change a smaller."""
+    whole = TensorMeta(shape=(4, 48, 20, 20), dtype="float32", format="channels_last")
+    thirds = (whole.part(1, 16),) * 3
+    dense = TensorMeta(shape=(4, 16, 20, 20), dtype="float32", format="channels_last")
+    problem = Problem(op="cat", inputs=(*thirds, dense), outputs=(whole,), attrs={"dim": 1})
+    numbers = Numbers()
+    first = sample_inputs(problem, CPU, numbers=numbers)
+    starts = [(t.data_ptr() - first[0].data_ptr()) // 4 for t in first]
+    assert starts == [0, 16, 32, 4 * 48 * 20 * 20]
+    before = [t.clone() for t in first]
+    large = TensorMeta(shape=(8, 64, 90, 90), dtype="float32")
+    sample_inputs(Problem(op="cat", inputs=(large,), outputs=(large,)), CPU, numbers=numbers)
+    for one, then, now in zip(
+        before, first, sample_inputs(problem, CPU, numbers=numbers), strict=True
+    ):
+        assert torch.equal(one, then)
+        assert torch.equal(one, now)

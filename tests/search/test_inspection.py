@@ -10,7 +10,14 @@ import torch
 from tessella.operations import problems
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tessella.search.inspection import exact_answers, inspect, wrong
+from tessella.search.inspection import (
+    deviation,
+    exact_answers,
+    inspect,
+    some_images,
+    too_far,
+    wrong,
+)
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -73,3 +80,30 @@ def test_many_wrong_steps_are_no_ties() -> None:
     flipped[::200] += 1
     assert looked_at(problem, flipped.to(torch.int8), exact) is None
     assert "deviates" in str(looked_at(problem, torch.zeros(1000, dtype=torch.int8), exact))
+
+
+def test_of_many_images_some_tell_whether_a_kernel_is_right() -> None:
+    """The first, one between and the last: one that is wrong, or not written, shows."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 3, 6, 5), torch.randn(4, 3, 3, 3)
+    metas = [TensorMeta(shape=tuple(t.shape), dtype="float32") for t in (x, weight)]
+    problem = replace(problems.conv(*metas, padding=1), constant=(1,))
+    images = some_images(problem)
+    assert images == [0, 4, 7]
+    assert some_images(replace(problem, constant=())) is None
+    assert some_images(problems.linear(metas[0], TensorMeta(shape=(2, 5), dtype="float32"))) is None
+    right = torch.nn.functional.conv2d(x.double(), weight.double(), padding=1)
+    exact = exact_answers(problem, {1: weight}, [x], images)
+    torch.testing.assert_close(exact[0], right[images])
+    out = torch.empty(right.shape)
+
+    def error(written: slice, factor: float = 1.0) -> float:
+        def run() -> torch.Tensor:
+            out[written] = factor * right[written].float()
+            return out
+
+        return deviation(run, exact, out, sliced=False, images=images)
+
+    assert too_far(error(slice(8)), problem) is None
+    assert too_far(error(slice(7)), problem) is not None
+    assert too_far(error(slice(8), 1.01), problem) is not None

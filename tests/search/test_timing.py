@@ -60,7 +60,7 @@ TAKEN: collections.Counter[str] = collections.Counter()
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is the sampler of its times."""
     TAKEN.clear()
-    monkeypatch.setattr(timing, "_sampler", lambda run, device: run)
+    monkeypatch.setattr(timing, "_sampler", lambda run, device, begun=None: run)
 
 
 @pytest.mark.usefixtures("simulated")
@@ -143,14 +143,22 @@ def test_a_second_sample_ends_what_is_behind_where_calls_are_long() -> None:
     assert found["behind"].time_us == 12_000.0
 
 
-@pytest.mark.parametrize("long", [True, False])
-def test_where_a_neighbour_has_told_two_runs_of_a_long_call_do(
-    long: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("names", "scale", "is_known", "again"),
+    [
+        ("abf", 1.0, True, "ab"),  # who has a rival near is run once more
+        ("af", 1.0, True, ""),  # without one, the first run told enough
+        ("a", 1.0, True, ""),
+        ("a", 1.0, False, "a"),
+        ("a", 0.1, True, "a"),
+    ],
+)
+def test_where_a_neighbour_has_told_few_runs_of_a_long_call_do(
+    names: str, scale: float, is_known: bool, again: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quicker counts: the first one may have found its memory cold."""
-    scale = 1.0 if long else 0.01
-    second = {"a": 10_000.0, "b": 9_000.0, "far": 1.0}
-    first = {"a": 10_500.0, "b": 11_000.0, "far": 14_000.0}
+    second = {"a": 10_000.0, "b": 9_000.0, "f": 1.0}
+    first = {"a": 10_500.0, "b": 11_000.0, "f": 14_000.0}
     called: collections.Counter[str] = collections.Counter()
 
     def watched(run: Callable[[], str], repeats: int = 1) -> Sample:
@@ -160,17 +168,35 @@ def test_where_a_neighbour_has_told_two_runs_of_a_long_call_do(
 
     monkeypatch.setattr(timing, "watched", watched)
     found = timing.time_interleaved(
-        {name: functools.partial(str, name) for name in first},
-        {name: name for name in first},
+        {name: functools.partial(str, name) for name in names},
+        {name: name for name in names},
         device=CPU,
         budget_s=0.0,
-        first={name: Sample(scale * time_us) for name, time_us in first.items()},
+        first={name: Sample(scale * first[name]) for name in names},
+        is_known=is_known,
     )
-    if long:
-        assert {n: t.time_us for n, t in found.items()} == {"a": 10_000, "b": 9_000, "far": 14_000}
-        assert called == {"a": 1, "b": 1}
-    else:  # short ones are timed as ever
-        assert min(called.values()) > 2
+    times = {n: scale * (second if n in again else first)[n] for n in names}
+    assert {n: t.time_us for n, t in found.items()} == times
+    assert called == dict.fromkeys(again, 1)
+
+
+def test_first_runs_of_long_calls_are_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of shorter ones may have found the caches cold: these are timed as ever."""
+    called: collections.Counter[str] = collections.Counter()
+
+    def watched(run: Callable[[], str], repeats: int = 1) -> Sample:
+        called[run()] += 1
+        return Sample(time_us)
+
+    monkeypatch.setattr(timing, "watched", watched)
+    runs = {name: functools.partial(str, name) for name in "ab"}
+    for time_us, taken in ((10_000.0, 2), (1000.0, 3)):
+        called.clear()
+        timing.time_interleaved(
+            runs, {n: n for n in runs}, device=CPU, budget_s=0.0,
+            first={n: Sample(time_us) for n in runs},
+        )  # fmt: skip
+        assert called == {"a": taken, "b": taken}
 
 
 @pytest.mark.parametrize(("call_us", "calls"), [(2000.0, 1), (100.0, 2)])

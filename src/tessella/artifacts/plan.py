@@ -37,7 +37,7 @@ from tessella.core.compiled import CompiledKernel, CompiledKernels
 from tessella.core.device import suiting
 from tessella.core.dtype import PRECISIONS, plain_precision
 from tessella.core.errors import ArtifactError, CorruptArtifact
-from tessella.core.record import canonical_json, from_plain, parse_json
+from tessella.core.record import canonical_json, from_plain, parse_json, records_from_plain
 from tessella.core.spec import DimRange
 
 if TYPE_CHECKING:
@@ -430,7 +430,7 @@ def _lines(cls: type[R], content: bytes, where: str) -> tuple[R, ...]:
             seen=f"{len(records)} in {len(lines)}",
             fix="build the plan again",
         )
-    return tuple(from_plain(cls, record, where=where) for record in records)
+    return records_from_plain(cls, records, where=where)
 
 
 def _compiled(manifest: Manifest, members: Mapping[str, bytes], where: str) -> CompiledKernels:

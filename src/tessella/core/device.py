@@ -6,6 +6,7 @@ spared its 500 MB.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -270,6 +271,7 @@ def described(target: str) -> Fingerprint:
     )
 
 
+@functools.cache
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +22,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(m in str(error) for m in _CPU_MESSAGES)
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Inside, Python does not look for cycles: to read a plan makes 100,000 objects, none in one,
+    and to look at all of torch's again for that took a tenth of loading.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -57,7 +58,7 @@ class TensorMeta:
         one = len(self.shape) == 4 and (self.shape[1] == 1 or self.shape[2:] == (1, 1))
         return self.format == format or (one and self.format != "strided")
 
-    @property
+    @functools.cached_property
     def dense_strides(self) -> tuple[int, ...]:
         """The strides that shape and format give a dense tensor; ``strided`` counts as contiguous.
 
@@ -89,7 +90,7 @@ class TensorMeta:
             return dense
         return TensorMeta(shape=shape, dtype=self.dtype, format="strided", strides=strides)
 
-    @property
+    @functools.cached_property
     def extent(self) -> int:
         """Bytes from the first number to the end of the last, through gaps of a larger tensor."""
         steps = zip(self.shape, self.strides or self.dense_strides, strict=True)

@@ -23,7 +23,7 @@ from tessella.core.count import numbered
 from tessella.core.device import torch_device, using
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, InputError, UsageError
-from tessella.core.memory import is_out_of_memory
+from tessella.core.memory import is_out_of_memory, without_collecting
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
 from tessella.device.ahead_of_time import PlanKernels, collecting, kernel_cache, using_kernels
@@ -78,7 +78,7 @@ def load(
         ArtifactError: the file cannot be trusted, or the self-test fails.
         UsageError: there is no such device.
     """
-    with using(device):
+    with using(device), without_collecting():
         plan = source if isinstance(source, Plan) else load_plan(source)
         engine = Engine(plan, compiled=compiled)
         if self_test:
@@ -218,12 +218,19 @@ class Engine:
                 with (
                     enough_memory(binders.plan, self.device),
                     using_kernels(self.machine_code),
-                    torch.device(self.device),  # whatever device the caller's tensors are made on
+                    self._by_default(),
                 ):
                     self._bound[batch] = binders.bound(batch)
                 if not binders.of:
                     self._binders = None
             return self._bound[batch]
+
+    def _by_default(self) -> AbstractContextManager[object]:
+        """Tensors are made on the engine's device, whatever the caller's default is. That context
+        costs a microsecond for each of torch's calls, a tenth of loading: mostly it is not needed.
+        """
+        same = torch.get_default_device() == self.device
+        return nullcontext() if same else torch.device(self.device)
 
     def warm_up(self) -> None:
         """Get the programs of all batch sizes ready: then no first call of one takes longer, and

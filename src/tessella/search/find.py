@@ -33,8 +33,15 @@ from tessella.search.buffers import allocated
 from tessella.search.compile_ahead import compile_ahead, crashed
 from tessella.search.evidence import NEAR, Candidate, Evidence, Shortlist
 from tessella.search.fewer_images import with_fewer_images
-from tessella.search.inputs import expose_errors, joined, place, sample_inputs
-from tessella.search.inspection import exact_answers, inspect, wrong
+from tessella.search.inputs import expose_errors, joined, place, sample_inputs, touch
+from tessella.search.inspection import (
+    deviation,
+    exact_answers,
+    inspect,
+    some_images,
+    too_far,
+    wrong,
+)
 from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried, require_one
 
@@ -246,6 +253,7 @@ class Search:
         self._inputs = inputs
         self._short_of_memory: set[str] = set()  # rows
         self._out: torch.Tensor | None = None
+        self._listed: dict[tuple[str, ...], Shortlist] = {}  # by the rows that were asked for
         self._is_first_size = False  # of a layer that takes long: few images have told of it alone
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -295,9 +303,13 @@ class Search:
     def _shortlist(self, rows: Sequence[Kernel]) -> Shortlist:
         if self._evidence is None or self._options.inspect:
             return Shortlist()
-        configs = {row: self.configs(row) for row in rows}
-        images = torch.get_num_threads() if self._device.type == "cpu" else None
-        return self._evidence.shortlist(self._problem, configs, images=images)
+        asked = tuple(row.id for row in rows)
+        if asked not in self._listed:
+            configs = {row: self.configs(row) for row in rows}
+            images = torch.get_num_threads() if self._device.type == "cpu" else None
+            found = self._evidence.shortlist(self._problem, configs, images=images)
+            self._listed[asked] = found
+        return self._listed[asked]
 
     def _search_fewer_images(self, rows: Sequence[Kernel]) -> None:
         """Search the same layer with few images before, where many take long and none are known.
@@ -322,6 +334,7 @@ class Search:
                 evidence=self._evidence,
             )
             self._is_first_size = True
+        self._listed = {}
 
     def first_candidates(self, rows: list[Kernel]) -> list[Candidate]:
         """The first configuration of each kernel."""
@@ -374,7 +387,8 @@ class Search:
 
     def _measured(self, rows: list[Kernel]) -> list[Trial]:
         if self._inputs is None or not expose_errors(self._inputs):
-            self._inputs = sample_inputs(self._problem, self._device)
+            shared = None if self._evidence is None else self._evidence.numbers
+            self._inputs = sample_inputs(self._problem, self._device, numbers=shared)
         if self._problem.in_place:
             self._inputs, self._out = joined(self._problem, self._inputs, self._device)
         with as_in_a_plan(self._problem, self._target):
@@ -384,8 +398,7 @@ class Search:
             runnable = _runnable(tried)
             first = {name: one.first for name, one in runnable.items() if one.first is not None}
             # Few images tell which kernels are far behind, not which of the near ones is first: by
-            # two runs each, a DenseNet-121's plan for 8 images was 4 to 7 % slower. One without a
-            # rival is run twice, too: a step and its slice are compared by like times.
+            # two runs each, a DenseNet-121's plan for 8 images was 4 to 7 % slower.
             is_known = self._shortlist(rows).steady and not self._is_first_size
             timings = time_interleaved(
                 {name: one.run for name, one in runnable.items()},
@@ -393,9 +406,10 @@ class Search:
                 device=self._device,
                 budget_s=self._options.budget_s,
                 far=math.inf if self._options.inspect else FAR,
-                first=first if len(first) == 1 or is_known else None,
+                first=first,
+                is_known=is_known,
             )
-            trials = [self._trial(row, tried, timings) for row in rows]
+            trials = [self._trial(row, rows, tried, timings) for row in rows]
             return trials if self._options.inspect else self._winner_checked(trials, runnable)
 
     def _worth_running(self, rows: list[Kernel]) -> list[Candidate]:
@@ -427,7 +441,11 @@ class Search:
         return {f"{row.id} {config}": self._prepare(row, config) for row, config in candidates}
 
     def _trial(
-        self, row: Kernel, prepared: Mapping[str, _Runnable | Tried], timings: Mapping[str, Timing]
+        self,
+        row: Kernel,
+        rows: Sequence[Kernel],
+        prepared: Mapping[str, _Runnable | Tried],
+        timings: Mapping[str, Timing],
     ) -> Trial:
         """The kernel's best configuration, with what is known about the others."""
         tried: list[Tried] = []
@@ -442,7 +460,7 @@ class Search:
             time_us = timings[name].time_us
             tried.append(Tried(config=config, time_us=time_us))
             ran.append((time_us, len(tried), one))
-        if not ran and not tried and (behind := self._behind(row)):
+        if not ran and not tried and (behind := self._behind(row, rows)):
             far = f"takes {behind:.1f} times the fastest's time or more on a problem like this one"
             return Trial(kernel=row.id, refused=far, behind=behind)
         if not ran:
@@ -464,11 +482,11 @@ class Search:
             noisy=timing.noisy,
         )
 
-    def _behind(self, row: Kernel) -> float | None:
-        """How far a kernel is behind that was left out; None if it was not."""
+    def _behind(self, row: Kernel, rows: Sequence[Kernel]) -> float | None:
+        """How far a kernel of these is behind that was left out; None if it was not."""
         if self._evidence is None or not self.configs(row):
             return None
-        return self._shortlist([row]).behind.get(row.id, NEAR)
+        return self._shortlist(rows).behind.get(row.id, NEAR)
 
     def _winner_checked(
         self, trials: list[Trial], runnable: Mapping[str, _Runnable]
@@ -480,7 +498,7 @@ class Search:
             winner = runnable[f"{best.kernel} {best.config}"]
             if winner.row.source not in OWN or self._has_shown_right(winner):
                 break
-            reason = wrong(self._inspect(winner), self._problem)
+            reason = too_far(self._deviation(winner), self._problem)
             if reason is None:
                 if self._evidence is not None:
                     self._evidence.add_right(self._problem, best.kernel, best.config)
@@ -522,6 +540,7 @@ class Search:
         if row.writes_out:
             if self._out is None:
                 self._out = place(self._problem.output, self._device)
+                touch(self._out)
             buffers["out"] = self._out
         return buffers
 
@@ -575,5 +594,24 @@ class Search:
 
     def _inspect(self, candidate: _Runnable) -> Inspection:
         out = self._out if candidate.row.writes_out else None
-        sliced = out is not None and self._problem.output.strides is not None
-        return inspect(candidate.run_first, self._exact, out, sliced=sliced)
+        return inspect(candidate.run_first, self._exact, out, sliced=self._is_sliced)
+
+    @property
+    def _is_sliced(self) -> bool:
+        """Whether results lie in a slice of a larger tensor."""
+        return self._out is not None and self._problem.output.strides is not None
+
+    @functools.cached_property
+    def _some_exact(self) -> tuple[torch.Tensor, ...]:
+        return exact_answers(self._problem, self._constants, self._inputs or (), self._some)
+
+    @functools.cached_property
+    def _some(self) -> list[int] | None:
+        """The images whose exact answers are asked for: float64 takes a CPU long."""
+        return some_images(self._problem) if self._device.type == "cpu" else None
+
+    def _deviation(self, candidate: _Runnable) -> float:
+        out = self._out if candidate.row.writes_out else None
+        return deviation(
+            candidate.run_first, self._some_exact, out, sliced=self._is_sliced, images=self._some
+        )

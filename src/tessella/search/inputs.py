@@ -13,14 +13,40 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta, memory_format
 
 POOL = 1_000_003  # numbers that are drawn; a prime
-POOLS = 4
 DRAWN = 1 << 12  # numbers of a smaller tensor are its own
+PAGE = 4096  # bytes, of memory that a system gives at once
+LINE = 16  # numbers of a cache line: where a tensor of drawn ones begins
+
+
+class Numbers:
+    """Normal numbers that all searches of a build read: to lay them out for each anew took a
+    twentieth of DenseNet-121's build.
+
+    They are those of a pool, again and again: drawing them takes longer on a CPU than many a
+    kernel. The pool's length is prime, so that images and rows are not alike.
+    """
+
+    def __init__(self) -> None:
+        self._flat, self._filled = torch.empty(0), 0
+
+    def first(self, count: int) -> torch.Tensor:
+        """So many of them, which nobody may change."""
+        if count > len(self._flat):
+            self._flat, self._filled = torch.empty(0), 0  # let go before asking for more
+            room = 4 * (count + count // 2)  # of which the system gives what is written
+            self._flat = empty_bytes(room, torch.device("cpu")).view(torch.float32)
+        for start in range(self._filled // POOL * POOL, count, POOL):
+            self._flat[start : start + POOL] = _pool()[: len(self._flat) - start]
+            self._filled = start + POOL
+        return self._flat[:count]
 
 
 def sample_inputs(
     problem: Problem,
     device: torch.device,
     strides: Mapping[int, tuple[int, ...]] | None = None,
+    *,
+    numbers: Numbers | None = None,
 ) -> list[torch.Tensor]:
     """Every input that is not a constant: normal numbers, int8 over its range, indices zero.
 
@@ -28,9 +54,10 @@ def sample_inputs(
 
     Args:
         strides: by position, the strides of views, where the problem does not say them.
+        numbers: what the searches of a build share: the inputs may then not be changed.
     """
     generator = torch.Generator(device).manual_seed(0)
-    pools = iter(range(len(problem.inputs)))
+    drawn = _Drawn(numbers or Numbers(), problem) if device.type == "cpu" else None
 
     def sample(meta: TensorMeta) -> torch.Tensor:
         dtype = getattr(torch, meta.dtype)
@@ -41,9 +68,12 @@ def sample_inputs(
             if problem.attr("non_negative"):
                 made.abs_()
         elif dtype.is_floating_point:
-            made = _normal(meta, generator, next(pools))
+            lies = meta.strides is not None and not problem.attr("non_negative")
+            if drawn is not None and lies and dtype == torch.float32:
+                return drawn.lying(meta)
+            made = _normal(meta, generator, drawn)
             if problem.attr("non_negative"):
-                made.abs_()
+                made = made.abs()
         elif dtype == torch.bool:
             made = torch.rand(meta.shape, generator=generator, device=device) > 0.5
         else:
@@ -79,32 +109,65 @@ def place(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return flat.view(images, *pixels, channels).movedim(-1, 1)
 
 
-def _normal(meta: TensorMeta, generator: torch.Generator, pool: int) -> torch.Tensor:
-    """Normal numbers, dense in the order of the format, a slice's as its whole is.
-
-    Of a large tensor on a CPU those of a pool, again and again: drawing them takes longer there
-    than many a kernel. The pool's length is prime, so that images and rows are not alike.
-
-    Args:
-        pool: its number: operands have different ones.
+class _Drawn:
+    """The numbers of one search on a CPU: each operand has the next ones, and slices of one tensor
+    are slices of one.
     """
-    count, device = math.prod(meta.shape), generator.device
-    if device.type != "cpu" or count <= DRAWN:
-        return torch.randn(meta.shape, generator=generator, device=device)
-    flat = empty_bytes(4 * count, device).view(torch.float32)
-    drawn = _pool(pool % POOLS)
-    for start in range(0, count, POOL):
-        flat[start : start + POOL] = drawn[: count - start]
+
+    def __init__(self, numbers: Numbers, problem: Problem) -> None:
+        computed = [m for i, m in enumerate(problem.inputs) if i not in problem.constant and m]
+        counts = [math.prod(m.shape) for m in computed if m.strides is None]
+        counts += [_whole(m) for m in {m.strides: m for m in computed if m.strides}.values()]
+        self._all, self._start = numbers.first(sum(map(_in_lines, counts))), 0
+        self._wholes: dict[Sequence[int], tuple[torch.Tensor, int]] = {}  # and what of it is taken
+
+    def next(self, count: int) -> torch.Tensor:
+        taken = self._all[self._start : self._start + count]
+        self._start += _in_lines(count)
+        return taken if len(taken) == count else Numbers().first(count)  # of a view that reaches on
+
+    def lying(self, meta: TensorMeta) -> torch.Tensor:
+        """A slice: the next one of a tensor that has its strides."""
+        strides = meta.strides or ()
+        whole, start = self._wholes.get(strides) or (self.next(_whole(meta)), 0)
+        if start + meta.extent // meta.itemsize > len(whole):  # they are not of one tensor
+            start = 0
+        self._wholes[strides] = whole, start + meta.shape[1] * strides[1]
+        return whole[start:].as_strided(meta.shape, strides)
+
+
+def _whole(meta: TensorMeta) -> int:
+    """Numbers of the tensor that a slice is one of."""
+    return max(d * s for d, s in zip(meta.shape, meta.strides or (), strict=True))
+
+
+def _in_lines(count: int) -> int:
+    return -(-count // LINE) * LINE
+
+
+def _normal(meta: TensorMeta, generator: torch.Generator, drawn: _Drawn | None) -> torch.Tensor:
+    """Normal numbers, dense in the order of the format, a slice's as its whole is."""
+    count = math.prod(meta.shape)
+    if drawn is None or count <= DRAWN:
+        return torch.randn(meta.shape, generator=generator, device=generator.device)
+    flat = drawn.next(count)
     if meta.format == "contiguous" or meta.pixel_pitch is None:
         return flat.view(meta.shape)
     images, channels, *pixels = meta.shape
     return flat.view(images, *pixels, channels).permute(0, 3, 1, 2)
 
 
-@functools.lru_cache(maxsize=POOLS)
-def _pool(number: int) -> torch.Tensor:
-    """Kept: to draw one takes 6 ms (an EPYC), more than many a search of ours runs kernels."""
-    return torch.randn(POOL, generator=torch.Generator().manual_seed(number))
+@functools.cache
+def _pool() -> torch.Tensor:
+    """Kept: to draw it takes 6 ms (an EPYC), more than many a search of ours runs kernels."""
+    return torch.randn(POOL, generator=torch.Generator().manual_seed(0))
+
+
+def touch(tensor: torch.Tensor) -> None:
+    """Have a host give a new tensor its memory now: else who first writes there takes longer."""
+    if tensor.device.type == "cpu":
+        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        memory[::PAGE].zero_()
 
 
 def expose_errors(inputs: Sequence[torch.Tensor]) -> bool:

@@ -17,6 +17,7 @@ from tessella.search.buffers import POISON, whole, wrote_beside
 from tessella.search.timing import Run
 from tessella.search.tuning import Inspection
 
+BY_IMAGE, SOME = ("conv2d",), 3  # operations whose images know nothing of each other; some of them
 # Largest error over the largest value that a kernel may show, by input type; tf32 has its own.
 TOLERANCES = {
     "float32": 1e-4,
@@ -35,11 +36,20 @@ ROUNDING = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 
 
 def exact_answers(
-    problem: Problem, constants: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    images: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results in float64; as they would be stored where they are integers, and no larger than
     fp8 holds.
+
+    Args:
+        images: those of ``some_images``; None for all.
     """
+    if images is not None:
+        count = problem.output.shape[0]
+        inputs = [t[list(images)] if t.shape[0] == count else t for t in inputs]
     operands = [exactly(t) for t in problem.operands(constants, inputs)]
     made = operation(problem.op).call(operands, problem.attrs)
     dtypes = (getattr(torch, meta.dtype) for meta in problem.outputs)
@@ -55,9 +65,40 @@ def _stored(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return exact.double()
 
 
+def some_images(problem: Problem) -> list[int] | None:
+    """The images of a convolution that tell whether a kernel is right: what is built of it is asked
+    for all. None where that is not so, or there are no more.
+    """
+    images = problem.output.shape[0] if problem.op in BY_IMAGE else 0
+    return [0, images // 2, images - 1] if images > SOME and problem.is_constant("weight") else None
+
+
 def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The same values in float64; a mask of bools is one, not numbers to add."""
     return tensor if tensor is None or tensor.dtype == torch.bool else tensor.double()
+
+
+def deviation(
+    run: Run,
+    exact: Sequence[torch.Tensor],
+    out: torch.Tensor | None,
+    *,
+    sliced: bool,
+    images: Sequence[int] | None = None,
+) -> float:
+    """The error of ``inspect`` alone, by one run.
+
+    Args:
+        images: those that ``exact`` has; None for all.
+    """
+    if out is not None:
+        whole(out).fill_(POISON)
+    made = _results(run())
+    if out is not None and sliced and wrote_beside(out):
+        return math.inf
+    if images is not None:
+        made = tuple(result[list(images)] for result in made)
+    return _largest([_error(one, right) for one, right in zip(made, exact, strict=True)])
 
 
 def inspect(
@@ -95,15 +136,16 @@ def deviates(
     problem: Problem, made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> str | None:
     """How far results are from the exact ones, where that is more than the problem allows."""
-    return _wrong(_largest([_error(m, r) for m, r in zip(made, exact, strict=True)]), problem)
+    return too_far(_largest([_error(m, r) for m, r in zip(made, exact, strict=True)]), problem)
 
 
 def wrong(inspection: Inspection, problem: Problem) -> str | None:
     """Why an answer is not the problem's, or None."""
-    return _wrong(inspection.max_rel_error, problem)
+    return too_far(inspection.max_rel_error, problem)
 
 
-def _wrong(error: float, problem: Problem) -> str | None:
+def too_far(error: float, problem: Problem) -> str | None:
+    """Why an answer with this error is not the problem's, or None."""
     if error <= tolerance(problem):  # and no NaN
         return None
     beside = error == math.inf

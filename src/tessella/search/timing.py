@@ -111,18 +111,26 @@ def time_interleaved(
     budget_s: float = 0.02,
     far: float = math.inf,
     first: Mapping[str, Sample] | None = None,
+    is_known: bool = False,
 ) -> dict[str, Timing]:
     """``measure``, but a call much slower than the best of its heat is sampled only once.
 
     Args:
         heats: the heat of each run: here, the kernel that it is one configuration of.
         far: a heat whose best takes this many times the best of all is not run to the end either.
-        first: a sample of each, where little is left to be told: of calls that take ``SURE_S`` or
-            longer, one more of each that is near tells, and the quicker of the two counts.
+        first: the first run of each on a CPU, which counts as a sample of calls that take
+            ``SURE_S``.
+        is_known: that little is left to be told: of calls that take ``SURE_S`` or longer, one more
+            of each that is near tells, and the quicker of the two counts; one without a rival was
+            run often enough. One without a rival, of shorter calls, is run once more.
     """
-    if first and min(sample.time_us for sample in first.values()) >= 1e6 * SURE_S:
+    shortest_s = 1e-6 * min((sample.time_us for sample in (first or {}).values()), default=0.0)
+    if first and shortest_s >= (SURE_S if len(first) > 1 else LONG_S) and is_known:
         return _twice(runs, first)
-    samplers = {name: _sampler(run, device) for name, run in runs.items()}
+    if first and len(first) == 1 and shortest_s >= SURE_S:  # a step and its slice, by like times
+        return {n: _timing([min(s, watched(runs[n]), key=_time_us)]) for n, s in first.items()}
+    begun = first if first and shortest_s >= SURE_S else {}
+    samplers = {name: _sampler(run, device, begun.get(name)) for name, run in runs.items()}
     sampled = {name: _once(sampler) for name, sampler in samplers.items()}
     once = {name: _timing(samples) for name, samples in sampled.items()}
     best: dict[str, float] = {}
@@ -139,15 +147,19 @@ def time_interleaved(
     is_long = device.type == "cpu" and quickest_us >= 1e6 * LONG_S
     if is_long and len(close) == 1 and quickest_us >= 1e6 * SURE_S:
         return once
-    begun = {name: sampled[name] for name in close} if is_long else {}
-    return once | _rounds(close, budget_s * min(1.0, max(0, len(close) - 1) / ENOUGH), begun)
+    rounds = {name: sampled[name] for name in close} if is_long else {}
+    return once | _rounds(close, budget_s * min(1.0, max(0, len(close) - 1) / ENOUGH), rounds)
 
 
 def _twice(runs: Mapping[str, Run], first: Mapping[str, Sample]) -> dict[str, Timing]:
-    """The quicker of two samples of each call, the second taken where the first was near."""
-    limit_us = AGAIN * min(sample.time_us for sample in first.values())
+    """The quicker of two samples of each call, the second taken where the first had a rival near,
+    or was short.
+    """
+    quickest_us = min(sample.time_us for sample in first.values())
+    near = [name for name, sample in first.items() if sample.time_us <= AGAIN * quickest_us]
+    again = near if len(near) > 1 or quickest_us < 1e6 * SURE_S else []
     samples = {
-        name: [sample, *([watched(runs[name])] if sample.time_us <= limit_us else [])]
+        name: [sample, *([watched(runs[name])] if name in again else [])]
         for name, sample in first.items()
     }
     return {name: _timing([min(taken, key=_time_us)]) for name, taken in samples.items()}
@@ -157,8 +169,8 @@ def _time_us(sample: Sample) -> float:
     return sample.time_us
 
 
-def _sampler(run: Run, device: torch.device) -> Sampler:
-    return _cuda_sampler(run, device) if device.type == "cuda" else _cpu_sampler(run)
+def _sampler(run: Run, device: torch.device, begun: Sample | None = None) -> Sampler:
+    return _cuda_sampler(run, device) if device.type == "cuda" else _cpu_sampler(run, begun)
 
 
 def _once(sampler: Sampler) -> list[Sample]:
@@ -266,8 +278,8 @@ def watched(run: Run, repeats: int = 1, *, computes: bool = True) -> Sample:
     return Sample(1e6 * taken_s / repeats, disturbed)
 
 
-def _cpu_sampler(run: Run) -> Sampler:
-    first = watched(run)
+def _cpu_sampler(run: Run, begun: Sample | None = None) -> Sampler:
+    first = begun or watched(run)
     once_s = 1e-6 * first.time_us
     long = [first] if once_s >= LONG_S else []
     if not long:  # the first call may have found its data and code outside the caches

@@ -148,6 +148,10 @@ class TimingCache:
         return self
 
 
+class NotInLock(UsageError):
+    """A lock does not say what a build has to know."""
+
+
 class Lock(TimingCache):
     """A timing cache that records the trials by which a build was decided.
 
@@ -169,7 +173,7 @@ class Lock(TimingCache):
             self._used[device, problem, kernel, version] = found
         elif self._complete:
             here = any(key[0] == device for key in self._trials)
-            raise UsageError(
+            raise NotInLock(
                 "the lock does not hold what this build has to know",
                 seen=f"no time of {kernel} (version {version}) for a problem of this network"
                 if here

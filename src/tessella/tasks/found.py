@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from tessella.artifacts.dataset import SkippedFile
 
 
 @dataclass(frozen=True, slots=True)

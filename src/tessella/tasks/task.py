@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tessella.artifacts.checkpoint import Answering
 from tessella.core.pictures import Pixels
@@ -28,6 +27,7 @@ from tessella.tasks.thing import Thing
 from tessella.tasks.view import View
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from torch import Tensor
 
 Numbers = Mapping[str, tuple[float, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -119,13 +120,16 @@ def apply(
     emit: Emit,
     name: str,
     joined: Slices | None = None,
+    most_us: float = math.inf,
 ) -> list[Choice]:
     """A choice for each node of ``graph`` (concrete shapes), in order; equal problems run once.
 
     Args:
         joined: values that shall lie in others.
+        most_us: behind the node with which the choices take so long, no more are made.
     """
-    choices = []
+    choices: list[Choice] = []
+    taken_us = 0.0
     known: dict[str, tuple[Trial, ...]] = {}
     slices = views(graph, formats) | (joined or {})
     problems = problems_of(graph, formats, tuner.math, slices)
@@ -150,6 +154,9 @@ def apply(
         made = {v.name: slices[v.name] for v in node.outputs if v.name in slices}
         choices.append(Choice(node=node, problem=problem, trials=known[key], slices=made))
         emit(progress(name, done + 1, len(graph.nodes)))
+        taken_us += cost_us(choices[-1:])
+        if taken_us >= most_us:
+            break
     return choices
 
 

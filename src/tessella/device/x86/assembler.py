@@ -11,7 +11,7 @@ and 2.7 (EVEX), the opcodes in its chapters 3 to 5.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +97,9 @@ class At:
         return f"[{self.base}{index}{sign}{abs(self.distance):#x}]"
 
 
+_WRITTEN: dict[tuple[object, ...], tuple[list[str], bytes]] = {}  # as text and code, by ``once``
+
+
 class Assembler:
     """Instructions, one method each; ``listing`` has them as text, as ``objdump`` says them.
 
@@ -123,6 +126,20 @@ class Assembler:
         for end, label in self._jumps:
             struct.pack_into("<i", code, end - 4, self._labels[label] - end)
         return bytes(code)
+
+    def once(self, key: tuple[object, ...], write: Callable[[], None]) -> None:
+        """Instructions without labels that this process writes once for each key: half of what the
+        convolutions of a network are made of.
+        """
+        named = self.instructions, *key
+        if named not in _WRITTEN:
+            lines, begin = len(self.listing), len(self._code)
+            write()
+            _WRITTEN[named] = self.listing[lines:], bytes(self._code[begin:])
+            return
+        listing, code = _WRITTEN[named]
+        self.listing += listing
+        self._code += code
 
     # labels and jumps
 

@@ -247,8 +247,7 @@ class _Tiles(Tiles):
         a.load("rcx", kept(PANEL))
         a.store_number(kept(TAPS), self.taps)
         a.label(f"{name} tap")
-        for p in range(pixels):
-            self._address(a, POINTERS[p], p)
+        a.once(("addresses", pixels), lambda: self._addresses(a, pixels))
         a.add("rbp", 4 * pixels)
         self._multiply(a, f"{name} channel", pixels, number)
         a.add_to_stored(kept(TAPS), -1)
@@ -267,13 +266,21 @@ class _Tiles(Tiles):
 
     def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
         """The pass's words of the tile's pixels under one tap."""
-        multiply = "vdpbf16ps" if self.size == 2 else "vfmadd231ps"
-        taken, spread = self._taken, self._taken + self.vectors
-        spreads = min(2, self.isa.vectors - spread)
         unrolled = next(n for n in range(UNROLLED, 0, -1) if self.depth % n == 0)
         a.set("rdx", number * self.depth * WORD)
         a.label(label)
-        for word in range(unrolled):
+        key = "multiply", self.size, self.vectors, self.pixels, pixels, unrolled
+        a.once(key, lambda: self._products(a, pixels, unrolled))
+        a.add("rcx", unrolled * self.width * WORD)
+        a.add("rdx", unrolled * WORD)
+        a.compare("rdx", (number + 1) * self.depth * WORD)
+        a.jump_if("jne", label)
+
+    def _products(self, a: Assembler, pixels: int, words: int) -> None:
+        multiply = "vdpbf16ps" if self.size == 2 else "vfmadd231ps"
+        taken, spread = self._taken, self._taken + self.vectors
+        spreads = min(2, self.isa.vectors - spread)
+        for word in range(words):
             for v in range(self.vectors):
                 distance = (word * self.vectors + v) * self.isa.vector_bytes
                 a.load_vector(taken + v, At(base="rcx", distance=distance))
@@ -282,10 +289,6 @@ class _Tiles(Tiles):
                 a.broadcast(of_pixel, At(base=POINTERS[p], index="rdx", distance=word * WORD))
                 for v in range(self.vectors):
                     a.vector(multiply, p * self.vectors + v, taken + v, of_pixel)
-        a.add("rcx", unrolled * self.width * WORD)
-        a.add("rdx", unrolled * WORD)
-        a.compare("rdx", (number + 1) * self.depth * WORD)
-        a.jump_if("jne", label)
 
     def _begin(self, a: Assembler, pixels: int) -> None:
         """The sums, which begin as the bias of the panel."""
