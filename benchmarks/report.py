@@ -37,7 +37,7 @@ def document(target: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _without_paths(arguments: Sequence[str]) -> list[str]:
     """The command's arguments without paths of this machine and words about it."""
     parser = argparse.ArgumentParser(add_help=False)
-    for option in ("--out", "--cache", "--about"):
+    for option in ("--out", "--cache", "--about", "--alone"):
         parser.add_argument(option)
     return parser.parse_known_args(arguments)[1]
 

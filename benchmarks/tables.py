@@ -97,7 +97,15 @@ def page() -> str:
     for name, machine, about in PLANS:
         parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
-    parts += [*_training(), *_detection(), *_serving(), *_gpu_serving(), *_coverage(), *_catalog()]
+    parts += [
+        *_training(),
+        *_detection(),
+        *_boxes_and_masks(),
+        *_serving(),
+        *_gpu_serving(),
+        *_coverage(),
+        *_catalog(),
+    ]
     return "\n".join(parts)
 
 
@@ -307,6 +315,31 @@ def detectors(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[objec
         for row in rows
     ]  # fmt: skip
     return ("precision", "plan", "peers", "ratio", "steps", "error"), lines
+
+
+def _boxes_and_masks() -> Iterator[str]:
+    """Networks that answer boxes and scores of pixels, beside eager PyTorch and torch.compile."""
+    yield "## Boxes and masks on a GPU: `masks-sm_90.json`\n"
+    yield (
+        "From float32 pictures on the GPU to float32 answers there, what follows the network"
+        " included; weights that nobody trained, 80 classes of boxes, 20 of pixels. Both peers are"
+        " replayed from a CUDA graph.\n"
+    )
+    lines, origins = [], []
+    for number, run in enumerate(_runs("masks-sm_90.json"), 1):
+        lines += [
+            (row["network"], f"{row['size']}²", row["precision"], row["batch"], _ms(row, "plan"),
+             _peers(row), f"{row['ratio']:.2f}", row["steps"],
+             f"{row['error'] / row['largest']:.1e}", number)
+            for row in run["rows"]
+        ]  # fmt: skip
+        origins.append(f"{number}. {_origin(run)}\n")
+    head = (
+        "network", "pictures", "precision", "batch", "plan", "peers", "ratio", "steps", "error",
+        "run",
+    )  # fmt: skip
+    yield markdown(head, lines) + "\n"
+    yield from origins
 
 
 # --- over HTTP ------------------------------------------------------------------------------------

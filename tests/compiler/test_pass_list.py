@@ -97,7 +97,9 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
     assert runs("cpu", "bf16") == always | {"lower_precision", "mark_non_negative"}
     rounds = always | {"insert_quantization", "lower_quantization"}
     assert runs("cpu", "int8") == rounds | {"mark_non_negative"}
-    gpu = {"pad_channels", "lower_precision", "widen_results", "mark_sparse_weights"}
+    gpu = {
+        "pad_channels", "lower_precision", "keep_pixels", "widen_results", "mark_sparse_weights"
+    }  # fmt: skip
     assert runs("sm_90", "int8") == rounds | gpu
 
 
