@@ -276,6 +276,10 @@ class _Tiles(Tiles):
         a.compare("rdx", (number + 1) * self.depth * WORD)
         a.jump_if("jne", label)
 
+    def _addresses(self, a: Assembler, pixels: int) -> None:
+        for p in range(pixels):
+            self._address(a, POINTERS[p], p)
+
     def _products(self, a: Assembler, pixels: int, words: int) -> None:
         multiply = "vdpbf16ps" if self.size == 2 else "vfmadd231ps"
         taken, spread = self._taken, self._taken + self.vectors

@@ -355,10 +355,6 @@ class Tiles(ABC):
             tile(f"{name}, rest", self.rest)
         a.label(f"{name}, end")
 
-    def _addresses(self, a: Assembler, pixels: int) -> None:
-        for p in range(pixels):
-            self._address(a, POINTERS[p], p)
-
     def _address(self, a: Assembler, register: str, pixel: int) -> None:
         """Where a pixel of the tile reads under the tap whose places rbp names."""
         a.load_short(register, At(base="rbp", distance=4 * pixel))
