@@ -11,6 +11,8 @@ is copied, and what follows knows how its numbers lie.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tessella.graph.graph import Graph, Node, Value
 
 
@@ -36,9 +38,9 @@ def apply(graph: Graph) -> int:
             dims, between = (0, 3, 1, 2), (n, h, w, c)
         result = reader.output
         made = Value(graph.fresh_name(f"{x.name}.pixels"), x.dtype, between)
-        turn, cut = {"dims": dims}, {"shape": result.shape if node.op == "reshape" else between}
         first, then = ("permute", "reshape") if node.op == "reshape" else ("reshape", "permute")
-        attrs = {"permute": turn, "reshape": cut}
+        shape = result.shape if node.op == "reshape" else between
+        attrs: dict[str, dict[str, Any]] = {"permute": {"dims": dims}, "reshape": {"shape": shape}}
         graph.nodes.insert_before(reader, Node(first, (x,), (made,), attrs[first], node.layer))
         graph.nodes.replace(reader, Node(then, (made,), (result,), attrs[then], reader.layer))
         graph.nodes.remove(node)
