@@ -100,7 +100,7 @@ def test_the_program_times_a_way_without_the_dataset(tmp_path, tiny, monkeypatch
         python, _, _, module, *arguments = racing.command_of(os.dup(file.fileno()), "eager")
         assert python == sys.executable
         with monkeypatch.context() as patch:
-            patch.setattr(parallel, "end_with_parent", lambda: None)
+            patch.setattr(parallel, "end_with_parent", lambda heard: None)
             patch.setattr(sys, "argv", [module, *arguments])
             patch.delitem(sys.modules, module)
             with pytest.raises(SystemExit) as ended:
@@ -265,7 +265,7 @@ def test_trials_of_a_sweep_are_not_raced(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(racing, "RACED_ON", ("cpu",))
     monkeypatch.setattr(racing, "LEAST_STEPS", 1)
     monkeypatch.setattr(racing, "race", lambda *_, **__: pytest.fail("a trial is raced"))
-    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "end_with_parent", lambda heard: None)
     asked, out = tmp_path / "recipe.json", tmp_path / "trial"
     asked.write_text(json.dumps(to_plain(recipe(dataset, epochs=1.0))))
     monkeypatch.setattr(sys, "argv", ["worker", str(out), "--recipe", str(asked)])
