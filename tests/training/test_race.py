@@ -100,7 +100,7 @@ def test_the_program_times_a_way_without_the_dataset(tmp_path, tiny, monkeypatch
         python, _, _, module, *arguments = racing.command_of(os.dup(file.fileno()), "eager")
         assert python == sys.executable
         with monkeypatch.context() as patch:
-            patch.setattr(parallel, "end_with_parent", lambda heard: None)
+            patch.setattr(parallel, "end_with_parent", lambda: None)
             patch.setattr(sys, "argv", [module, *arguments])
             patch.delitem(sys.modules, module)
             with pytest.raises(SystemExit) as ended:
