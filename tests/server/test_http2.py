@@ -26,7 +26,7 @@ from tessella.server.doors import Doors
 from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
 from tessella.server.http2_connection import Connection
-from tessella.server.http2_frames import Code, Kind, frame
+from tessella.server.http2_frames import Code, Heads, Kind, frame
 from tessella.server.listening import bind
 from tests.support.engines import Scores, expected_scores, repository
 
@@ -59,6 +59,9 @@ class Wire(asyncio.Transport):
             self.protocol.connection_lost(None)
 
     abort = close
+
+    def pause_reading(self) -> None:
+        pass
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -257,6 +260,22 @@ def test_answers_wait_for_the_windows(place: Place) -> None:
     assert place.is_at_rest()
 
 
+def test_a_block_means_what_the_table_says_by_then() -> None:
+    """A table of one entry, exchanged twice in one block: the last may lie where the first lay."""
+    usual, of_table = b"\x83\x87\x84", b"\xbe"  # POST, https, /
+
+    def added(value: bytes) -> bytes:
+        return b"\x40\x01x\x01" + value
+
+    heads = Heads()
+    heads.read(b"\x3f\x09" + usual + added(b"1"))
+    before = heads.read(usual + of_table)
+    heads.read(usual + added(b"2") + added(b"3"))
+    after = heads.read(usual + of_table)
+    assert before is not None and after is not None
+    assert (before[b"x"], after[b"x"]) == (b"1", b"3")
+
+
 SETTING = struct.Struct(">HL")
 
 
@@ -413,10 +432,18 @@ def test_silent_clients_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         quiet, cut, silent = place.client(), place.client().greet(), place.client().greet()
         cut.send(of_stream(Kind.HEADERS, cut.block()[:5]))
         silent.send(silent.head(1) + of_stream(Kind.DATA, message()[:50]))
-        idle = place.client().greet()
+        idle, deaf, full = (place.client().greet(**s) for s in ({}, {"window": 0}, {}))
+        deaf.send(deaf.call(1, message()), deaf.call(3, message()))
+        full.connection.pause_writing()
+        for _ in range(4):  # who takes a little now and then is not given up
+            place.turn(0.08)
+            deaf.send(of_stream(Kind.WINDOW_UPDATE, struct.pack(">L", 1), number=3))
         body, last = silent.answer(1)
         assert (body, last[b"grpc-status"]) == (b"", b"4")
-        place.turn(0.2)
+        assert deaf.look().resets == {1: Code.CANCEL}
+        assert full.wire.is_closing()
+        place.turn(0.3)
+        assert deaf.look().resets == {1: Code.CANCEL, 3: Code.CANCEL}
         assert quiet.look().code == cut.look().code == Code.ENHANCE_YOUR_CALM
         idle.send(idle.call(1, message()))
         assert is_right(idle, 1)

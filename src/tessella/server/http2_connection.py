@@ -79,11 +79,12 @@ class Stream:
     Attributes:
         heard_s: when the client sent something of it last, on the loop's clock.
         is_read: the client has sent all.
+        stood_s: since when no part of an answer that waits for a window was sent.
     """
 
     __slots__ = (
         "_connection", "_last", "_out", "_position", "handler", "heard_s", "is_read", "number",
-        "room", "window",
+        "room", "stood_s", "window",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, window: int, now_s: float) -> None:
@@ -91,7 +92,7 @@ class Stream:
         self.number = number
         self.window = window  # what we may send
         self.room = STREAM_WINDOW  # what the client may send
-        self.heard_s = now_s
+        self.heard_s = self.stood_s = now_s
         self.is_read = False
         self.handler: Handler
         self._out = bytearray()  # that waits for a window
@@ -115,6 +116,8 @@ class Stream:
     def send(self, data: bytes) -> None:
         """Send a part of the answer's body, as far as the windows allow; the rest follows."""
         if self.is_open:
+            if not self._out:
+                self.stood_s = self._connection.now_s()
             self._out += data
             self.pump()
 
@@ -159,6 +162,7 @@ class Stream:
             self._out.clear()
             self._position = 0
         if parts:
+            self.stood_s = connection.now_s()
             connection.write(b"".join(parts))
             if left <= 0:
                 self.handler.sent()
@@ -183,7 +187,7 @@ class Connection(asyncio.Protocol):
     Args:
         opened: makes the handler of a call, by its stream and headers.
         head_s: how long a frame or a header block may take to come whole.
-        idle_s: how long a client may be silent in the middle of a body.
+        idle_s: how long a client may be silent in the middle of a body, or leave an answer unread.
         all: where connections are noted while they are there.
     """
 
@@ -217,6 +221,7 @@ class Connection(asyncio.Protocol):
         self._whole_s = self._loop.time()  # when nothing was incomplete
         self._all.add(self)
         transport.set_write_buffer_limits(high=MOST_WAITING_BYTES)
+        self._paused_s: float | None = None  # since when the client reads nothing
         self._timer = self._loop.call_later(LOOK_S, self._look)
         wanted = {
             Setting.MOST_STREAMS: MOST_STREAMS, Setting.FIRST_WINDOW: STREAM_WINDOW,
@@ -238,10 +243,16 @@ class Connection(asyncio.Protocol):
             stream.handler.gone()
 
     def pause_writing(self) -> None:
+        self._paused_s = self.now_s()
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._paused_s = None
         self._transport.resume_reading()
+
+    def now_s(self) -> float:
+        """On the loop's clock."""
+        return self._loop.time()
 
     def write(self, frames: bytes) -> None:
         """Send frames, together with all others of this turn of the event loop."""
@@ -296,6 +307,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         now_s = self._loop.time()
+        if self._paused_s is not None and now_s - self._paused_s > self._idle_s:
+            self._transport.abort()
+            return
         self._timer = self._loop.call_later(LOOK_S, self._look)
         if self._is_whole():
             self._whole_s = now_s
@@ -305,6 +319,9 @@ class Connection(asyncio.Protocol):
         for stream in list(self.streams.values()):
             if not stream.is_read and now_s - stream.heard_s > self._idle_s:
                 stream.handler.silent(now_s - stream.heard_s)
+            if not stream.is_sent and now_s - stream.stood_s > self._idle_s:
+                self.reset(stream, Code.CANCEL)
+                stream.handler.gone()
 
     def _is_whole(self) -> bool:
         """Whether the next byte begins a frame, or brings a body further."""

@@ -100,23 +100,28 @@ class Heads:
         if block in self._known:
             return self._known[block]
         table = self._decoder.header_table
-        before = _state(table)
+        count, newest, size = _state(table)
         try:
             lines = self._decoder.decode(block, raw=True)
         except (HPACKError, ValueError, IndexError) as error:
             raise Misuse(Code.COMPRESSION_ERROR, "a header block cannot be read") from error
         head = _head([(bytes(name), bytes(value)) for name, value in lines])
-        if _state(table) != before or len(self._known) >= MOST_KNOWN:
+        now = _state(table)
+        unchanged = now[1] is newest and (now[0], now[2]) == (count, size)
+        if not unchanged or len(self._known) >= MOST_KNOWN:
             self._known.clear()
         elif len(block) <= MOST_KNOWN_BYTES:
             self._known[block] = head
         return head
 
 
-def _state(table: Any) -> tuple[int, int, int]:
-    """What differs after the table of a decoder has changed."""
+def _state(table: Any) -> tuple[int, object, int]:
+    """What differs after the table of a decoder has changed: the newest entry is another object.
+
+    It is held meanwhile: at the address of one that is gone another could lie.
+    """
     entries = table.dynamic_entries
-    return len(entries), id(entries[0]) if entries else 0, table.maxsize
+    return len(entries), entries[0] if entries else None, table.maxsize
 
 
 _PSEUDO = {b":method", b":path", b":scheme", b":authority"}
