@@ -272,7 +272,8 @@ def test_a_block_means_what_the_table_says_by_then() -> None:
     before = heads.read(usual + of_table)
     heads.read(usual + added(b"2") + added(b"3"))
     after = heads.read(usual + of_table)
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     assert (before[b"x"], after[b"x"]) == (b"1", b"3")
 
 
