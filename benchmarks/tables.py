@@ -99,6 +99,7 @@ def page() -> str:
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
     parts += [
         *_training(),
+        *_steps(),
         *_detection(),
         *_boxes_and_masks(),
         *_serving(),
@@ -289,6 +290,32 @@ def _training() -> Iterator[str]:
     yield ""
 
 
+def _steps() -> Iterator[str]:
+    """Steps of other networks beside plain loops of torch and torch.compile."""
+    yield "## Steps of other networks: `steps-sm_90.json`\n"
+    yield (
+        "Forward, loss, backward and a fused AdamW on one batch that stays on the GPU, all"
+        " interleaved in one process. *torch* and *torch.compile* (its default mode) as above;"
+        " *fused* and *compile* are ways that a training takes. Rows are pictures of 224×224, or"
+        " 512 tokens of BERT-large and 1,024 of GPT-2, with attention by torch's fastest. The"
+        " peak is 989 TFLOPS; a step's operations are six for each weight and token, and those of"
+        " attention.\n"
+    )
+    runs = _runs("steps-sm_90.json")
+    lines = [
+        (row["what"], row["who"], f"{row['ms']:.2f} ms", f"{row['rate']:,.0f}",
+         f"{row['share of the best peer']:.3f}",
+         f"{row['share of the peak']:.1%}" if "share of the peak" in row else "", number)
+        for number, run in enumerate(runs, 1)
+        for row in run["rows"]
+    ]  # fmt: skip
+    head = ("what", "who", "step", "rows/s", "ratio to the best peer", "of the peak", "run")
+    yield markdown(head, lines) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}"
+    yield ""
+
+
 def _detection() -> Iterator[str]:
     """What a training reached, and the latency from pixels to boxes."""
     yield "## A detector from pixels to boxes: `detection-cpu.json`\n"
@@ -376,7 +403,7 @@ def _gpu_serving() -> Iterator[str]:
         " over HTTP (*one*) and gRPC, JPEG files of 500×375 that the GPU decodes, and tensors in"
         " shared memory. The share is of the engine with NumPy arrays.\n"
     )
-    (run,) = _runs("serve-sm_90.json")
+    runs = _runs("serve-sm_90.json")
     lines = [
         (
             row["server"],
@@ -385,11 +412,15 @@ def _gpu_serving() -> Iterator[str]:
             f"{row['of_engine']:.2f}" if "of_engine" in row else "",
             f"{row['p50_ms']:.3g} ms",
             f"{row['p99_ms']:.3g} ms",
+            number,
         )
+        for number, run in enumerate(runs, 1)
         for row in run["rows"]
     ]
-    yield markdown(("server", "work", "images/s", "share", "p50", "p99"), lines) + "\n"
-    yield f"1. {_origin(run)}\n"
+    yield markdown(("server", "work", "images/s", "share", "p50", "p99", "run"), lines) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}"
+    yield ""
 
 
 # --- what compiles, and what the catalog keeps ----------------------------------------------------
