@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from tessella.core.errors import UnboundInput, UsageError
 from tessella.core.spec import TensorSpec
 from tessella.graph.onnx import read
 from tests.support.onnx_models import ints, model, node
+
+SHAPE = {"shape": torch.tensor([-1, 2, 3])}
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def test_a_graph_with_a_bound_input(path: Path, tmp_path: Path) -> None:
     assert "ts.compile(tessella.graph.onnx.read(path, bound={'shape': tensor}))" in str(
         raised.value
     )
-    network = read(path, bound={"shape": torch.tensor([-1, 2, 3])})
+    network = read(path, bound=SHAPE)
     before = len(network.nodes)
     plan = ts.compile(network, batch=(1, 2, 4), target="cpu")
     assert len(network.nodes) == before
@@ -51,8 +54,10 @@ def test_a_graph_with_a_bound_input(path: Path, tmp_path: Path) -> None:
 
 def test_inputs_are_not_silently_ignored(path: Path) -> None:
     x = TensorSpec(name="x", dtype="float32", shape=(1, 6))
-    with pytest.raises(UsageError, match="say themselves what they take"):
-        ts.compile(path, inputs=[x], target="cpu")
+    with pytest.raises(UsageError, match="a graph says itself what it takes"):
+        ts.compile(read(path, bound=SHAPE), inputs=[x], target="cpu")
+    with pytest.raises(UsageError, match=r"no such input\. Seen: image"):
+        ts.compile(path, inputs=[replace(x, name="image")], target="cpu")
 
 
 def test_constants_that_share_memory_are_saved(tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_constants_that_share_memory_are_saved(tmp_path: Path) -> None:
 
 
 def test_a_batch_may_be_the_command_lines_text(path: Path) -> None:
-    network = read(path, bound={"shape": torch.tensor([-1, 2, 3])})
+    network = read(path, bound=SHAPE)
     assert [b.batch for b in ts.compile(network, batch="1, 1, 2", target="cpu").program.buckets] \
         == [1, 2]  # fmt: skip
     with pytest.raises(UsageError, match=r"Seen: 1,8\. To do: write batch=8"):

@@ -52,6 +52,20 @@ def test_a_layer_that_overflows_is_named() -> None:
     assert "precisions=" in said
 
 
+@pytest.mark.parametrize(
+    ("precision", "hidden"), [("fp16", -1e9), ("bf16", torch.finfo(torch.float32).min)]
+)
+def test_a_mask_of_a_number_that_the_type_cannot_hold(precision: str, hidden: float) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.flatten(1)
+            return flat.masked_fill(flat > 0.5, hidden).softmax(-1)
+
+    x = torch.randn(2, 16, 4, 4).to(torch.bfloat16).float()  # in all three types the same side
+    made = runtime.load(build(Masked().eval(), IMAGE, precision=precision))(x)["scores"]
+    torch.testing.assert_close(made, Masked()(x), rtol=2e-2, atol=2e-3)
+
+
 def test_what_float16_cannot_hold_bfloat16_can() -> None:
     module, x = loud(2e5), torch.randn(2, 16, 4, 4)
     made = runtime.load(build(module, IMAGE, precision="bf16"))(x)["scores"]

@@ -35,6 +35,14 @@ def test_losses_and_gradient(dtype, monkeypatch):
     assert (made.double() - reference.grad).norm() < EPS[dtype] * reference.grad.norm()
 
 
+@pytest.mark.parametrize("target", [-1, 5, 1 << 40])
+def test_a_class_that_there_is_not_has_no_loss(target):
+    """torch ends the process' kernel; a training stops at NaN, and reads no other row."""
+    scores, targets = torch.randn(4, 5), torch.tensor([0, 1, target, 2])
+    found, _ = entropy.losses(scores, targets, -100)
+    assert found.isnan().tolist() == [False, False, True, False]
+
+
 def test_what_does_not_run():
     scores, targets = torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64)
     assert entropy.runs(scores, targets)

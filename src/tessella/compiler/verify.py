@@ -231,7 +231,8 @@ def rounded(
     single = _interpreted(graph, answers.inputs, target)
     noise = _noise(graph, answers.inputs, outputs, single, target, answers.align)
     moved = _interpreted(graph, _moved(answers.inputs), target)
-    noise = max(noise, *_errors(moved, outputs, answers.align))
+    most = MOST_NARROW * ROUNDED_TOLERANCE / NOISE_MARGIN  # so that some tolerance is left
+    noise = max(noise, min(most, *_errors(moved, outputs, answers.align)))
     return replace(answers, outputs=outputs, noise=noise, is_rounded=True)
 
 

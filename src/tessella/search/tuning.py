@@ -149,7 +149,13 @@ class TimingCache:
 
 
 class NotInLock(UsageError):
-    """A lock does not say what a build has to know."""
+    """A lock does not say what a build has to know.
+
+    Attributes:
+        is_known: it has times of other kernels for the problem.
+    """
+
+    is_known = False
 
 
 class Lock(TimingCache):
@@ -173,13 +179,15 @@ class Lock(TimingCache):
             self._used[device, problem, kernel, version] = found
         elif self._complete:
             here = any(key[0] == device for key in self._trials)
-            raise NotInLock(
+            error = NotInLock(
                 "the lock does not hold what this build has to know",
                 seen=f"no time of {kernel} (version {version}) for a problem of this network"
                 if here
                 else "it was made on another device, or with other versions of its libraries",
                 fix="compile without the lock, and keep the new plan as the next one",
             )
+            error.is_known = any(key[:2] == (device, problem) for key in self._trials)
+            raise error
         return found
 
     def put(

@@ -13,6 +13,27 @@ from tests.support.choices import tuner_of
 from tests.support.networks import captured
 
 
+def test_a_lock_that_knows_the_problem_but_not_the_kernel_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel's new version, say: the other layout may have been the plan's."""
+    turns: list[str] = []
+
+    def trials(*_: Any) -> tuple[Trial, ...]:
+        if len(turns) == 2:
+            error = NotInLock("the lock does not say")
+            error.is_known = True
+            raise error
+        return (Trial(kernel="reference", time_us=10.0),)
+
+    monkeypatch.setattr(choose_kernels, "trials", trials)
+    graph = captured("lenet")
+    with pytest.raises(NotInLock):
+        variants._fastest_layout(
+            graph, 2, "fp32", tuner_of(graph), lambda event: turns.append(event.name)
+        )
+
+
 @pytest.mark.parametrize(
     ("contiguous_us", "layout", "is_left"),
     [(1.0, "contiguous", False), (30.0, "channels_last", True), (None, "channels_last", True)],

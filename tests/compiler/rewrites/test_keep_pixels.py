@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tessella.compiler.pipeline import optimized
 from tessella.compiler.rewrites import keep_pixels
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture
@@ -38,6 +39,25 @@ def test_both_pairs_change_places_and_nothing_else_changes() -> None:
         "conv2d", "permute", "reshape", "layer_norm", "reshape", "permute", "conv2d",
     ]  # fmt: skip
     assert torch.equal(interpret(graph, {"image": x})["output"], right)
+
+
+def test_rows_that_are_cut_into_heads_at_once() -> None:
+    """The second step of one pair is the first of another: it changes place once."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x).flatten(2).transpose(1, 2).reshape(-1, 24, 4, 2).relu()
+
+    graph = optimized(capture(Heads().eval(), [IMAGE]))
+    x = torch.randn(3, 3, 6, 4)
+    (right,) = interpret(graph, {"image": x}).values()
+    assert keep_pixels.apply(graph) == 1
+    check(graph)
+    assert torch.equal(*interpret(graph, {"image": x}).values(), right)
 
 
 def test_what_is_between_and_read_by_others_stays() -> None:

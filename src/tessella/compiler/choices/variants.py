@@ -87,8 +87,8 @@ def _fastest_layout(graph: Graph, opt: int, precision: str, tuner: Tuner, emit: 
         most_us = min(costs, default=math.inf)  # it has lost then, whatever its other steps take
         try:
             choices = choose_kernels.apply(concrete, formats, tuner, emit, layout, most_us=most_us)
-        except NotInLock:
-            if not costs:
+        except NotInLock as error:
+            if not costs or error.is_known:
                 raise
             costs.append(math.inf)  # it had lost before, when the lock was made
             continue

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
+
 from tessella.compiler.fitting import has_kernel, is_plain_sixteen_bit, loses_none
 from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites import pad_channels
@@ -27,6 +29,7 @@ from tessella.core.architectures import is_gpu
 from tessella.core.dtype import QUANTIZED
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.value import fixed
+from tessella.kernels.shared import onednn
 from tessella.operations.epilogue import is_gamma
 
 CHANNELS = 8  # fewer are a picture's
@@ -127,4 +130,9 @@ def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
     """
     if node.op == ATTENTION or is_plain_sixteen_bit(node):
         return loses_none(node, rounding, target, graph.constants)
+    weight = graph.constant(node["weight"])
+    if target == "cpu" and weight is not None and weight.dtype == torch.int8:
+        # beyond it sums of two products leave 16 bits: oneDNN alone multiplies, and does not round
+        is_narrow = int(weight.int().abs().max()) <= onednn.NARROW
+        return is_narrow and has_kernel(rounding, target, graph.constants)
     return has_kernel(rounding, target, graph.constants)

@@ -20,6 +20,8 @@ def apply(graph: Graph) -> int:
     """Swap each pair of which nobody else reads what is between; returns how many."""
     swapped = 0
     for node in list(graph.nodes):
+        if node not in graph.nodes:
+            continue  # it went with the pair before
         reader = graph.only_reader(node.output) if node.op in ("reshape", "permute") else None
         if reader is None or {node.op, reader.op} != {"reshape", "permute"}:
             continue

@@ -29,7 +29,11 @@ MOVES = frozenset((
 def _keeps_float32(node: Node, dtype: str) -> bool:
     if node.op == "user":
         return dtype not in named(node.attrs["target"]).dtypes
-    return node.op == "fallback" and node.attrs["target"] not in MOVES
+    if node.op != "fallback":
+        return False
+    most = torch.finfo(getattr(torch, dtype)).max
+    numbers = [a for a in node.attrs["args"] if isinstance(a, int | float) and math.isfinite(a)]
+    return node.attrs["target"] not in MOVES or any(abs(a) > most for a in numbers)
 
 
 def apply(graph: Graph, dtype: str, layers: Mapping[str, str] | None = None) -> int:

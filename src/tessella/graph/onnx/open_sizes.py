@@ -33,10 +33,8 @@ def said_sizes(
                 fix=f"name one of {', '.join(tensors)}",
             )
         tensor = tensors[spec.name]
-        dims, shape = (
-            tensor.shape.dim,
-            [int(str(size)) if axis else 0 for axis, size in enumerate(spec.shape)],
-        )
+        dims = tensor.shape.dim
+        shape = [size for size in (0, *spec.shape[1:]) if isinstance(size, int)]
         wanted = [d.dim_value if d.HasField("dim_value") else None for d in dims[1:]]
         fits = len(dims) == len(shape) and all(
             w in (None, s) for w, s in zip(wanted, shape[1:], strict=True)

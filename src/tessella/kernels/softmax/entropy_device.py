@@ -31,7 +31,9 @@ def entropy_kernel(
     norm = tl.log2(tl.sum(sums, 0)) + largest
     target = tl.load(targets_pointer + row)
     counts = target != ignored
-    score = tl.load(own + tl.where(counts, target, 0)).to(tl.float32)
+    is_there = (target >= 0) & (target < classes)
+    score = tl.load(own + tl.where(is_there, target, 0)).to(tl.float32)
+    score = tl.where(is_there, score, float("nan"))  # of no class: a training stops at the loss
     tl.store(losses_pointer + row, tl.where(counts, norm * LN_2 - score, 0.0))
     tl.store(norms_pointer + row, norm)
 
