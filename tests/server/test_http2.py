@@ -12,6 +12,7 @@ import random
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import hpack
@@ -24,6 +25,7 @@ from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import Doors
 from tessella.server.grpc_front import GrpcFront
+from tessella.server.grpc_messages import cut
 from tessella.server.guard import Guard
 from tessella.server.http2_connection import Connection
 from tessella.server.http2_frames import Code, Heads, Kind, frame
@@ -107,6 +109,18 @@ def place() -> Iterator[Place]:
     made = Place()
     yield made
     made.close()
+
+
+class Other(Scores):
+    """The next plan of the same network, whose answers have another name and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        (spec,) = self.outputs
+        self.outputs = (replace(spec, name="logits", dtype="float64"),)
+
+    def compute(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        return {"logits": expected_scores(image)}
 
 
 class Client:
@@ -492,6 +506,53 @@ def test_a_stream_waits_for_its_client(most: int) -> None:
     place.close()
 
 
+def test_messages_of_a_stream_that_come_in_pieces_while_one_is_computed(place: Place) -> None:
+    client = place.client().greet()
+    whole = message() * 3
+    client.send(client.head(1, STREAM), of_stream(Kind.DATA, whole[: 3 * len(whole) // 5]))
+    client.send(of_stream(Kind.DATA, whole[3 * len(whole) // 5 :], flags=1))
+    body, last = client.answer(1)
+    assert last[b"grpc-status"] == b"0"
+    sizes = []
+    while body:
+        size = struct.unpack_from(">L", body, 1)[0]
+        answer = service_pb2.ModelStreamInferResponse.FromString(body[5 : 5 + size])
+        sizes.append(len(answer.infer_response.raw_output_contents))
+        body = body[5 + size :]
+    assert sizes == [1, 1, 1]
+    assert place.is_at_rest()
+
+
+def test_what_would_hold_up_the_others_is_refused(place: Place) -> None:
+    """Parts without end in a small message, and settings that move all windows again and again."""
+    began = place.loop.time()
+    assert cut(memoryview(b"\x3a\x00" * 300_000)) is None
+    assert cut(memoryview(b"\x0a\x00" * 300_000)) is None
+    client = place.client().greet()
+    windows = b"".join(SETTING.pack(4, 1000 + i % 2) for i in range(170))
+    client.send(*[frame(Kind.SETTINGS, 0, 0, windows)] * 60)
+    assert client.look().code == Code.ENHANCE_YOUR_CALM
+    assert place.loop.time() - began < 2
+
+
+def test_a_models_next_plan_has_its_own_names(place: Place) -> None:
+    """What was remembered of answers belongs to the plan that gave them."""
+    client = place.client().greet()
+    client.send(client.call(1, message()), client.call(3, message()))
+    assert is_right(client, 1)
+    assert is_right(client, 3)
+    place.models._open_engine = lambda *_, **__: Other()
+    place.run(place.models.load("flowers"))
+    for number in (5, 7):  # as the long way, and as what is remembered
+        client.send(client.call(number, message()))
+        body, last = client.answer(number)
+        assert last[b"grpc-status"] == b"0"
+        answer = service_pb2.ModelInferResponse.FromString(body[5:])
+        assert [(o.name, o.datatype) for o in answer.outputs] == [("logits", "FP64")]
+        logits = np.frombuffer(answer.raw_output_contents[0], np.float64)
+        np.testing.assert_allclose(logits[None], expected_scores(IMAGE), rtol=1e-4, atol=1e-4)
+
+
 def test_random_frames_break_nothing(place: Place) -> None:
     """Frames of good calls, changed at random; errors of Python would come out of ``send``."""
     chance = random.Random(0)
@@ -514,7 +575,8 @@ def test_random_frames_break_nothing(place: Place) -> None:
 def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> None:
     """Two of them in one loop, each with a descriptor of its own; one leaves."""
     other = GrpcFront(place.app, Guard(host="127.0.0.1", token=None), place.listener.dup(),
-                      Doors(grpc_port=0), LIMITS)  # fmt: skip
+                      Doors(grpc_port=0), LIMITS, shares=True)  # fmt: skip
+    place.front._shares = True
     fronts = [place.front, other]
 
     async def test() -> None:

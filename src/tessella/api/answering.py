@@ -76,5 +76,5 @@ class Answering:
         if self._last is None or self._last[0] != key:  # answers and layers are asked in turn
             pixels, view = seen(image.read_bytes(), self._record, name=image.name)
             self._last = key, (torch.from_numpy(pixels[None]), view)
-        pixels, view = self._last[1]
-        return pixels.clone(), view  # a network may change what it is given
+        kept, view = self._last[1]
+        return kept.clone(), view  # a network may change what it is given

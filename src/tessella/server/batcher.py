@@ -418,6 +418,12 @@ class Batcher(Infers):
         """Outputs that stay as they are until the request's other pieces are there."""
         return outputs
 
+    def let_go(self) -> None:
+        """Hold no request for which nobody waits: behind others that go first, it would stay."""
+        with self._lock:
+            for request in [entry[-1] for entry in self._waiting if entry[-1].gave_up()]:
+                self._drop(request)
+
     def _drop(self, request: Request) -> None:
         """Take what is left of a failed request out of the queue."""
         kept = [entry for entry in self._waiting if entry[-1] is not request]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -17,8 +16,16 @@ from tessella.core.dtype import dtype
 from tessella.core.errors import InputError, ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES
 from tessella.server.answers import Answer, error_answer, log
-from tessella.server.body import BodyReader, decompress, too_large
-from tessella.server.grpc_messages import Known, answer_of, cut, infer_response, known_message
+from tessella.server.body import decompress
+from tessella.server.grpc_messages import (
+    PREFIX,
+    Known,
+    Messages,
+    answer_of,
+    cut,
+    infer_response,
+    known_message,
+)
 from tessella.server.http2_connection import Stream
 from tessella.server.http2_frames import Head, literal
 from tessella.server.inference import Inference, ServedModel
@@ -28,11 +35,10 @@ from tessella.server.short_way import Quick
 from tessella.server.tensors import to_binary
 from tessella.server.waiting import Arrays
 
-SMALL_BYTES = 4096  # parts of a message that are put together at once: each object takes 200 bytes
 MOST_QUEUED = 16  # messages of a stream that wait
+MANAGEMENT_BODY_BYTES = 1 << 20  # as over HTTP
 MOST_TEXT = 1000  # characters of an error
 MOST_KNOWN = 256  # messages whose fields but the tensors are remembered
-_PREFIX = struct.Struct(">BL")
 
 
 class Status(IntEnum):
@@ -72,116 +78,6 @@ def timeout_ns(head: Head) -> int | None:
     return int(text[:-1]) * unit
 
 
-class Messages:
-    """The messages of a call, put together from parts, whose bytes are counted as held."""
-
-    __slots__ = ("_at", "_bodies", "_held", "_is_stream", "_most", "_needed", "_parts", "_size")
-
-    def __init__(self, bodies: BodyReader, most_bytes: int, *, is_stream: bool) -> None:
-        self._bodies, self._most, self._is_stream = bodies, most_bytes, is_stream
-        self._parts: list[memoryview | bytes | bytearray] = []
-        self._at = 0  # where in the first part the next message begins
-        self._size = self._held = 0  # behind that, and of all that was not released
-        self._needed: int | None = None  # bytes of the first message, with its prefix
-
-    @property
-    def is_partial(self) -> bool:
-        return self._size > 0
-
-    def take(self, chunk: memoryview) -> None:
-        """Add what has come.
-
-        Raises:
-            ServeError: 413, a message larger than any may be; 503, the server holds what it may.
-            InputError: this begins no message.
-        """
-        size = len(chunk)
-        self._bodies.hold(size)
-        self._held += size
-        self._size += size
-        last = self._parts[-1] if self._parts else None
-        if size >= SMALL_BYTES:
-            # A part of much that is passed over would keep all of it.
-            is_most = 4 * size >= len(chunk.obj)  # type: ignore[arg-type]
-            self._parts.append(chunk if is_most else bytes(chunk))
-        elif isinstance(last, bytearray):
-            last += chunk
-        else:
-            self._parts.append(bytearray(chunk))
-        self._begin()
-        if not self._is_stream and self._needed is not None and self._size > self._needed:
-            raise _not_one(self._size)
-
-    def _begin(self) -> None:
-        """Read a message's prefix, once it is there."""
-        if self._needed is not None or self._size < _PREFIX.size:
-            return
-        if len(self._parts[0]) - self._at < _PREFIX.size:
-            self._join()
-        flag, size = _PREFIX.unpack_from(self._parts[0], self._at)
-        if flag > 1:
-            raise InputError("a message begins with neither 0 nor 1", seen=flag)
-        if size > self._most:
-            raise too_large(size, self._most)
-        self._needed = _PREFIX.size + size
-
-    def _join(self) -> None:
-        first, *others = self._parts
-        self._parts, self._at = [b"".join((memoryview(first)[self._at :], *others))], 0
-
-    def only(self) -> tuple[bool, memoryview]:
-        """Whether it is compressed, and the one message that there is.
-
-        Raises:
-            InputError: there is none, or more.
-        """
-        if self._needed is None or self._size != self._needed:
-            raise _not_one(self._size)
-        if len(self._parts) > 1:
-            self._join()
-        whole = self._parts[0]
-        return whole[0] == 1, memoryview(whole)[_PREFIX.size :]
-
-    def next(self) -> tuple[bool, memoryview] | None:
-        """As ``only``, of a stream: the next message that is complete. It is held till ``release``.
-
-        Raises:
-            InputError, ServeError: as ``take``, of the one behind it.
-        """
-        if self._needed is None or self._size < self._needed:
-            return None
-        if len(self._parts[0]) - self._at < self._needed:
-            self._join()
-        message = memoryview(self._parts[0])[self._at : self._at + self._needed]
-        self._at += self._needed
-        self._size -= self._needed
-        self._needed = None
-        if self._at == len(self._parts[0]):
-            self._parts.pop(0)
-            self._at = 0
-        self._begin()
-        return message[0] == 1, message[_PREFIX.size :]
-
-    def release(self, message: memoryview) -> None:
-        """Hold a message of a stream no more."""
-        self._release(min(self._held, _PREFIX.size + len(message)))
-
-    def drop(self) -> None:
-        """Hold nothing any more."""
-        self._parts.clear()
-        self._release(self._held)
-
-    def _release(self, nbytes: int) -> None:
-        self._bodies.held_bytes -= nbytes
-        self._held -= nbytes
-
-
-def _not_one(nbytes: int) -> InputError:
-    if not nbytes:
-        return InputError("there is no message")
-    return InputError("there is not just one message", seen=f"{nbytes:,} bytes")
-
-
 @dataclass(kw_only=True)
 class Shared:
     """What all calls of a process share.
@@ -214,12 +110,17 @@ class Call:
         self.shared, self.stream, self.head = shared, stream, head
         self.is_over = False
         self.messages = Messages(
-            shared.inference.bodies, shared.most_bytes, is_stream=isinstance(self, StreamCall)
+            shared.inference.bodies, self.most_bytes, is_stream=isinstance(self, StreamCall)
         )
         self._unpacked_bytes = 0  # of messages that came compressed
         self._task: asyncio.Task[None] | None = None
         self._deadline_ns: int | None = None
         shared.calls += 1
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a message."""
+        return self.shared.most_bytes
 
     def begin(self, limit_ns: int | None) -> None:
         """Have an answer within so long."""
@@ -289,11 +190,18 @@ class Call:
                 seen=encoding.decode("latin-1")[:60],
                 fix="send it as gzip, deflate or uncompressed",
             )
-        most, bodies = self.shared.most_bytes, self.shared.inference.bodies
-        async with bodies.expanding:
-            made = await asyncio.to_thread(decompress, bytes(content), most)
-            bodies.hold(len(made))
-            self._unpacked_bytes += len(made)
+        most, bodies = self.most_bytes, self.shared.inference.bodies
+
+        async def expanded() -> bytes:
+            async with bodies.expanding:
+                return await asyncio.to_thread(decompress, bytes(content), most)
+
+        # The thread goes on when the call is given up, and so does its place among the others.
+        made = await asyncio.shield(asyncio.create_task(expanded()))
+        if self.is_over:  # nobody would count it any more
+            raise asyncio.CancelledError
+        bodies.hold(len(made))
+        self._unpacked_bytes += len(made)
         return memoryview(made)
 
     def drop_unpacked(self) -> None:
@@ -307,7 +215,7 @@ class Call:
         """Answer with a message, and with headers behind it."""
         if not self.is_over:
             self._over()
-            data = b"".join((_PREFIX.pack(0, len(message)), message))
+            data = b"".join((PREFIX.pack(0, len(message)), message))
             self.stream.answer(HEAD, data, _OK + trailing)
 
     def fail(self, answer: Answer) -> None:
@@ -370,6 +278,13 @@ class UnaryCall(Call):
 
     def ended(self) -> None:
         self.run(self._answer_whole())
+
+    @property
+    def most_bytes(self) -> int:
+        return min(self.shared.most_bytes, MANAGEMENT_BODY_BYTES)
+
+    def gone(self) -> None:
+        self._over()  # it goes on, as over HTTP: half a load or unload would leave an engine open
 
     async def _answer_whole(self) -> None:
         content = bytes(await self.unpacked(self.messages.only()))
@@ -441,8 +356,9 @@ class InferCall(Call, Quick):
         model, request, known = self._model, self._request, self._known
         assert known is not None
         key: tuple[str | tuple[int, ...], ...]
-        key = model.version, *(outputs[o.name].shape for o in request.outputs)
-        fields = None if request.texts is None else known.answers.get(key)
+        key = "gRPC", model.version, *(outputs[o.name].shape for o in request.outputs)
+        # With the signature, as another plan may take the model's place under the same version.
+        fields = None if request.texts is None else request.texts.get(key)
         if fields is None:
             regions = self._inference.regions
             made = build_infer(
@@ -459,9 +375,8 @@ class InferCall(Call, Quick):
             body = message.SerializeToString()
             if request.texts is not None:
                 message.ClearField("raw_output_contents")
-                if len(known.answers) >= MOST_TEXTS:
-                    known.answers.clear()
-                known.answers[key] = message.SerializeToString()
+                if len(request.texts) < MOST_TEXTS:
+                    request.texts[key] = message.SerializeToString()
         else:
             specs = model.signature.outputs
             tensors = [
@@ -516,6 +431,11 @@ class StreamCall(Call):
         if self.messages.is_partial and not self._queue:
             super().silent(seconds)
 
+    def _refuse(self, block: bytes) -> None:
+        super()._refuse(block)
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()  # else it answers on a stream that has ended, or waits for ever
+
     def head_block(self) -> bytes:
         return b"" if self._has_begun else HEAD
 
@@ -533,6 +453,7 @@ class StreamCall(Call):
                 continue
             message = self._queue.popleft()
             await self._answer_one(message)
+            await asyncio.sleep(0)  # errors need no turn of the event loop, and others do
             self.messages.release(message[1])
             self.drop_unpacked()
             self._fill()
@@ -559,7 +480,7 @@ class StreamCall(Call):
         if not self._has_begun:
             self._has_begun = True
             self.stream.begin(HEAD)
-        self.stream.send(_PREFIX.pack(0, len(body)) + body)
+        self.stream.send(PREFIX.pack(0, len(body)) + body)
 
 
 class Answered:

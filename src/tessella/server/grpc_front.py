@@ -60,14 +60,22 @@ class GrpcFront:
 
     Args:
         app: the server as an ASGI application.
-        listener: a bound socket, which processes may share.
+        listener: a bound socket.
+        shares: whether other processes take connections from it, too.
     """
 
     def __init__(
-        self, app: App, guard: Guard, listener: socket.socket, doors: Doors, limits: Limits
+        self,
+        app: App,
+        guard: Guard,
+        listener: socket.socket,
+        doors: Doors,
+        limits: Limits,
+        *,
+        shares: bool = False,
     ) -> None:
         self._app, self._guard = app, guard
-        self._listener = listener
+        self._listener, self._shares = listener, shares
         self.address = address_of(listener)
         self._accepting: Accepting
         self._doors = doors
@@ -90,7 +98,7 @@ class GrpcFront:
             self._listener,
             self._protocol,
             lambda: len(self._connections),
-            shares=True,
+            shares=self._shares,
             tls=context,
         )
 
@@ -106,9 +114,11 @@ class GrpcFront:
         """Take no more calls, and let those at hand finish within ``grace_s`` seconds."""
         self._accepting.stop()
         until_s = asyncio.get_running_loop().time() + grace_s
-        for connection in list(self._connections):
-            connection.leave()
-        while self._connections and asyncio.get_running_loop().time() < until_s:
+        while True:
+            for connection in list(self._connections):  # also one that has just come
+                connection.leave()
+            if not self._connections or asyncio.get_running_loop().time() >= until_s:
+                break
             await asyncio.sleep(LEAVE_S)
         for connection in list(self._connections):
             connection.abort()
@@ -140,11 +150,12 @@ class GrpcFront:
             return UnaryCall(self._shared, stream, head, self._health)
         if service != SERVICE or name not in METHODS:
             raise ServeError("there is no such call", status=405, seen=path[:100])
-        if name in ROUTES:
-            return UnaryCall(self._shared, stream, head, partial(self._answer_route, name))
-        if self._guard.has_token:  # before the message is read
+        if self._guard.has_token and name not in ("ServerLive", "ServerReady"):
+            # Before the message is read
             headers = dict((HOST, *_tokens(head)))
             self._guard.check("POST", "/v2/models/-/infer", headers)
+        if name in ROUTES:
+            return UnaryCall(self._shared, stream, head, partial(self._answer_route, name))
         if name == "ModelInfer":
             return InferCall(self._shared, stream, head)
         if self._shared.streams >= MOST_STREAMS:

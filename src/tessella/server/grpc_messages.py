@@ -1,13 +1,15 @@
 """Between gRPC's messages and the bodies of the same requests over HTTP.
 
 Every request of gRPC is answered by the routes of HTTP: one core, one set of checks and limits.
+``Messages`` puts them together from what comes.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from google.protobuf.message import DecodeError
 from tessella.core.dtype import BY_WIRE
 from tessella.core.errors import InputError
 from tessella.core.open_inference import MESSAGES, ModelInferRequest, ModelInferResponse
+from tessella.server.body import BodyReader, too_large
 from tessella.server.tensors import strings_to_binary
 
 _COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -44,8 +47,11 @@ def parsed(message: Any, content: bytes) -> Any:
         ) from error
 
 
+SMALL_BYTES = 4096  # parts of a message that are put together at once: each object takes 200 bytes
+PREFIX = struct.Struct(">BL")  # of a message: whether it is compressed, and its size
 _RAW_INPUT, _RAW_OUTPUT = 7 << 3 | 2, 6 << 3 | 2  # how these fields begin
 MOST_FIELDS_BYTES = 2048  # of a message that is remembered
+MOST_PARTS = 64  # tensors of one
 
 
 def cut(content: memoryview) -> tuple[bytes, list[memoryview]] | None:
@@ -58,6 +64,8 @@ def cut(content: memoryview) -> tuple[bytes, list[memoryview]] | None:
     while position < size:
         tag = content[position]
         if tag & 7 != 2 or tag > 127 or (parts and tag != _RAW_INPUT):
+            return None
+        if len(parts) == MOST_PARTS or (not parts and position > MOST_FIELDS_BYTES):
             return None
         length, shift = 0, 0
         start = position + 1
@@ -87,14 +95,11 @@ class Known:
     Attributes:
         version: None is whichever there is.
         text: the JSON of the same request over HTTP.
-        answers: the answer's message but for the tensors, by the version that gives it and their
-            shapes.
     """
 
     name: str
     version: str | None
     text: bytes
-    answers: dict[tuple[str | tuple[int, ...], ...], bytes] = field(default_factory=dict)
 
 
 def known_message(content: memoryview, parts: Sequence[memoryview]) -> Known | None:
@@ -260,3 +265,114 @@ def change_body(message: Any) -> bytes:
 def answered(name: str, document: dict[str, Any]) -> Any:
     """A message of this name that says what an answer over HTTP says."""
     return json_format.ParseDict(document, MESSAGES[name](), ignore_unknown_fields=True)
+
+
+class Messages:
+    """The messages of a call, put together from parts, whose bytes are counted as held."""
+
+    __slots__ = ("_at", "_bodies", "_held", "_is_stream", "_most", "_needed", "_parts", "_size")
+
+    def __init__(self, bodies: BodyReader, most_bytes: int, *, is_stream: bool) -> None:
+        self._bodies, self._most, self._is_stream = bodies, most_bytes, is_stream
+        self._parts: list[memoryview | bytes | bytearray] = []
+        self._at = 0  # where in the first part the next message begins
+        self._size = self._held = 0  # behind that, and of all that was not released
+        self._needed: int | None = None  # bytes of the first message, with its prefix
+
+    @property
+    def is_partial(self) -> bool:
+        return self._size > 0
+
+    def take(self, chunk: memoryview) -> None:
+        """Add what has come.
+
+        Raises:
+            ServeError: 413, a message larger than any may be; 503, the server holds what it may.
+            InputError: this begins no message.
+        """
+        size = len(chunk)
+        self._bodies.hold(size)
+        self._held += size
+        self._size += size
+        last = self._parts[-1] if self._parts else None
+        if size >= SMALL_BYTES:
+            # A part of much that is passed over would keep all of it.
+            is_most = 4 * size >= len(chunk.obj)  # type: ignore[arg-type]
+            self._parts.append(chunk if is_most else bytes(chunk))
+        elif isinstance(last, bytearray):
+            last += chunk
+        else:
+            self._parts.append(bytearray(chunk))
+        self._begin()
+        if not self._is_stream and self._needed is not None and self._size > self._needed:
+            raise _not_one(self._size)
+
+    def _begin(self) -> None:
+        """Read a message's prefix, once it is there."""
+        if self._needed is not None or self._size < PREFIX.size:
+            return
+        if len(self._parts[0]) - self._at < PREFIX.size:
+            self._join()
+        flag, size = PREFIX.unpack_from(self._parts[0], self._at)
+        if flag > 1:
+            raise InputError("a message begins with neither 0 nor 1", seen=flag)
+        if size > self._most:
+            raise too_large(size, self._most)
+        self._needed = PREFIX.size + size
+
+    def _join(self) -> None:
+        first, *others = self._parts
+        self._parts, self._at = [b"".join((memoryview(first)[self._at :], *others))], 0
+
+    def only(self) -> tuple[bool, memoryview]:
+        """Whether it is compressed, and the one message that there is.
+
+        Raises:
+            InputError: there is none, or more.
+        """
+        if self._needed is None or self._size != self._needed:
+            raise _not_one(self._size)
+        if len(self._parts) > 1:
+            self._join()
+        whole = self._parts[0]
+        return whole[0] == 1, memoryview(whole)[PREFIX.size :]
+
+    def next(self) -> tuple[bool, memoryview] | None:
+        """As ``only``, of a stream: the next message that is complete. It is held till ``release``.
+
+        Raises:
+            InputError, ServeError: as ``take``, of the one behind it.
+        """
+        if self._needed is None or self._size < self._needed:
+            return None
+        first = self._parts[0]
+        if len(first) - self._at < self._needed or isinstance(first, bytearray):
+            self._join()  # a bytearray cannot grow while somebody looks at it
+        message = memoryview(self._parts[0])[self._at : self._at + self._needed]
+        self._at += self._needed
+        self._size -= self._needed
+        self._needed = None
+        if self._at == len(self._parts[0]):
+            self._parts.pop(0)
+            self._at = 0
+        self._begin()
+        return message[0] == 1, message[PREFIX.size :]
+
+    def release(self, message: memoryview) -> None:
+        """Hold a message of a stream no more."""
+        self._release(min(self._held, PREFIX.size + len(message)))
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._parts.clear()
+        self._release(self._held)
+
+    def _release(self, nbytes: int) -> None:
+        self._bodies.held_bytes -= nbytes
+        self._held -= nbytes
+
+
+def _not_one(nbytes: int) -> InputError:
+    if not nbytes:
+        return InputError("there is no message")
+    return InputError("there is not just one message", seen=f"{nbytes:,} bytes")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 from tessella.core.errors import TessellaError
 from tessella.server.http2_frames import (
@@ -24,6 +24,7 @@ from tessella.server.http2_frames import (
     PADDED,
     PRIORITY,
     Code,
+    Handler,
     Head,
     Heads,
     Kind,
@@ -46,28 +47,6 @@ MOST_WAITING_BYTES = 1 << 20  # of answers that a client does not read: then it 
 _SIZES = {Kind.PRIORITY: 5, Kind.RST_STREAM: 4, Kind.PING: 8, Kind.WINDOW_UPDATE: 4}
 _COSTS = {Kind.RST_STREAM: 4, Kind.SETTINGS: 16}
 _OF_CONNECTION = (Kind.SETTINGS, Kind.PING, Kind.GOAWAY)
-
-
-class Handler(Protocol):
-    """What a call makes of its stream. After ``gone`` nothing more is asked of it."""
-
-    def data(self, chunk: memoryview) -> None:
-        """A part of the body has come. Raises ``TessellaError`` where it cannot be taken."""
-
-    def ended(self) -> None:
-        """The body is complete."""
-
-    def silent(self, seconds: float) -> None:
-        """Nothing has come for so long, and the body is not complete."""
-
-    def failed(self, error: TessellaError) -> None:
-        """Answer with an error that ``data`` has raised."""
-
-    def sent(self) -> None:
-        """What waited for a window has been sent."""
-
-    def gone(self) -> None:
-        """The client, or its connection, has given the call up."""
 
 
 Opened = Callable[["Stream", Head], Handler]
@@ -132,7 +111,7 @@ class Stream:
         if not self.is_open:
             return
         connection, size = self._connection, len(data)
-        if size > min(self.window, connection.window, connection.frame_bytes):
+        if size > min(self.window, connection.window, connection.frame_bytes, connection.room):
             self.begin(head)
             self.send(data)
             self.finish(last)
@@ -149,12 +128,14 @@ class Stream:
     def pump(self) -> None:
         """Send what the windows allow."""
         connection, parts = self._connection, []
+        room = connection.room
         while (left := len(self._out) - self._position) > 0:
-            size = min(left, self.window, connection.window, connection.frame_bytes)
+            size = min(left, self.window, connection.window, connection.frame_bytes, room)
             if size <= 0:
                 break
             self.window -= size
             connection.window -= size
+            room -= size
             piece = self._out[self._position : self._position + size]
             parts.append(frame(Kind.DATA, 0, self.number, bytes(piece)))
             self._position += size
@@ -203,6 +184,8 @@ class Connection(asyncio.Protocol):
         self._room = CONNECTION_WINDOW
         self._rest = b""
         self._to_send: list[bytes] = []
+        self._waiting = 0  # bytes of these
+        self._ended_s = 0.0
         self._last = 0  # the highest number of a stream
         self._left = 0  # of a frame of data that is handed on as it comes
         self._reading: Stream | None = None
@@ -249,6 +232,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._paused_s = None
         self._transport.resume_reading()
+        self._pump_blocked()
 
     def now_s(self) -> float:
         """On the loop's clock."""
@@ -259,15 +243,27 @@ class Connection(asyncio.Protocol):
         if not self._to_send:
             self._loop.call_soon(self._flush)
         self._to_send.append(frames)
+        self._waiting += len(frames)
+
+    @property
+    def room(self) -> int:
+        """How much of answers may still be written before the client reads some."""
+        return 0 if self._paused_s is not None else max(0, MOST_WAITING_BYTES - self._waiting)
+
+    def _pump_blocked(self) -> None:
+        while self.blocked and self.window > 0 and self.room:
+            self.blocked.pop(next(iter(self.blocked))).pump()
 
     def _flush(self) -> None:
         if self._to_send and not self._transport.is_closing():
             self._transport.write(b"".join(self._to_send))
         self._to_send.clear()
+        self._waiting = 0
+        self._pump_blocked()
 
     def _close(self) -> None:
         self._flush()
-        self._has_ended = True
+        self._has_ended, self._ended_s = True, self.now_s()
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -303,10 +299,14 @@ class Connection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Find what stands still."""
-        if self._has_ended:  # and does not read why
-            self._transport.abort()
-            return
         now_s = self._loop.time()
+        if self._has_ended:
+            # Who misused it and does not read why; others may still read their last answers
+            if not self._is_leaving or now_s - self._ended_s > self._idle_s:
+                self._transport.abort()
+            else:
+                self._timer = self._loop.call_later(LOOK_S, self._look)
+            return
         if self._paused_s is not None and now_s - self._paused_s > self._idle_s:
             self._transport.abort()
             return
@@ -543,6 +543,7 @@ class Connection(asyncio.Protocol):
             stream.window += more
             if not more or stream.window > LARGEST_WINDOW:
                 code = Code.FLOW_CONTROL_ERROR if more else Code.PROTOCOL_ERROR
+                self._count(3)
                 self.reset(stream, code)
                 stream.handler.gone()
             else:
@@ -553,8 +554,7 @@ class Connection(asyncio.Protocol):
             raise Misuse(Code.PROTOCOL_ERROR, "a window grows by nothing")
         if self.window > LARGEST_WINDOW:
             raise Misuse(Code.FLOW_CONTROL_ERROR, "a window is too large")
-        while self.blocked and self.window > 0:
-            self.blocked.pop(next(iter(self.blocked))).pump()
+        self._pump_blocked()
 
     def _on_settings(self, flags: int, payload: memoryview) -> None:
         if flags & ACK:
@@ -563,7 +563,8 @@ class Connection(asyncio.Protocol):
             return
         if len(payload) % 6:
             raise Misuse(Code.FRAME_SIZE_ERROR, "settings have six bytes each")
-        for name, value in struct.iter_unpack(">HL", payload):
+        self._count(len(payload) // 6)
+        for name, value in dict(struct.iter_unpack(">HL", payload)).items():  # the last one holds
             if name == Setting.FIRST_WINDOW:
                 if value > LARGEST_WINDOW:
                     raise Misuse(Code.FLOW_CONTROL_ERROR, "a window is too large")

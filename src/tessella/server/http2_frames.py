@@ -1,13 +1,17 @@
-"""Frames and header blocks of HTTP/2 (RFC 9113, 7541), as far as a server of gRPC needs them."""
+"""Frames and header blocks of HTTP/2 (RFC 9113, 7541), as far as a server of gRPC needs them, and
+what a stream tells the call on it.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from hpack import Decoder, HPACKError
+
+from tessella.core.errors import TessellaError
 
 MOST_HEAD_BYTES = 16 << 10  # of a header block, packed and unpacked
 MOST_KNOWN, MOST_KNOWN_BYTES = 64, 2048  # header blocks that a connection remembers
@@ -146,3 +150,25 @@ def _head(lines: Iterable[tuple[bytes, bytes]]) -> Head | None:
     if b":method" not in head or not head.get(b":path") or b":scheme" not in head:
         return None
     return head if head.get(b"te", b"trailers") == b"trailers" else None
+
+
+class Handler(Protocol):
+    """What a call makes of its stream. After ``gone`` nothing more is asked of it."""
+
+    def data(self, chunk: memoryview) -> None:
+        """A part of the body has come. Raises ``TessellaError`` where it cannot be taken."""
+
+    def ended(self) -> None:
+        """The body is complete."""
+
+    def silent(self, seconds: float) -> None:
+        """Nothing has come for so long, and the body is not complete."""
+
+    def failed(self, error: TessellaError) -> None:
+        """Answer with an error that ``data`` has raised."""
+
+    def sent(self) -> None:
+        """What waited for a window has been sent."""
+
+    def gone(self) -> None:
+        """The client, or its connection, has given the call up."""

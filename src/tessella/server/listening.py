@@ -26,7 +26,7 @@ BACKLOG = 2048
 MOST_ACCEPTED = 64  # connections in one turn of the event loop; each takes about 0.1 ms
 # Of a socket that several processes share: one with this few connections waits for each of them,
 # so that one with fewer comes first; one with more takes so many in a turn.
-FEW, TURN_S, MOST_SHARED = 16, 0.001, 4
+FEW, TURN_S, MOST_TURNS, MOST_SHARED = 16, 0.001, 3, 4
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,11 @@ class Accepting:
         self._listen()
 
     def stop(self) -> None:
-        """Take no more."""
-        self._is_on = False
-        asyncio.get_running_loop().remove_reader(self._listener)
+        """Take no more: this process's socket is closed, so that clients are refused."""
+        if self._is_on:
+            self._is_on = False
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
 
     def _listen(self) -> None:
         if self._is_on:
@@ -89,7 +91,7 @@ class Accepting:
         loop.remove_reader(self._listener)
         connections = self._count() + len(self._arriving)
         if connections < FEW:
-            loop.call_later(TURN_S * connections, self._take, 1)
+            loop.call_later(TURN_S * min(connections, MOST_TURNS), self._take, 1)
         else:  # chance does, and a flood of them may not wait
             self._take(MOST_SHARED)
 
@@ -113,6 +115,7 @@ class Accepting:
                 loop.call_later(RETRY_S, self._listen)
                 return False
             connection.setblocking(False)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # peers that vanish
             task = loop.create_task(self._begin(connection))
             self._arriving.add(task)
             task.add_done_callback(self._arriving.discard)

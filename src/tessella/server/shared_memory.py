@@ -82,7 +82,7 @@ class Regions:
         if folder is not None:
             descriptor = os.open(folder / ".changed", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.ftruncate(descriptor, 8)
+                os.pwrite(descriptor, bytes(8), 0)  # a hole would need a page when disks are full
                 self._changed = memoryview(mmap.mmap(descriptor, 8)).cast("Q")
             finally:
                 os.close(descriptor)

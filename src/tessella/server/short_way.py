@@ -238,9 +238,10 @@ class Quick:
         self._end(error, error_answer(error))
 
     def give_up(self) -> None:
-        """Nobody waits any more: what has not begun is not computed."""
+        """Nobody waits any more: what has not begun is not computed, nor held."""
         self._is_answered = True
         self._watch.ended(CancelledError())
+        self._model.batcher.let_go()
         self._model.__exit__()
 
     def _end(self, error: Exception | None, answer: Answer) -> None:

@@ -178,6 +178,8 @@ class _Watching:
         self._settings = settings
         self._works: dict[int, tuple[Callable[[Ready], None], float]] = {}
         self._limits = _share(DEFAULT_LIMITS, settings.acceptors)
+        self._http: socket.socket | None = None
+        self._grpc: socket.socket | None = None
 
     def start(self) -> None:
         """Raise ``TessellaError`` for all that can be wrong with the settings."""
@@ -185,7 +187,6 @@ class _Watching:
         self._guard = Guard(host=settings.host, token=settings.token, names=settings.host_names)
         self._http = bind(settings.host, settings.port)
         self.url = url_of(self._http, tls=settings.doors.tls_cert is not None)
-        self._grpc: socket.socket | None = None
         if settings.doors.grpc_port is not None:
             self._grpc = bind(settings.host, settings.doors.grpc_port)
         folder = None
@@ -213,6 +214,7 @@ class _Watching:
 
     def stop(self) -> None:
         """End the acceptors, which answer what they have, then the engine's process."""
+        self._close_ports()  # so that clients are refused when no acceptor has them any more
         for last in (False, True):
             chosen = [p for p, (w, _) in self._works.items() if (w == self._run_engine) == last]
             for pid in chosen:
@@ -252,7 +254,13 @@ class _Watching:
                     "a process of the server does not start", fix="read its messages above"
                 )
 
+    def _close_ports(self) -> None:
+        for listener in (self._http, self._grpc):
+            if listener is not None:
+                listener.close()
+
     def _run_engine(self, ready: Ready) -> None:
+        self._close_ports()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         settings = self._settings
         repository = Repository(
@@ -285,8 +293,9 @@ class _Watching:
         )
         doors, front = self._settings.doors, None
         if self._grpc is not None:
-            front = GrpcFront(app, self._guard, self._grpc, doors, self._limits)
+            front = GrpcFront(app, self._guard, self._grpc, doors, self._limits, shares=True)
         config = configured(app, self._limits, doors)
+        assert self._http is not None
         server = HttpServer(config, self._http, front, shares=True)
         server.on_ready = lambda url: ready()
         server.run(sockets=[self._http])

@@ -111,3 +111,7 @@ class Infers(Protocol):
         Raises:
             ServeError: as ``infer``; the waiter is told nothing then.
         """
+
+    def let_go(self) -> None:
+        """Hold no request for which nobody waits; a process that hands them on holds none."""
+        return

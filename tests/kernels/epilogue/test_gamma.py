@@ -72,6 +72,7 @@ def test_these_know_it() -> None:
         *(f"conv{n}d.{by}" for n in (1, 2, 3) for by in (
             "direct", "gemm", "implicit_gemm", "implicit_precomp_gemm",
         )),
+        "conv2d.avx2", "conv2d.avx512", "conv2d.avx2_int8", "linear.avx2_int8",
         "conv2d.implicit_gemm.sm90", "conv2d.pointwise.sm90", "conv2d.direct.sm90",
         "linear.sparse.sm90", "conv2d.sparse.sm90", "linear.cusparselt", "conv2d.cusparselt",
     }  # fmt: skip
@@ -98,7 +99,9 @@ def test_a_chain_has_none() -> None:
     )
 
 
-BY_LAUNCH = [row for row in KNOW if row.algorithm not in ("cusparselt", "sparse")]
+BY_LAUNCH = [
+    row for row in KNOW if "gpu" in row.targets and row.algorithm not in ("cusparselt", "sparse")
+]
 
 
 def flat(arguments: Iterable[Any]) -> list[Any]:
