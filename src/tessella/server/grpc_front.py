@@ -41,8 +41,8 @@ from tessella.server.grpc_messages import (
     parsed,
 )
 from tessella.server.guard import Guard
-from tessella.server.http2_connection import Connection, Handler, Stream
-from tessella.server.http2_frames import Head, literal
+from tessella.server.http2_connection import Connection, Stream
+from tessella.server.http2_frames import Handler, Head, literal
 from tessella.server.limits import Limits
 from tessella.server.listening import Accepting, address_of
 
