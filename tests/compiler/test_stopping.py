@@ -152,10 +152,10 @@ def test_a_build_without_memory_names_the_batch_that_fits(
 ) -> None:
     real = search.sample_inputs
 
-    def short(problem: Problem, device: torch.device) -> list[torch.Tensor]:
+    def short(problem: Problem, *where: Any, **how: Any) -> list[torch.Tensor]:
         if problem.outputs[0].shape[0] == 4:
             _no_memory()
-        return real(problem, device)
+        return real(problem, *where, **how)
 
     monkeypatch.setattr(search, "sample_inputs", short)
     with pytest.raises(BuildStopped, match="batches up to 2, which fits"):

@@ -49,6 +49,25 @@ def test_windows_of_small_types(dtype: str) -> None:
         agrees("windows", problem("avg_pool2d", IMAGE, mean(), dtype))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("side", [11, 12, 40])
+def test_torchs_pools_of_8_bits_are_refused_where_torch_refuses(side: int, format: Format) -> None:
+    """On a CPU it counts their pixels in 8 bits."""
+    row = catalog.kernel("max_pool2d.aten")
+    refused = row.refusal(
+        problem("max_pool2d", (1, 8, side, side), maximum(), "int8", format=format)
+    )
+    x = torch.zeros(1, 8, side, side, dtype=torch.int8)
+    if format == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    try:
+        torch.max_pool2d(x, 3, 2, 1)
+    except RuntimeError:
+        assert "at most 127 pixels" in (refused or "")
+    else:
+        assert refused is None
+
+
 @pytest.mark.parametrize("asked", CHAINS.values(), ids=CHAINS)
 def test_chains(asked: Problem) -> None:
     chain_agrees(asked)
