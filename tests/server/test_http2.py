@@ -31,42 +31,13 @@ from tessella.server.http2_connection import Connection
 from tessella.server.http2_frames import Code, Heads, Kind, frame
 from tessella.server.listening import bind
 from tests.support.engines import Scores, expected_scores, repository
+from tests.support.wires import Wire
 
 pytestmark = pytest.mark.timeout(60)
 IMAGE = np.random.default_rng(3).normal(size=(1, 3, 8, 8)).astype(np.float32)
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 LIMITS = Limits(held_bytes=1 << 20)
-
-
-class Wire(asyncio.Transport):
-    """A client's end of a connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = b""
-        self.protocol: Connection
-        self._is_closing = False
-
-    def write(self, data: Any) -> None:
-        assert not self._is_closing
-        self.sent += data
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def close(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            self.protocol.connection_lost(None)
-
-    abort = close
-
-    def pause_reading(self) -> None:
-        pass
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
 
 
 class Place:

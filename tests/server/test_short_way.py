@@ -19,7 +19,6 @@ from uvicorn.server import ServerState
 
 from tessella.server import Limits, Server, short_way
 from tessella.server.app import App
-from tessella.server.connection import Connection
 from tessella.server.describing import Describing
 from tessella.server.guard import Guard
 from tessella.server.limits import DEFAULT_LIMITS
@@ -29,6 +28,7 @@ from tessella.server.pace import Pace
 from tessella.server.repository import Repository
 from tessella.server.short_way import MOST_HEADS, ShortRequest, ShortWay
 from tests.support.engines import FakeEngine, Pair, Scores, expected_scores, repository
+from tests.support.wires import Wire
 
 pytestmark = pytest.mark.timeout(60)
 IMAGE = np.random.default_rng(3).normal(size=(1, 3, 8, 8)).astype(np.float32)
@@ -41,35 +41,6 @@ class Steady(Pace):
 
     def expected_ns(self, samples: int, largest: int) -> int:
         return 1000
-
-
-class Wire(asyncio.Transport):
-    """A client's end of a connection: what was sent, and whether it may send."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = b""
-        self.protocol: Connection
-        self.is_paused = False
-        self._is_closing = False
-
-    def write(self, data: Any) -> None:
-        assert not self._is_closing
-        self.sent += data
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def close(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
-
-    def pause_reading(self) -> None:
-        self.is_paused = True
-
-    def resume_reading(self) -> None:
-        self.is_paused = False
 
 
 PLACES: list[Place] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,6 @@ import torch
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.errors import CompileError, KernelError
 from tessella.core.memory import is_out_of_memory
-from tessella.device.ahead_of_time import kernel_cache, using_kernels
-from tessella.device.float32_math import float32_math
 from tessella.device.launch import preparing
 from tessella.device.packing import forget
 from tessella.kernels import catalog
@@ -43,6 +41,7 @@ from tessella.search.inspection import (
     wrong,
 )
 from tessella.search.timing import Run, Sample, Timing, glance, time_interleaved, watched
+from tessella.search.trying import as_in_a_plan, other_results, own_inputs, runs
 from tessella.search.tuning import Inspection, TimingCache, Trial, Tried, require_one
 
 COMPILERS = 8  # threads that load what is compiled, and compile what users registered
@@ -169,51 +168,6 @@ def bind(
     if scratch:
         buffers["workspace"] = torch.empty(scratch, dtype=torch.uint8, device=device)
     return call, buffers
-
-
-def own_inputs(row: Kernel, problem: Problem, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a call; a kernel that takes an operand's memory gets a copy of it."""
-    taken = None if row.overwrites is None else problem.place_in_call(row.overwrites)
-    return [t.clone() if place == taken else t for place, t in enumerate(inputs)]
-
-
-def runs(
-    call: Call,
-    own: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-) -> tuple[Run, Run]:
-    """A call of ``own_inputs``; and one that first gives them back what calls have overwritten."""
-
-    def run() -> Any:
-        return call(*own, **buffers)
-
-    def run_first() -> Any:
-        for mine, given in zip(own, inputs, strict=True):
-            if mine is not given:
-                mine.copy_(given)
-        return run()
-
-    return run, run_first
-
-
-@contextlib.contextmanager
-def as_in_a_plan(problem: Problem, target: str) -> Iterator[None]:
-    """A context in which kernels run as they do in a plan."""
-    with using_kernels(kernel_cache(target)), torch.inference_mode(), float32_math(problem.math):
-        yield
-
-
-def other_results(made: Any, problem: Problem) -> str | None:
-    """Why results are not of the shape and type that was asked for, or None."""
-    results = as_tuple(made)
-    if len(results) != len(problem.outputs):
-        return f"made {len(results)} results, not {len(problem.outputs)}"
-    for tensor, meta in zip(results, problem.outputs, strict=True):
-        if not meta.matches(tensor):
-            seen = f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
-            return f"made {seen} instead of {meta}"
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

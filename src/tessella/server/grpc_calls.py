@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class Shared:
     streams: int = 0
 
 
-class Call:
+class Call(ABC):
     """One call; a ``http2_connection.Handler``.
 
     Attributes:
@@ -144,8 +145,9 @@ class Call:
             self.stream.refill()
             self.messages.take(chunk)
 
+    @abstractmethod
     def ended(self) -> None:
-        raise NotImplementedError
+        """The body is complete."""
 
     def silent(self, seconds: float) -> None:
         text = f"the message stopped coming, {seconds:.0f} s ago"
@@ -155,7 +157,8 @@ class Call:
         self.fail(error_answer(error))
 
     def sent(self) -> None:
-        """Nobody waits for it."""
+        """Nobody waits for it, but streams do."""
+        return
 
     def gone(self) -> None:
         if self._task is not None:

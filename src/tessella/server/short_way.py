@@ -8,6 +8,7 @@ is allowed; both give the same answers and count the same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def _is_all_of(head: bytes, url: bytes, lines: Sequence[tuple[bytes, bytes]]) ->
     return [(name.lower(), value.strip(b" \t")) for name, _, value in told] == list(lines)
 
 
-class Quick:
+class Quick(ABC):
     """A request whose body is there, from its parsing to its answer, without a task: who waits for
     its outputs is itself. What would hold up the event loop takes the long way.
     """
@@ -200,20 +201,21 @@ class Quick:
     # --- what each door has of its own ------------------------------------------------------------
 
     @property
+    @abstractmethod
     def _inference(self) -> Inference:
-        raise NotImplementedError
+        """What all requests of a process share."""
 
+    @abstractmethod
     def _parsed(self, model: ServedModel) -> InferRequest | Unread:
         """The checked request."""
-        raise NotImplementedError
 
     def _made(self, outputs: Arrays) -> Answer:
         """The answer with the outputs; all stages of the request are over with it."""
         return self._inference.answer(self._model, self._request, outputs, self._watch)
 
+    @abstractmethod
     def _answer(self, answer: Answer) -> None:
         """Send the answer."""
-        raise NotImplementedError
 
     # --- what a batcher asks of who waits ---------------------------------------------------------
 

@@ -20,11 +20,12 @@ from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.user_operators import as_tuple
-from tessella.search.find import as_in_a_plan, bind, other_results, own_inputs, runs
+from tessella.search.find import bind
 from tessella.search.inspection import deviates, exact_answers, inspect, tolerance, wrong
 from tessella.search.kernel_report.problems import draw, problems_of
 from tessella.search.kernel_report.record import Row
 from tessella.search.timing import Run, Timing, measure
+from tessella.search.trying import as_in_a_plan, other_results, own_inputs, runs
 
 Doing = Callable[[str], None]
 
