@@ -18,6 +18,7 @@ import triton.language as tl
 from tessella.core.dtype import FP8
 from tessella.device.launch import launch
 from tessella.device.machine import stages_that_fit
+from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.kernels.shared.matrix_product import (
@@ -39,6 +40,7 @@ def _tiled_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, INDEX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``strides`` are those of A, of B, of bias, residual and scale, and of the result."""
     M, N, K = sizes
@@ -70,6 +72,7 @@ def _tiled_kernel(
 
     depth = tl.full((), BK, tl.int64)
     acc = tl.zeros((BM, BN), dtype=SUM)
+    await_earlier(OVERLAP)
     for step in range(tl.cdiv(K, BK)):
         if EVEN_K:
             a_tile = tl.load(a + a_at, mask=row_in, other=0.0)
@@ -178,7 +181,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         given = arguments(problem, operands(problem, constants, inputs, out), made)
         wide = max(bm, bn, bk) * max(itertools.chain(*given[-2])) >= 2**31
-        launch(_tiled_kernel, (blocks,), *given, INDEX=tl.int64 if wide else tl.int32, **options)
+        index = tl.int64 if wide else tl.int32
+        launch(_tiled_kernel, (blocks,), *given, INDEX=index, **overlapping(), **options)
         return out
 
     return call
