@@ -335,10 +335,10 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
     *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt"),
-    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=4, gamma=True),
+    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=5, gamma=True),
     *_hopper("linear matmul", "skinny", "gemm.skinny_sm90", gamma=True),
     *_dot("linear matmul", "skinny", "gemm.skinny", gamma=True),
-    *_dot("linear matmul", "tiled", "gemm.tiled", gamma=True),
+    *_dot("linear matmul", "tiled", "gemm.tiled", version=2, gamma=True),
     *_gpu(
         "linear conv2d",
         "cusparselt",
@@ -372,7 +372,7 @@ KERNELS: tuple[Kernel, ...] = (
     # boxes of a map
     *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
     *_cpu("deformable_attention", "bags", "detect.summed_bags"),
-    *_gpu("deformable_attention", "sampled", "detect.sampled"),
+    *_gpu("deformable_attention", "sampled", "detect.sampled", version=2),
     *_cpu("nms", "numpy", "detect.numpy_nms"),
     *_gpu("nms", "rounds", "detect.nms_rounds"),
     # element by element
@@ -430,6 +430,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # what a user wrote, and what has no kernel of its own
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
+    *_gpu("fallback", "ranked", "detect.ranked", **_NEW),
     *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),
     Kernel(
         id="reference",

@@ -5,6 +5,9 @@ A window of attention (Swin) adds a bias to [N·W, heads, T, T], a mask to the s
 
     reshape(op(x, c))  →  op(reshape(x), c)     where the reshape cuts the first axis
     op(reshape(x), c)  →  reshape(op(x, c))     where it joins the first axes
+    f(permute(x))      →  permute(f(x))         where a step makes x, as a norm over channels does
+
+A permute that follows a permute then is one with it.
 """
 
 from __future__ import annotations
@@ -19,12 +22,50 @@ STEPS = (ELEMENTWISE - {"batch_norm"}) | {"softmax", "log_softmax", "layer_norm"
 
 
 def apply(graph: Graph) -> int:
-    """Move reshapes that stand between two steps; returns how many moves."""
+    """Move reshapes and permutes that stand between two steps; returns how many moves."""
     return until_done(graph, _move)
 
 
 def _move(graph: Graph, node: Node) -> Collection[Value]:
+    if node.op == "permute":
+        return _join(graph, node) or _turn(graph, node)
     return (_up(graph, node) or _down(graph, node)) if node.op == "reshape" else ()
+
+
+def _turn(graph: Graph, permute: Node) -> Collection[Value]:
+    """Move a permute of a step's result behind the function of one number that alone reads it."""
+    value, turned = permute["input"], permute.output
+    maker, step = graph.producer(value), graph.only_reader(turned)
+    if maker is None or step is None or graph.only_reader(value) is not permute:
+        return ()
+    read = [v for v in step.inputs if v is not None]
+    if not _is_step(maker) or step.op not in ELEMENTWISE - {"batch_norm"} or read != [turned]:
+        return ()
+    changed, result = values_of(permute, step), step.output
+    straight = Value(graph.fresh_name(f"{result.name}.straight"), result.dtype, value.shape)
+    step.rebind(input=value)
+    step.outputs, permute.inputs, permute.outputs = (straight,), (straight,), (result,)
+    graph.nodes.remove(permute)
+    graph.nodes.insert_after(step, permute)
+    return [*changed, *values_of(step)]
+
+
+def _join(graph: Graph, permute: Node) -> Collection[Value]:
+    """Make one permute of two; none, where the second undoes the first."""
+    first = graph.producer(permute["input"])
+    if first is None or first.op != "permute" or graph.only_reader(first.output) is not permute:
+        return ()
+    dims = tuple(first.attrs["dims"][d] for d in permute.attrs["dims"])
+    if dims == tuple(range(len(dims))) and permute.output in graph.outputs:
+        return ()
+    changed = values_of(first, permute)
+    permute.rebind(input=first["input"])
+    permute.attrs["dims"] = dims
+    graph.nodes.remove(first)
+    if dims == tuple(range(len(dims))):
+        graph.replace_uses(permute.output, permute["input"])
+        graph.nodes.remove(permute)
+    return changed
 
 
 def _up(graph: Graph, reshape: Node) -> Collection[Value]:

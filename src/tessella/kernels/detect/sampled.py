@@ -20,6 +20,7 @@ from tessella.device.overlap import await_earlier, overlapping
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.triton_device import cast
 from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MAX_POINTS = 256
@@ -43,7 +44,7 @@ def sampled_kernel(
     scores,
     out,
     queries,
-    pixels,
+    strides,  # of images and rows of value, offsets and scores
     SPREAD: tl.constexpr,
     HEADS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -62,11 +63,13 @@ def sampled_kernel(
     query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = query < queries
     row = image * queries + query
-    first = (row * HEADS + head) * TOTAL  # of the head's points
+    v_image, v_row, o_image, o_row, s_image, s_row = strides
+    scores += image * s_image + query * s_row + head * TOTAL  # of the head's first point
+    offsets += image * o_image + query * o_row + head * (TOTAL * 2)
 
     points = tl.arange(0, PADDED)
     asked = inside[:, None] & (points < TOTAL)[None, :]
-    told = tl.load(scores + first[:, None] + points[None, :], mask=asked, other=0).to(tl.float32)
+    told = tl.load(scores[:, None] + points[None, :], mask=asked, other=0).to(tl.float32)
     told = tl.where((points < TOTAL)[None, :], told, float("-inf"))
     highest = tl.max(told, 1)
     whole = tl.sum(tl.exp(told - highest[:, None]), 1)
@@ -79,30 +82,30 @@ def sampled_kernel(
     lanes = tl.arange(0, LANES)
     known = lanes < DEPTH
     total = tl.zeros((BLOCK, LANES), tl.float32)
-    point = first
     for level in tl.static_range(len(POINTS)):
         height = HEIGHTS[level]
         width = WIDTHS[level]
         share = SPREAD / POINTS[level]
-        map = value + ((image * pixels + STARTS[level]) * HEADS + head) * DEPTH
+        map = value + image * v_image + STARTS[level] * v_row + head * DEPTH
         for _ in range(POINTS[level]):  # unrolled, a kernel took 5 s to compile
-            dx = tl.load(offsets + point * 2, mask=inside, other=0).to(tl.float32)
-            dy = tl.load(offsets + point * 2 + 1, mask=inside, other=0).to(tl.float32)
-            score = tl.load(scores + point, mask=inside, other=0).to(tl.float32)
+            dx = tl.load(offsets, mask=inside, other=0).to(tl.float32)
+            dy = tl.load(offsets + 1, mask=inside, other=0).to(tl.float32)
+            score = tl.load(scores, mask=inside, other=0).to(tl.float32)
             x = (x_middle + dx * share * wide) * width - 0.5
             y = (y_middle + dy * share * tall) * height - 0.5
             x0, y0 = tl.floor(x), tl.floor(y)
             right, low = x - x0, y - y0
             weight = tl.exp(score - highest) / whole
-            a = _seen(map, y0, x0, height, width, HEADS * DEPTH, lanes, known)
-            b = _seen(map, y0, x0 + 1, height, width, HEADS * DEPTH, lanes, known)
-            c = _seen(map, y0 + 1, x0, height, width, HEADS * DEPTH, lanes, known)
-            d = _seen(map, y0 + 1, x0 + 1, height, width, HEADS * DEPTH, lanes, known)
+            a = _seen(map, y0, x0, height, width, v_row, lanes, known)
+            b = _seen(map, y0, x0 + 1, height, width, v_row, lanes, known)
+            c = _seen(map, y0 + 1, x0, height, width, v_row, lanes, known)
+            d = _seen(map, y0 + 1, x0 + 1, height, width, v_row, lanes, known)
             above = a * (1 - right)[:, None] + b * right[:, None]
             below = c * (1 - right)[:, None] + d * right[:, None]
             mean = above * (1 - low)[:, None] + below * low[:, None]
             total += mean * weight[:, None]
-            point += 1
+            scores += 1
+            offsets += 2
     into = out + (row[:, None] * HEADS + head) * DEPTH + lanes[None, :]
     tl.store(into, cast(total, out.dtype.element_ty), mask=inside[:, None] & known[None, :])
 
@@ -113,17 +116,28 @@ def fits(problem: Problem) -> str | None:
     tensors = (*problem.given, problem.output)
     if odd := [m.dtype for m in tensors if m.dtype not in FLOATS]:
         return f"floating numbers of 16 and 32 bits, not {odd[0]}"
-    if {m.format for m in tensors} != {"contiguous"}:
-        return "needs dense rows"
+    if not all(m.format == "contiguous" for m in (problem["boxes"], problem.output)):
+        return "needs dense boxes, and makes dense rows"
+    if not all(_has_rows(m) for m in tensors):
+        return "needs dense rows, which may lie apart"
     images, _, channels = problem.output.shape
     heads, points = problem.attrs["heads"], sum(problem.attrs["points"])
     if 0 in problem.output.shape or max(images, heads) > 65535:
         return "nothing to see, or more than 65,535 images or heads"
     if points > MAX_POINTS or channels // heads > MAX_DEPTH:
         return f"{points} points, or {channels // heads} channels a head"
-    if max(m.nbytes // m.itemsize for m in tensors) > MAX_ELEMENTS:
+    if max(m.shape[0] * _strides(m)[0] for m in tensors) > MAX_ELEMENTS:
         return "indices have 32 bits"
     return None
+
+
+def _has_rows(meta: TensorMeta) -> bool:
+    """Whether the strides are known, and a row's numbers lie side by side."""
+    return meta.format == "contiguous" or (meta.strides is not None and meta.strides[-1] == 1)
+
+
+def _strides(meta: TensorMeta) -> tuple[int, ...]:
+    return meta.strides or meta.dense_strides
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -135,7 +149,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
     attrs = problem.attrs
-    images, pixels, channels = problem["value"].shape
+    images, _, channels = problem["value"].shape
     queries, heads = problem["boxes"].shape[1], attrs["heads"]
     heights, widths = tuple(attrs["sizes"][::2]), tuple(attrs["sizes"][1::2])
     starts = np.cumsum([0, *(h * w for h, w in zip(heights, widths, strict=True))]).tolist()
@@ -150,7 +164,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     }  # fmt: skip
 
     def run(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        launch(sampled_kernel, grid, *inputs, out, queries, pixels, **overlapping(), **settings)
+        value, _, offsets, scores = inputs
+        strides = tuple(t.stride(axis) for t in (value, offsets, scores) for axis in (0, 1))
+        launch(sampled_kernel, grid, *inputs, out, queries, strides, **overlapping(), **settings)
         return out
 
     return run
