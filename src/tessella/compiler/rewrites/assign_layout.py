@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
+from tessella.graph.graph import Graph, Node, Shape, Value, attrs_at, shape_at
 from tessella.kernels.transform.views import format_of
 from tessella.operations.pointwise_program import has_pool, has_rows
 from tessella.operations.rearrangement import innermost
@@ -59,7 +59,7 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
     if node.op == "permute" and node["input"] not in graph.constants:
         return format_of(formats.get(node["input"].name, "contiguous"), node.attrs["dims"])
     if node.op == "reshape" and formats.get(node["input"].name) == "strided":
-        return "strided" if _cuts_heads(graph, node) else "contiguous"
+        return "strided" if _cuts_heads(graph, node, formats) else "contiguous"
     if node.op == "rearrange":
         return _of_rows(node, formats, layout)
     if node.op not in FOLLOWS:
@@ -85,11 +85,25 @@ def _of_rows(node: Node, formats: Formats, layout: Layout) -> Format:
     return "channels_last" if channels else "contiguous"
 
 
-def _cuts_heads(graph: Graph, node: Node) -> bool:
-    """Whether a reshape only cuts axes, which is a view of any strides, and attention reads it.
+def _cuts_heads(graph: Graph, node: Node, formats: Formats) -> bool:
+    """Whether a reshape is a view of its input's strides, and attention reads it.
 
     Queries, keys and values that one layer makes are such slices: attention reads them there.
     """
+    if not (_only_cuts(node) or _keeps_columns(graph, node, formats)):
+        return False
+    turned = graph.users(node.output)
+    if {n.op for n in turned} != {"permute"}:
+        return False
+    readers = [reader for turn in turned for reader in graph.users(turn.output)]
+    return {n.op for n in readers} == {"scaled_dot_product_attention"} and not {
+        node.output,
+        *(turn.output for turn in turned),
+    } & set(graph.outputs)
+
+
+def _only_cuts(node: Node) -> bool:
+    """Whether each axis is cut by itself, which is a view of any strides."""
     sizes = list(node.output.shape)
     for size in node["input"].shape:
         cut = sizes.pop(0) if sizes else None
@@ -99,14 +113,26 @@ def _cuts_heads(graph: Graph, node: Node) -> bool:
             cut *= sizes.pop(0)
         if cut != size:
             return False
-    turned = [] if sizes else graph.users(node.output)
-    if {n.op for n in turned} != {"permute"}:
+    return not sizes
+
+
+def _keeps_columns(graph: Graph, node: Node, formats: Formats) -> bool:
+    """Whether part of each row of a dense value becomes whole axes.
+
+    The rows lie in equal distances, so they may be grouped in any way.
+    """
+    part = node["input"]
+    maker = graph.producer(part)
+    if maker is None or maker.op != "split" or maker.attrs["dim"] != len(part.shape) - 1:
         return False
-    readers = [reader for turn in turned for reader in graph.users(turn.output)]
-    return {n.op for n in readers} == {"scaled_dot_product_attention"} and not {
-        node.output,
-        *(turn.output for turn in turned),
-    } & set(graph.outputs)
+    if formats.get(maker["input"].name, "contiguous") != "contiguous":
+        return False
+    left = part.shape[-1]
+    for size in reversed(node.output.shape):
+        if left == 1 or not (isinstance(left, int) and isinstance(size, int)) or left % size:
+            break
+        left //= size
+    return left == 1
 
 
 def _channels_last(
