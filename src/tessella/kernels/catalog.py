@@ -416,6 +416,7 @@ KERNELS: tuple[Kernel, ...] = (
     # moving elements
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
+    *_gpu("cat", "rows", "transform.join_rows"),
     *_aten("interpolate", "transform.resize"),
     *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),

@@ -1,10 +1,16 @@
-"""Convolution or linear + bias + residual + activation as one step: each saves a trip to memory."""
+"""Convolution or linear + bias + residual + activation as one step: each saves a trip to memory.
+
+An activation behind views of a layer's result is the layer's, too: SegFormer has its GELU behind a
+convolution whose pixels have become rows.
+"""
 
 from __future__ import annotations
 
 from tessella.compiler.layers import LAYERS
 from tessella.graph.graph import Graph, Node, Value
 from tessella.operations.epilogue import ACTIVATIONS
+
+VIEWS = frozenset(("permute", "reshape"))
 
 
 def apply(graph: Graph) -> int:
@@ -27,7 +33,22 @@ def apply(graph: Graph) -> int:
             graph.nodes.remove(layer)
             graph.nodes.replace(reader, layer)
             fused += 1
+        fused += _fuse_behind_views(graph, layer)
     return fused
+
+
+def _fuse_behind_views(graph: Graph, layer: Node) -> int:
+    """Take the activation that alone reads a view of the layer's result, if it has none yet."""
+    value = layer.output
+    while (reader := graph.only_reader(value)) is not None and reader.op in VIEWS:
+        value = reader.output
+    if reader is None or value is layer.output or reader.output in graph.outputs:
+        return 0
+    if not _fuse_activation(layer, reader):
+        return 0
+    graph.replace_uses(reader.output, value)
+    graph.nodes.remove(reader)
+    return 1
 
 
 def _other_operand(layer: Node, reader: Node) -> Value | None:
