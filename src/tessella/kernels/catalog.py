@@ -335,7 +335,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
     *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt"),
-    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=5, gamma=True),
+    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=4, gamma=True),
     *_hopper("linear matmul", "skinny", "gemm.skinny_sm90", gamma=True),
     *_dot("linear matmul", "skinny", "gemm.skinny", gamma=True),
     *_dot("linear matmul", "tiled", "gemm.tiled", version=2, gamma=True),

@@ -53,9 +53,17 @@ def _changes_nothing(node: Node) -> bool:
         return tuple(node.attrs["dims"]) == tuple(range(len(node.attrs["dims"])))
     if node.op == "pad":
         return not any(node.attrs["pad"])
-    if node.op in ("reshape", "expand"):
+    if node.op in ("reshape", "expand") or (node.op == "interpolate" and _keeps_pixels(node)):
         return node["input"].shape == node.output.shape
     return node.op == "to" and node["input"].dtype == node.output.dtype
+
+
+def _keeps_pixels(node: Node) -> bool:
+    """Whether a resize to the size that is there takes each pixel as it is.
+
+    A factor that is given with the size is what places are computed with.
+    """
+    return node.attrs.get("scale_factor") is None
 
 
 def _takes_all(node: Node, graph: Graph) -> bool:

@@ -180,9 +180,6 @@ TILES = (
     (128, 64, "staggered"),
     (128, 128, "paired"),
     (128, 64, "paired"),
-    (64, 128, "paired"),
-    (64, 64, "paired"),
-    (64, 64, "ping_pong"),
 )
 MOST_CONFIGS = 12
 MOST_RANGES = 16
