@@ -38,7 +38,7 @@ def apply(graph: Graph) -> int:
     return swapped
 
 
-def _is_product(graph: Graph, node: Node) -> bool:
+def is_product(graph: Graph, node: Node) -> bool:
     """Whether a node is a 1×1 convolution of every pixel and nothing else."""
     if node.op != "conv2d":
         return False
@@ -55,14 +55,14 @@ def _is_product(graph: Graph, node: Node) -> bool:
 
 def _better_last(graph: Graph, mean: Node, product: Node) -> bool:
     """Whether the product leaves few channels, and the mean as many pixels as there were."""
-    if not _is_product(graph, product) or mean["input"].shape[2:] != mean.output.shape[2:]:
+    if not is_product(graph, product) or mean["input"].shape[2:] != mean.output.shape[2:]:
         return False
     return FEWER * fixed(product.output.shape[1]) <= fixed(product["input"].shape[1])
 
 
 def _better_first(graph: Graph, product: Node, mean: Node) -> bool:
     """Whether the mean of what the product reads takes less than the product's result."""
-    if not _is_product(graph, product) or (product.get("bias") and not _averages(mean)):
+    if not is_product(graph, product) or (product.get("bias") and not _averages(mean)):
         return False
     before, after = (math.prod(map(fixed, n.output.shape[2:])) for n in (product, mean))
     channels = fixed(product["input"].shape[1])

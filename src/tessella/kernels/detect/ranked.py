@@ -91,9 +91,7 @@ def _sorts_last(args: Any, shape: tuple[int, ...]) -> bool:
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Few numbers a block where there are few: then more multiprocessors have one."""
     shapes = ((16, 128, 4), (32, 128, 4), (8, 256, 4), (64, 64, 4), (32, 256, 8), (64, 128, 8))
-    return tuple(
-        {"block": block, "chunk": chunk, "warps": warps} for block, chunk, warps in shapes
-    )
+    return tuple({"block": block, "chunk": chunk, "warps": warps} for block, chunk, warps in shapes)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
