@@ -25,7 +25,7 @@ def asked(x: torch.Tensor, *args: object, **kwargs: object) -> Problem:
     )
 
 
-@pytest.mark.parametrize("n, k", [(1, 1), (37, 5), (300, 300)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (37, 5), (300, 300)])
 def test_the_largest_come_first_and_equal_ones_keep_their_order(n: int, k: int) -> None:
     x = torch.randint(-6, 6, (3, n), generator=torch.Generator().manual_seed(n)).half() / 2
     x[0, 0], x[1, -1], x[2, n // 2] = float("nan"), float("inf"), float("-inf")
@@ -42,7 +42,7 @@ def test_the_largest_come_first_and_equal_ones_keep_their_order(n: int, k: int) 
     torch.testing.assert_close(values, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("args, why", [
+@pytest.mark.parametrize(("args", "why"), [
     ((2, 0), "last axis"), ((2, -1, False), "largest"), ((9,), "largest"), ((True,), "largest"),
 ])  # fmt: skip
 def test_other_questions_are_left_to_torch(args: tuple[object, ...], why: str) -> None:

@@ -112,6 +112,16 @@ def problems() -> dict[str, Problem]:
             outputs=(meta(8, 1, 100, dtype="int64"),),
             attrs={"iou_threshold": 0.5, "score_threshold": None, "most": 100},
         ),
+        "scores": Problem(
+            op="fallback", inputs=(meta(1, 8400, dtype="float16"),),
+            outputs=(meta(1, 300, dtype="float16"), meta(1, 300, dtype="int64")),
+            attrs={"target": "aten::topk", "args": ({"input": 0}, 300), "kwargs": {}},
+        ),
+        "joined": Problem(
+            op="cat", attrs={"dim": 1},
+            inputs=tuple(meta(8, c, 32, 32, dtype="float16", format=LAST) for c in (64, 32)),
+            outputs=(meta(8, 96, 32, 32, dtype="float16", format=LAST),),
+        ),
         "resized": Problem(
             op="interpolate", inputs=(meta(8, 64, 32, 32, dtype="float16", format=LAST),),
             outputs=(meta(8, 64, 64, 64, dtype="float16", format=LAST),),

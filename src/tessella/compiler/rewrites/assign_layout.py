@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tessella.graph.graph import Graph, Node, Shape, Value, attrs_at, shape_at
+from tessella.graph.graph import Graph, Node, Value, attrs_at, shape_at
 from tessella.kernels.transform.views import format_of
 from tessella.operations.pointwise_program import has_pool, has_rows
 from tessella.operations.rearrangement import innermost

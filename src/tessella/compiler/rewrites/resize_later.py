@@ -176,7 +176,7 @@ def _maker(graph: Graph, value: Value) -> Node | None:
 
 
 def _columns_are_channels(made: Value, views: list[Node]) -> bool:
-    """Whether views let a layer's columns become the channels of a map: tried with their numbers."""
+    """Whether views make channels of a layer's columns: tried with the columns' numbers."""
     shape = shape_at(made.shape, 1)
     numbers = torch.arange(shape[-1], dtype=torch.int32).expand(shape)
     for view in views:

@@ -80,9 +80,8 @@ def _sorts_last(args: Any, shape: tuple[int, ...]) -> bool:
     if not isinstance(args, list | tuple) or not 2 <= len(args) <= 5 or not shape:
         return False
     tensor, k, dim, largest, is_sorted = (*args, *(-1, True, True)[len(args) - 2 :])
-    if isinstance(tensor, Mapping) is False or dict(tensor) != {"input": 0}:
-        return False
     return (
+        tensor == {"input": 0} and
         type(k) is int and 0 < k <= shape[-1]
         and dim in (-1, len(shape) - 1) and largest is True and is_sorted in (True, False)
     )  # fmt: skip

@@ -117,8 +117,8 @@ def fits(problem: Problem) -> str | None:
 # tile_m, tile_n, bytes of tile_k, warps, stages
 _LARGE = ((128, 256, 128, 8, 3), (128, 128, 128, 4, 3))  # 128 sums a thread
 _TILES = ((128, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4), (16, 64, 256, 4, 4))
-# of products that would leave most of a GPU idle: longer steps, and narrower tiles. 300 × 256 × 2048
-# takes 9.9 µs on an H200 by the second one, with the tiles above 11.5
+# Of products that would leave most of a GPU idle: longer steps, and narrower tiles. By the second
+# one 300 × 256 × 2048 takes 9.9 µs on an H200, with the tiles above 11.5
 _SMALL = ((64, 64, 256, 4, 3), (64, 32, 256, 4, 4))
 _UNALIGNED = ((128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (16, 64, 64, 4, 3))
 _IEEE = ((128, 128, 128, 8, 3), (128, 64, 64, 4, 3), (16, 64, 128, 4, 3))

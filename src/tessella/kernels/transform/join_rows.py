@@ -1,7 +1,7 @@
 """``cat`` in one launch: every part is rows, which lie side by side in the rows of the result.
 
-So are channels of channels_last maps, for which torch's own takes 43 µs where four maps of 256 × 128
-× 128 come together, and any axis of dense tensors. A block copies some rows of one part.
+So are channels of channels_last maps, of which torch's own takes 43 µs for four of 256 × 128 × 128
+on an H200, and any axis of dense tensors. A block copies some rows of one part.
 """
 
 from __future__ import annotations
