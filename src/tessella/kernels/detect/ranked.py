@@ -79,12 +79,11 @@ def _sorts_last(args: Any, shape: tuple[int, ...]) -> bool:
     """Whether the operator's arguments are a tensor, ``k``, and what is said without the rest."""
     if not isinstance(args, list | tuple) or not 2 <= len(args) <= 5 or not shape:
         return False
-    tensor, k, dim, largest, is_sorted = (*args, *(-1, True, True)[len(args) - 2 :])
-    return (
-        tensor == {"input": 0} and
-        type(k) is int and 0 < k <= shape[-1]
-        and dim in (-1, len(shape) - 1) and largest is True and is_sorted in (True, False)
-    )  # fmt: skip
+    given: list[Any] = [*args, *[-1, True, True][len(args) - 2 :]]
+    tensor, k, dim, largest, is_sorted = given
+    if tensor != {"input": 0} or type(k) is not int or type(is_sorted) is not bool:
+        return False
+    return 0 < k <= shape[-1] and dim in (-1, len(shape) - 1) and largest is True
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:

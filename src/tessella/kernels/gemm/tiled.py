@@ -156,7 +156,7 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
 
 def _is_small(made: Sizes) -> bool:
     """Whether tiles of 64 × 64 are too few to fill a GPU twice."""
-    tiles = made.batch * triton.cdiv(made.m, 64) * triton.cdiv(made.n, 64)
+    tiles: int = made.batch * triton.cdiv(made.m, 64) * triton.cdiv(made.n, 64)
     return tiles <= 2 * multiprocessors()
 
 
