@@ -38,12 +38,18 @@ PROMOTE_AFTER = 128  # fp8 tensor cores keep 14 bits: products summed before flo
 @triton.jit
 def _tiled_kernel(
     a, b, bias, residual, scale, out, sizes, strides, factors,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     SUM: tl.constexpr, IMPRECISE: tl.constexpr, WIDEN: tl.constexpr, INDEX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``strides`` are those of A, of B, of bias, residual and scale, and of the result."""
+    """``strides`` are those of A, of B, of bias, residual and scale, and of the result.
+
+    TILE: its rows and columns, and how many tiles go down before the next column.
+    """
+    BM: tl.constexpr = TILE[0]
+    BN: tl.constexpr = TILE[1]
+    GROUP: tl.constexpr = TILE[2]
     M, N, K = sizes
     a_batch, a_row, a_k = strides[0]
     b_batch, b_k, b_column = strides[1]
@@ -182,9 +188,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     made = sizes(problem)
     blocks = made.batch * triton.cdiv(made.m, bm) * triton.cdiv(made.n, bn)
     options = {
-        "BM": bm,
-        "BN": bn,
-        "GROUP": 8,
+        "TILE": (bm, bn, 8),
         **settings(problem, bk),
         "num_warps": tile["num_warps"],
         "num_stages": tile["num_stages"],
