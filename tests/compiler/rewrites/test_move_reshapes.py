@@ -56,6 +56,14 @@ CASES: dict[str, tuple[Forward, int, list[str]]] = {
         lambda m, x: ((y := x.flatten(0, 1).transpose(2, 3)) * y).view(-1, 4, 3, 5, 5).exp(), 1,
         ["reshape", "permute", "reshape", "reshape", "pointwise"],
     ),
+    "a function behind a permute": (
+        lambda m, x: m.norm(x.flatten(0, 1)).transpose(2, 3).sigmoid(), 1,
+        ["reshape", "pointwise", "permute"],
+    ),
+    "permutes that meet": (
+        lambda m, x: m.norm(x.flatten(0, 1)).transpose(2, 3).sigmoid().transpose(2, 3).flatten(1),
+        2, ["reshape", "pointwise", "reshape"],
+    ),
     # these stay
     "softmax of the first axis": (
         lambda m, x: torch.softmax(x.exp().flatten(0, 1), 0), 0, ["exp", "reshape", "softmax"],

@@ -118,6 +118,10 @@ def test_fold_batch_norm_into_linear_only_over_its_features() -> None:
         (lambda m, x: F.leaky_relu(m.conv(x)), 0, ["conv2d", "leaky_relu"]),
         (lambda m, x: m.conv(x) + m.constant, 1, ["conv2d"]),
         (lambda m, x: m.constant + m.other(x), 1, ["conv2d"]),
+        # an activation behind views, but for an output of the graph
+        (lambda m, x: F.gelu(m.conv(x).flatten(2).transpose(1, 2)) * 2, 1,
+         ["conv2d", "reshape", "permute", "mul"]),
+        (lambda m, x: F.relu(m.conv(x).flatten(2)), 0, ["conv2d", "reshape", "relu"]),
         # residual in either order, then the activation
         (lambda m, x: F.relu(m.conv(x) + F.max_pool2d(m.other(x), 1)), 2, None),
         (lambda m, x: F.relu(F.max_pool2d(m.other(x), 1) + m.conv(x)), 2, None),
@@ -187,6 +191,7 @@ def test_fold_constants_refuses_to_blow_up() -> None:
         (lambda m, x: x.permute(0, 2, 3, 1).permute(0, 2, 1, 3).exp(), ["permute", "exp"]),
         (lambda m, x: x.clone().exp().to(torch.float32), ["exp"]),
         (lambda m, x: F.pad(x, (0, 0, 0, 0)).exp(), ["exp"]),
+        (lambda m, x: F.interpolate(x, size=x.shape[2:], mode="bilinear").exp(), ["exp"]),
         (lambda m, x: F.pad(x, (0, 0, 0, 1)).exp(), ["pad", "exp"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -14,6 +15,7 @@ import torch
 from tessella.kernels.detect import sampled, summed_bags
 from tessella.operations.problem import Problem
 from tessella.operations.reference.detect import deformable_attention
+from tessella.operations.tensor_meta import TensorMeta
 from tests.support.kernels.compile_only import compile_all
 from tests.support.problems.looks import asked, by_loops, drawn
 
@@ -40,6 +42,28 @@ def test_points_are_seen_as_loops_see_them(name: str, module: ModuleType | None)
         made = call(*tensors, out=out)
         assert made is out
     np.testing.assert_allclose(made.numpy(), right, atol=3e-6)
+
+
+def test_rows_may_lie_apart_as_parts_of_one_product_do() -> None:
+    problem = asked(images=2, queries=9, **CASES["three levels"])
+    value, boxes, offsets, scores = drawn(problem)
+    metas = list(problem.inputs)
+    parts = []
+    for position, tensor in ((0, value), (2, offsets), (3, scores)):
+        whole = torch.cat([torch.full_like(tensor, torch.nan), tensor], 2)
+        parts.append(whole[:, :, tensor.shape[2] :])
+        meta = TensorMeta(shape=tuple(whole.shape), dtype="float32")
+        metas[position] = meta.part(2, tensor.shape[2])
+    apart = dataclasses.replace(problem, inputs=tuple(metas))
+    assert sampled.fits(apart) is None
+    made = sampled.bind(apart, {})(
+        parts[0], boxes, *parts[1:], out=torch.empty(problem.output.shape)
+    )
+    right = by_loops([t.double().numpy() for t in (value, boxes, offsets, scores)], problem.attrs)
+    np.testing.assert_allclose(made.numpy(), right, atol=3e-6)
+    unknown = dataclasses.replace(metas[0], strides=None)
+    apart = dataclasses.replace(problem, inputs=(unknown, *problem.inputs[1:]))
+    assert "dense rows" in str(sampled.fits(apart))
 
 
 @pytest.mark.parametrize("place", [torch.nan, torch.inf, -1e30])
