@@ -32,6 +32,7 @@ from tests.support.networks import plan
 
 BATCH = DimRange(min=1, opt=2, max=3)
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(BATCH, 3, 6, 6))
+WINDOWS = TensorSpec(name="windows", dtype="float32", shape=(BATCH, 2, 5, 8))
 TOKENS = TensorSpec(name="tokens", dtype="float32", shape=(BATCH, 5, 8))
 
 Forward = Callable[["Net", torch.Tensor], object]
@@ -67,12 +68,22 @@ def attention(m: Net, x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads(m.q(x)), heads(m.k(x)), heads(m.v(x)))
 
 
+def joined(m: Net, x: torch.Tensor) -> torch.Tensor:
+    """RF-DETR's: attention over the tokens of all windows of a picture."""
+
+    def heads(y: torch.Tensor) -> torch.Tensor:
+        return y.reshape(x.shape[0], 10, 2, 4).permute(0, 2, 1, 3)
+
+    return F.scaled_dot_product_attention(heads(m.q(x)), heads(m.k(x)), heads(m.v(x)))
+
+
 CASES: dict[str, tuple[Forward, TensorSpec, int]] = {  # what runs, on what, layers that go
     "two": (lambda m, x: torch.cat([m.a(x), m.c(x)], 1), IMAGE, 1),
     "three, one without a bias": (lambda m, x: torch.cat([m.a(x), m.b(x), m.c(x)], 1), IMAGE, 2),
     "inception": (branches, IMAGE, 2),
     "linear": (lambda m, x: m.q(x) * torch.exp(m.k(x)), TOKENS, 1),
     "attention": (attention, TOKENS, 2),
+    "attention of all windows": (joined, WINDOWS, 2),
     "an output of the graph": (lambda m, x: (m.a(x), m.c(x).exp()), IMAGE, 1),
     "all outputs": (lambda m, x: (m.a(x), m.c(x)), IMAGE, 1),
     "the same layer twice": (lambda m, x: m.a(x) * torch.exp(m.a(x)), IMAGE, 1),
@@ -192,6 +203,17 @@ def test_the_faster_program_is_the_plan(
     assert bool(split_steps(made)) is wins
     # only the weights of the program that was taken are in the plan
     assert sum(t.numel() for t in made.weights.values()) == 4 * 3 + 4 + 5 * 3 + 5
+
+
+@pytest.mark.parametrize("name", ["attention", "attention of all windows"])
+def test_attention_reads_parts_of_rows_where_they_lie(name: str) -> None:
+    graph = optimized(captured(name)[1])
+    fuse_siblings.apply(graph)
+    formats = assign_layout.apply(graph, "contiguous")
+    (attend,) = (n for n in graph.nodes if n.op == "scaled_dot_product_attention")
+    makers = [graph.producer(v) for v in attend.inputs if v is not None]
+    assert [n.op for n in makers if n is not None] == ["permute"] * 3
+    assert {formats[n["input"].name] for n in makers if n is not None} == {"strided"}
 
 
 def test_bf16_is_fused_too(monkeypatch: pytest.MonkeyPatch) -> None:
