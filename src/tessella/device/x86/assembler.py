@@ -221,6 +221,12 @@ class Assembler:
     def store(self, to: At, source: str) -> None:
         self._emit(f"mov QWORD PTR {to},{source}", self._memory(b"\x89", source, to))
 
+    def store_short(self, to: At, source: str) -> None:
+        """The lower 32 bits of one of the first eight registers."""
+        assert NUMBER[source] < 8
+        code = self._memory(b"\x89", source, to, wide=False)
+        self._emit(f"mov DWORD PTR {to},e{source[1:]}", code)
+
     def store_number(self, to: At, number: int) -> None:
         code = self._memory(b"\xc7", REGISTERS[0], to) + struct.pack("<i", number)
         self._emit(f"mov QWORD PTR {to},{number:#x}", code)
