@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessella.core.errors import KernelError
@@ -39,9 +40,11 @@ MOST_THREADS = 64
 CACHE_LINE = 64
 LOWEST = -87.0  # e to it is a normal number
 
-# vectors beside a tile's sums; in a softmax its sums are the first six
+AHEAD = 8  # rows: what is read of other layers' results is asked for so long before
+# vectors beside a tile's sums
 KEYS, SPREAD = 12, 14
-SCORE, POWER, WHOLE, PART_OF, LOW = 6, 7, 8, 9, 15
+# in a softmax so many scores at a time have four vectors each, and all of them the last one
+TOGETHER, LOW = 3, 15
 
 
 def fits(problem: Problem) -> str | None:
@@ -84,7 +87,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     needed, shapes = workspace_bytes(problem), [m.shape for m in problem.inputs if m is not None]
     images, heads, rows, _ = problem["query"].shape
     width = problem["value"].shape[3]
-    tables: dict[tuple[tuple[int, ...], ...], code.Table] = {}
+    known: dict[tuple[tuple[int, ...], ...], code.Table] = {}  # by the strides
 
     def attend(*inputs: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         if workspace.nbytes < needed:
@@ -93,24 +96,26 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
                 seen=f"{workspace.nbytes} bytes",
                 fix=f"{needed} bytes",
             )
+        require_rows(inputs, shapes)
         strides = tuple(t.stride() for t in inputs)
-        table = tables.get(strides)
+        table = known.get(strides)
         if table is None:
-            tables.clear()  # they are the same at each call of a plan
-            require_rows(inputs, shapes)
-            table = tables[strides] = code.Table(items(inputs, width))
-        made_here = torch.empty(images, rows, heads, width, dtype=torch.float32, device="cpu")
+            known.clear()  # they are the same at each call of a plan
+            rows_of_heads = items(inputs, width)
+            require_inside(rows_of_heads, inputs, width)
+            table = known[strides] = code.Table(rows_of_heads)
+        result = torch.empty(images, rows, heads, width, dtype=torch.float32, device="cpu")
         made.run(
             table, *(t.data_ptr() for t in inputs), *(s[2] * WORD for s in strides),
-            made_here.data_ptr(), workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE, 0,
+            result.data_ptr(), workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE, 0,
             threads=min(most, torch.get_num_threads()),
         )  # fmt: skip
-        return made_here.transpose(1, 2)
+        return result.transpose(1, 2)
 
     return attend
 
 
-def require_rows(inputs: tuple[torch.Tensor, ...], shapes: list[tuple[int, ...]]) -> None:
+def require_rows(inputs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse tensors that are not what the code was written for."""
     for tensor, shape in zip(inputs, shapes, strict=True):
         is_right = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
@@ -122,30 +127,30 @@ def require_rows(inputs: tuple[torch.Tensor, ...], shapes: list[tuple[int, ...]]
             )
 
 
-def items(inputs: tuple[torch.Tensor, ...], width: int) -> np.ndarray:
-    """A row for each head: distances in bytes of its queries, keys, values and results, all of
-    which are checked.
-    """
+def items(inputs: Sequence[torch.Tensor], width: int) -> npt.NDArray[np.int64]:
+    """A row for each head: distances in bytes of its queries, keys, values and results."""
     images, heads, rows, _ = inputs[0].shape
     image, head = np.arange(images)[:, None], np.arange(heads)[None]
     table = np.empty((images, heads, len(ITEM)), np.int64)
     for number, tensor in enumerate(inputs):
         table[..., number] = (image * tensor.stride(0) + head * tensor.stride(1)) * WORD
-    table[..., 3] = (image * rows * heads + head) * width * WORD
-    table = table.reshape(-1, len(ITEM))
-    for number, tensor in enumerate(inputs):
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = (1 + sum((size - 1) * stride for size, stride in steps)) * WORD
+    table[..., len(inputs)] = (image * rows * heads + head) * width * WORD
+    return table.reshape(-1, len(ITEM))
+
+
+def require_inside(
+    table: npt.NDArray[np.int64], inputs: Sequence[torch.Tensor], width: int
+) -> None:
+    """Refuse a table that leads out of a tensor, whoever wrote it."""
+    images, heads, rows, _ = inputs[0].shape
+    begins = torch.from_numpy(table).T
+    for name, begin, tensor in zip(("queries", "keys", "values"), begins, inputs, strict=False):
         span = ((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3]) * WORD
-        _require_inside(("queries", "keys", "values")[number], table[:, number], span, extent)
+        behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * WORD
+        code.require_inside(name, begin, torch.full_like(begin, span), behind)
     span = ((rows - 1) * heads + 1) * width * WORD
-    _require_inside("result", table[:, 3], span, images * rows * heads * width * WORD)
-    return table
-
-
-def _require_inside(name: str, begins: np.ndarray, span: int, extent: int) -> None:
-    first = torch.from_numpy(begins.copy())
-    code.require_inside(name, first, torch.full_like(first, span), extent)
+    written = images * rows * heads * width * WORD
+    code.require_inside("result", begins[-1], torch.full_like(begins[-1], span), written)
 
 
 ITEM = range(0, 4 * code.NUMBER, code.NUMBER)
@@ -270,6 +275,7 @@ class _Head:
     def _pack_keys(self, a: Assembler) -> None:
         self._row_of(a, "r8", KEYS_AT, OF_KEYS)
         a.load("r9", KEY_STEP)
+        self._look_ahead(a)
         a.move("rcx", "r13")
         whole, rest = divmod(self.keys, WIDTH)
         if whole:
@@ -285,6 +291,8 @@ class _Head:
     def _keys(self, a: Assembler, name: str, count: int, *, moves: bool = True) -> None:
         a.set("r11", count)
         with a.counted(name, "r11"):
+            if moves:
+                self._ask_for(a, self.channels)
             for channel in range(self.channels):
                 a.load_short("rdx", At(base="r8", distance=channel * WORD))
                 a.store_short(At(base="rcx", distance=channel * PANEL_BYTES), "rdx")
@@ -292,9 +300,22 @@ class _Head:
             if moves:
                 a.add("r8", "r9")
 
+    def _look_ahead(self, a: Assembler) -> None:
+        """rsi: what is some rows behind r8."""
+        a.move("rsi", "r8")
+        for _ in range(AHEAD):
+            a.add("rsi", "r9")
+
+    def _ask_for(self, a: Assembler, numbers: int) -> None:
+        """Fetch the row at rsi, and go to the next."""
+        for distance in range(0, numbers * WORD, CACHE_LINE):
+            a.prefetch(At(base="rsi", distance=distance))
+        a.add("rsi", "r9")
+
     def _pack_values(self, a: Assembler) -> None:
         self._row_of(a, "r8", VALUES, OF_VALUES)
         a.load("r9", VALUE_STEP)
+        self._look_ahead(a)
         a.move("rcx", "r13")
         a.add("rcx", self._values)
         places = [
@@ -303,6 +324,7 @@ class _Head:
         ]
         a.set("r11", self.keys)
         with a.counted("values", "r11"):
+            self._ask_for(a, self.width)
             for v, place in enumerate(places):
                 a.load_vector(v % 12, At(base="r8", distance=v * VECTOR))
                 a.store_vector(At(base="rcx", distance=place), v % 12)
@@ -330,6 +352,11 @@ class _Head:
                 place = self._queries + row * self.channels * WORD + v * VECTOR
                 a.store_vector(At(base="r13", distance=place), v % 12)
             a.add("r12", "r14")
+        a.move("r8", "r12")
+        for _ in range(ROWS):  # the next ones, while these are multiplied
+            for distance in range(0, self.channels * WORD, CACHE_LINE):
+                a.prefetch(At(base="r8", distance=distance))
+            a.add("r8", "r14")
 
     def _score(self, a: Assembler, name: str, rows: int) -> None:
         """rcx: a panel of keys; r8: the scores of its keys; rdx: the distance of a channel."""
@@ -379,24 +406,9 @@ class _Head:
         """The scores of each row become e to what they are below its largest, those of no key 0;
         its factor 1 / their sum.
         """
-        for row in range(rows):
-            for v in range(VECTORS):
-                a.load_vector(row * VECTORS + v, self._score_at("r13", row, v))
-        if self.panels > 1:
-            a.move("r8", "r13")
-            a.set("r10", self.panels - 1)
-            with a.counted(f"{name} largest", "r10"):
-                a.add("r8", PANEL_BYTES)
-                for row in range(rows):
-                    for v in range(VECTORS):
-                        i = row * VECTORS + v
-                        a.vector("vmaxps", i, i, self._score_at("r8", row, v))
-        for row in range(rows):
-            a.vector("vmaxps", row, row * VECTORS, row * VECTORS + 1)
-        self._across(a, "vmaxps", rows)
+        self._fold(a, f"{name} largest", "vmaxps", rows)
         for row in range(rows):
             a.store_vector(self._factor(row), row)
-            a.vector("vxorps", row, row, row)
         a.load_vector(LOW, constants.at(LOWEST))
         a.move("r8", "r13")
         whole, rest = divmod(self.keys, WIDTH)
@@ -407,11 +419,27 @@ class _Head:
                 a.add("r8", PANEL_BYTES)
         if rest:
             self._powers(a, rows, constants, rest)
-        self._across(a, "vaddps", rows)
+        self._fold(a, f"{name} sums", "vaddps", rows)
         a.load_vector(LOW, constants.at(1.0))
         for row in range(rows):
             a.vector("vdivps", row, LOW, row)
             a.store_vector(self._factor(row), row)
+
+    def _fold(self, a: Assembler, label: str, name: str, rows: int) -> None:
+        """The scores of each row combined, in all lanes of its vector, the first ones."""
+        places = [(row, v) for row in range(rows) for v in range(VECTORS)]
+        for i, place in enumerate(places):
+            a.load_vector(i, self._score_at("r13", *place))
+        if self.panels > 1:
+            a.move("r8", "r13")
+            a.set("r10", self.panels - 1)
+            with a.counted(label, "r10"):
+                a.add("r8", PANEL_BYTES)
+                for i, place in enumerate(places):
+                    a.vector(name, i, i, self._score_at("r8", *place))
+        for row in range(rows):
+            a.vector(name, row, row * VECTORS, row * VECTORS + 1)
+        self._across(a, name, rows)
 
     def _across(self, a: Assembler, name: str, rows: int) -> None:
         """The lanes of each row's vector combined, in all of them."""
@@ -427,20 +455,29 @@ class _Head:
 
     def _powers(self, a: Assembler, rows: int, constants: Constants, keys: int) -> None:
         """Those of a panel, of which the first ``keys`` are any."""
-        for row in range(rows):
-            for v in range(VECTORS):
-                place = self._score_at("r8", row, v)
-                a.load_vector(SCORE, place)
-                a.vector("vsubps", SCORE, SCORE, self._factor(row))
-                a.vector("vmaxps", SCORE, LOW, SCORE)  # a NaN stays
-                exponential(a, constants, SCORE, POWER, WHOLE, PART_OF)
-                a.vector("vsubps", SCORE, SCORE, SCORE)  # 0, or a NaN, which the power is not
-                a.vector("vaddps", POWER, POWER, SCORE)
-                lanes = min(LANES, max(0, keys - v * LANES))
-                if lanes < LANES:
-                    a.vector("vandps", POWER, POWER, constants.first(lanes))
-                a.vector("vaddps", row, row, POWER)
-                a.store_vector(place, POWER)
+        places = [(row, v) for row in range(rows) for v in range(VECTORS)]
+        for begin in range(0, len(places), TOGETHER):
+            some = places[begin : begin + TOGETHER]
+            a.interleave([
+                functools.partial(self._power, constants, keys, row, v, 4 * i)
+                for i, (row, v) in enumerate(some)
+            ])  # fmt: skip
+
+    def _power(
+        self, constants: Constants, keys: int, row: int, v: int, first: int, a: Assembler
+    ) -> None:
+        """One vector of them; vectors ``first`` to ``first + 3`` are overwritten."""
+        place, score, power = self._score_at("r8", row, v), first, first + 1
+        a.load_vector(score, place)
+        a.vector("vsubps", score, score, self._factor(row))
+        a.vector("vmaxps", score, LOW, score)  # a NaN stays
+        exponential(a, constants, score, power, first + 2, first + 3)
+        a.vector("vsubps", score, score, score)  # 0, or a NaN, which the power is not
+        a.vector("vaddps", power, power, score)
+        lanes = min(LANES, max(0, keys - v * LANES))
+        if lanes < LANES:
+            a.vector("vandps", power, power, constants.first(lanes))
+        a.store_vector(place, power)
 
     def _add_values(self, a: Assembler, name: str, rows: int) -> None:
         """rcx: a row of a panel of values; rdx: the distance of its key's score."""
