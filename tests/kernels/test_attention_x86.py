@@ -33,6 +33,10 @@ CASES = {
     "negative scale": Case(queries=11, keys=23, scale=-0.7),
     "large numbers": Case(queries=9, keys=40, scale=30.0),
     "nothing but the mean": Case(queries=5, keys=20, scale=0.0),
+    "padding": Case(queries=8, mask=(2, 1, 1, 45)),
+    "padding of all images": Case(n=3, keys=32, hidden="end", mask=(1, 1, 1, 32)),
+    "numbers": Case(mask=(2, 1, 1, 45), mask_dtype="float32"),
+    "hidden by a large number": Case(mask=(2, 1, 1, 45), mask_dtype="float32", lowest=-3.4e38),
 }
 
 
@@ -94,7 +98,7 @@ def test_nans_spread_as_far_as_in_torch() -> None:
     assert not call(q, k, v).isnan().any()
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "values", "result"])
+@pytest.mark.parametrize("name", ["queries", "keys", "values", "result", "mask"])
 @pytest.mark.parametrize("by", [-8, 1 << 24])
 def test_a_table_that_leads_out_of_a_tensor_is_refused(
     name: str, by: int, monkeypatch: pytest.MonkeyPatch
@@ -103,12 +107,12 @@ def test_a_table_that_leads_out_of_a_tensor_is_refused(
 
     def moved(*args: Any) -> Any:
         table = built(*args)
-        column = ("queries", "keys", "values", "result").index(name)
+        column = ("queries", "keys", "values", "result", "mask").index(name)
         table[0 if by < 0 else -1, column] += by
         return table
 
     monkeypatch.setattr(x86, "items", moved)
-    problem, inputs = draw(Case(dtype="float32"))
+    problem, inputs = draw(Case(dtype="float32", mask=(2, 1, 1, 45)))
     with pytest.raises(KernelError, match=f"would leave its {name}"):
         bound(problem)(*inputs)
 
@@ -131,9 +135,12 @@ def test_tensors_that_were_not_promised_are_refused() -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (Case(causal=True), "no mask"),
-        (Case(mask=(2, 1, 1, 45)), "no mask"),
-        (Case(groups=1), "no mask"),
+        (Case(causal=True), "see the same keys"),
+        (Case(groups=1), "each head has its own"),
+        (Case(mask=(2, 1, 50, 45)), "a mask of keys"),
+        (Case(mask=(45,)), "a mask of keys"),
+        (Case(n=4, mask=(2, 1, 1, 45)), "a mask of keys"),
+        (Case(mask=(2, 1, 1, 45), mask_dtype="float16"), "a mask of keys"),
         (Case(dtype="float16"), "float32 throughout"),
         (Case(gamma=5.0), "gamma"),
         (Case(format="contiguous"), "side by side"),

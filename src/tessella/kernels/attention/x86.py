@@ -39,6 +39,7 @@ MOST_CHANNELS = 256
 MOST_THREADS = 64
 CACHE_LINE = 64
 LOWEST = -87.0  # e to it is a normal number
+HIDDEN = -3e38  # of a mask, for minus infinity, of which a difference would be no number
 
 AHEAD = 8  # rows: what is read of other layers' results is asked for so long before
 # vectors beside a tile's sums
@@ -50,8 +51,14 @@ TOGETHER, LOW = 3, 15
 def fits(problem: Problem) -> str | None:
     query, key, value = (problem[name] for name in ("query", "key", "value"))
     a = problem.attrs
-    if problem.get("attn_mask") is not None or a["is_causal"] or a["enable_gqa"]:
-        return "no mask, and a head of keys and values for each of the queries"
+    mask = problem.get("attn_mask")
+    if a["is_causal"] or a["enable_gqa"]:
+        return "all queries see the same keys, and each head has its own"
+    if mask is not None and (
+        mask.dtype not in ("bool", "float32")
+        or mask.shape not in {(n, 1, 1, key.shape[2]) for n in (1, key.shape[0])}
+    ):
+        return "a mask of keys, for each image or all"
     if problem.constants:
         return "takes no constants"
     if {t.dtype for t in (query, key, value, problem.output)} != {"float32"}:
@@ -83,7 +90,8 @@ def _threads(problem: Problem) -> int:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     problem.require_constants(constants)
-    made, most = _machine_code(_Head.of(problem)), _threads(problem)
+    head, most = _Head.of(problem), _threads(problem)
+    made = _machine_code(head)
     needed, shapes = workspace_bytes(problem), [m.shape for m in problem.inputs if m is not None]
     images, heads, rows, _ = problem["query"].shape
     width = problem["value"].shape[3]
@@ -105,10 +113,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
             require_inside(rows_of_heads, inputs, width)
             table = known[strides] = code.Table(rows_of_heads)
         result = torch.empty(images, rows, heads, width, dtype=torch.float32, device="cpu")
+        mask = rows_of_mask(inputs[3], head.panels) if head.is_masked else result
         made.run(
-            table, *(t.data_ptr() for t in inputs), *(s[2] * WORD for s in strides),
+            table, *(t.data_ptr() for t in inputs[:3]), *(s[2] * WORD for s in strides[:3]),
             result.data_ptr(), workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE, 0,
-            threads=min(most, torch.get_num_threads()),
+            mask.data_ptr(), threads=min(most, torch.get_num_threads()),
         )  # fmt: skip
         return result.transpose(1, 2)
 
@@ -118,7 +127,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 def require_rows(inputs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse tensors that are not what the code was written for."""
     for tensor, shape in zip(inputs, shapes, strict=True):
-        is_right = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+        is_right = tensor.dtype in (torch.float32, torch.bool) and tensor.device.type == "cpu"
         if not is_right or tensor.shape != shape or tensor.stride(-1) != 1:
             raise KernelError(
                 "attention in machine code needs rows whose channels lie together",
@@ -128,14 +137,38 @@ def require_rows(inputs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...
 
 
 def items(inputs: Sequence[torch.Tensor], width: int) -> npt.NDArray[np.int64]:
-    """A row for each head: distances in bytes of its queries, keys, values and results."""
+    """A row for each head: distances in bytes of its queries, keys, values and results, and of
+    the row of the mask.
+    """
     images, heads, rows, _ = inputs[0].shape
     image, head = np.arange(images)[:, None], np.arange(heads)[None]
-    table = np.empty((images, heads, len(ITEM)), np.int64)
-    for number, tensor in enumerate(inputs):
+    table = np.zeros((images, heads, len(ITEM)), np.int64)
+    for number, tensor in enumerate(inputs[:3]):
         table[..., number] = (image * tensor.stride(0) + head * tensor.stride(1)) * WORD
-    table[..., len(inputs)] = (image * rows * heads + head) * width * WORD
+    table[..., 3] = (image * rows * heads + head) * width * WORD
+    if len(inputs) > 3 and len(inputs[3]) > 1:
+        table[..., 4] = image * mask_bytes(inputs[3])
     return table.reshape(-1, len(ITEM))
+
+
+def mask_bytes(mask: torch.Tensor) -> int:
+    """Of a row of ``rows_of_mask``."""
+    return math.ceil(mask.shape[3] / WIDTH) * PANEL_BYTES + VECTOR
+
+
+def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
+    """What is added to the scores of each image's keys, in whole panels, and behind it a vector of
+    ones, or of zeros where no key is seen: then the result is 0, as torch's.
+    """
+    rows = torch.zeros(len(mask), panels * WIDTH + LANES)
+    of_keys, seen = rows[:, : mask.shape[3]], mask[:, 0, 0]
+    if mask.dtype == torch.bool:
+        of_keys.masked_fill_(~seen, HIDDEN)
+    else:
+        torch.clamp(seen, min=HIDDEN, out=of_keys)
+        seen = seen != -torch.inf
+    rows[:, -LANES:] = seen.any(1, keepdim=True)
+    return rows
 
 
 def require_inside(
@@ -150,13 +183,18 @@ def require_inside(
         code.require_inside(name, begin, torch.full_like(begin, span), behind)
     span = ((rows - 1) * heads + 1) * width * WORD
     written = images * rows * heads * width * WORD
-    code.require_inside("result", begins[-1], torch.full_like(begins[-1], span), written)
+    code.require_inside("result", begins[3], torch.full_like(begins[3], span), written)
+    if len(inputs) > 3:
+        row = mask_bytes(inputs[3])
+        code.require_inside(
+            "mask", begins[4], torch.full_like(begins[4], row), len(inputs[3]) * row
+        )
 
 
-ITEM = range(0, 4 * code.NUMBER, code.NUMBER)
-OF_QUERIES, OF_KEYS, OF_VALUES, OF_RESULT = ITEM
-(QUERIES, KEYS_AT, VALUES, QUERY_STEP, KEY_STEP, VALUE_STEP, RESULT, PART, TAKEN) = map(
-    code.given, range(9)
+ITEM = range(0, 5 * code.NUMBER, code.NUMBER)
+OF_QUERIES, OF_KEYS, OF_VALUES, OF_RESULT, OF_MASK = ITEM
+(QUERIES, KEYS_AT, VALUES, QUERY_STEP, KEY_STEP, VALUE_STEP, RESULT, PART, TAKEN, MASK) = map(
+    code.given, range(10)
 )
 
 
@@ -174,6 +212,7 @@ class _Head:
         channels: of queries and keys; ``width``: of values.
         pitch: bytes from a row of the result to the next.
         scale: of the scores.
+        is_masked: something is added to them.
     """
 
     queries: int
@@ -182,6 +221,7 @@ class _Head:
     width: int
     pitch: int
     scale: float
+    is_masked: bool
 
     @classmethod
     def of(cls, problem: Problem) -> _Head:
@@ -195,6 +235,7 @@ class _Head:
             width=width,
             pitch=heads * width * WORD,
             scale=channels**-0.5 if scale is None else float(scale),
+            is_masked=problem.get("attn_mask") is not None,
         )
 
     @property
@@ -359,10 +400,14 @@ class _Head:
             a.add("r8", "r14")
 
     def _score(self, a: Assembler, name: str, rows: int) -> None:
-        """rcx: a panel of keys; r8: the scores of its keys; rdx: the distance of a channel."""
+        """rcx: a panel of keys; r8: the scores of its keys; rdx: the distance of a channel; r9:
+        what of the mask is added to them.
+        """
         unrolled = math.gcd(self.channels, 16)
         a.move("rcx", "r13")
         a.move("r8", "r13")
+        if self.is_masked:
+            self._row_of(a, "r9", MASK, OF_MASK)
         a.set("r10", self.panels)
         with a.counted(f"{name} panels", "r10"):
             self._zero(a, rows)
@@ -377,8 +422,13 @@ class _Head:
                 a.add("rcx", unrolled * PANEL_BYTES)
             for row in range(rows):
                 for v in range(VECTORS):
-                    a.store_vector(self._score_at("r8", row, v), row * VECTORS + v)
+                    i = row * VECTORS + v
+                    if self.is_masked:
+                        a.vector("vaddps", i, i, At(base="r9", distance=v * VECTOR))
+                    a.store_vector(self._score_at("r8", row, v), i)
             a.add("r8", PANEL_BYTES)
+            if self.is_masked:
+                a.add("r9", PANEL_BYTES)
 
     def _score_at(self, base: str, row: int, v: int) -> At:
         return At(base=base, distance=self._scores + row * self._row + v * VECTOR)
@@ -423,6 +473,8 @@ class _Head:
         a.load_vector(LOW, constants.at(1.0))
         for row in range(rows):
             a.vector("vdivps", row, LOW, row)
+            if self.is_masked:  # r9: behind the panels
+                a.vector("vmulps", row, row, At(base="r9"))
             a.store_vector(self._factor(row), row)
 
     def _fold(self, a: Assembler, label: str, name: str, rows: int) -> None:
