@@ -120,12 +120,15 @@ def test_a_table_that_leads_out_of_a_tensor_is_refused(
 def test_tensors_that_were_not_promised_are_refused() -> None:
     problem, (q, k, v) = draw(Case(dtype="float32"))
     call = bound(problem)
+    call(q, k, v)
+    spread = torch.empty(*k.shape[:3], 2 * k.shape[3])[..., ::2]
+    for wrong in (spread, k[:, :, 1:], k.double(), k > 0, k.expand(3, *k.shape)):
+        with pytest.raises(KernelError, match="channels lie together"):
+            call(q, wrong, v)
     shorter = torch.empty_like(k)
     shorter.untyped_storage().resize_(shorter.nbytes - 4)  # its sizes say more than there is
-    spread = torch.empty(*k.shape[:3], 2 * k.shape[3])[..., ::2]
-    for wrong in (shorter, spread, k[:, :, 1:], k.double(), k.expand(3, *k.shape)):
-        with pytest.raises(KernelError, match=r"would leave its keys|channels lie together"):
-            call(q, wrong, v)
+    with pytest.raises(KernelError, match="would leave its keys"):
+        bound(problem)(q, shorter, v)
     needed = ROW.workspace_bytes(problem, {})
     small = torch.empty(needed - 1, dtype=torch.uint8)
     with pytest.raises(KernelError, match="workspace is too small"):

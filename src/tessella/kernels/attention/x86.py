@@ -27,6 +27,7 @@ from tessella.device.x86.assembler import AVX2, Assembler, At
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import Constants, exponential
 from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 ROWS, VECTORS = 6, 2  # queries and vectors of a tile: all registers but four
 LANES, VECTOR = AVX2.lanes, AVX2.vector_bytes
@@ -92,7 +93,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     problem.require_constants(constants)
     head, most = _Head.of(problem), _threads(problem)
     made = _machine_code(head)
-    needed, shapes = workspace_bytes(problem), [m.shape for m in problem.inputs if m is not None]
+    needed, metas = workspace_bytes(problem), [m for m in problem.inputs if m is not None]
     images, heads, rows, _ = problem["query"].shape
     width = problem["value"].shape[3]
     known: dict[tuple[tuple[int, ...], ...], code.Table] = {}  # by the strides
@@ -104,7 +105,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
                 seen=f"{workspace.nbytes} bytes",
                 fix=f"{needed} bytes",
             )
-        require_rows(inputs, shapes)
+        require_rows(inputs, metas)
         strides = tuple(t.stride() for t in inputs)
         table = known.get(strides)
         if table is None:
@@ -124,15 +125,16 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     return attend
 
 
-def require_rows(inputs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+def require_rows(inputs: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> None:
     """Refuse tensors that are not what the code was written for."""
-    for tensor, shape in zip(inputs, shapes, strict=True):
-        is_right = tensor.dtype in (torch.float32, torch.bool) and tensor.device.type == "cpu"
-        if not is_right or tensor.shape != shape or tensor.stride(-1) != 1:
+    for place, (tensor, meta) in enumerate(zip(inputs, metas, strict=True)):
+        is_right = tensor.dtype == getattr(torch, meta.dtype) and tensor.device.type == "cpu"
+        together = place > 2 or tensor.stride(-1) == 1  # of a mask a copy is read
+        if not is_right or tensor.shape != meta.shape or not together:
             raise KernelError(
                 "attention in machine code needs rows whose channels lie together",
                 seen=f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}",
-                fix=f"give float32 {tuple(shape)}",
+                fix=f"give {meta.dtype} {tuple(meta.shape)}",
             )
 
 
@@ -185,10 +187,8 @@ def require_inside(
     written = images * rows * heads * width * WORD
     code.require_inside("result", begins[3], torch.full_like(begins[3], span), written)
     if len(inputs) > 3:
-        row = mask_bytes(inputs[3])
-        code.require_inside(
-            "mask", begins[4], torch.full_like(begins[4], row), len(inputs[3]) * row
-        )
+        row, begin = mask_bytes(inputs[3]), begins[4]
+        code.require_inside("mask", begin, torch.full_like(begin, row), len(inputs[3]) * row)
 
 
 ITEM = range(0, 5 * code.NUMBER, code.NUMBER)
