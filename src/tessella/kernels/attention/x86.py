@@ -93,63 +93,81 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     problem.require_constants(constants)
     head, most = _Head.of(problem), _threads(problem)
     made = _machine_code(head)
-    needed, metas = workspace_bytes(problem), [m for m in problem.inputs if m is not None]
-    images, heads, rows, _ = problem["query"].shape
-    width = problem["value"].shape[3]
+    needed, metas = workspace_bytes(problem), problem.inputs
+    images, heads, queries, _ = problem["query"].shape
+    shape = (images, queries, heads, problem["value"].shape[3])
     known: dict[tuple[tuple[int, ...], ...], code.Table] = {}  # by the strides
 
-    def attend(*inputs: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        workspace: torch.Tensor,
+    ) -> torch.Tensor:
         if workspace.nbytes < needed:
             raise KernelError(
                 "the workspace is too small",
                 seen=f"{workspace.nbytes} bytes",
                 fix=f"{needed} bytes",
             )
-        require_rows(inputs, metas)
-        strides = tuple(t.stride() for t in inputs)
+        rows = (query, key, value)
+        require_rows(rows, mask, metas)
+        strides = tuple(t.stride() for t in rows)
         table = known.get(strides)
         if table is None:
             known.clear()  # they are the same at each call of a plan
-            rows_of_heads = items(inputs, width)
-            require_inside(rows_of_heads, inputs, width)
-            table = known[strides] = code.Table(rows_of_heads)
-        result = torch.empty(images, rows, heads, width, dtype=torch.float32, device="cpu")
-        mask = rows_of_mask(inputs[3], head.panels) if head.is_masked else result
+            numbers = items(rows, mask)
+            require_inside(numbers, rows, mask)
+            table = known[strides] = code.Table(numbers)
+        result = torch.empty(shape, dtype=torch.float32, device="cpu")
+        added = result if mask is None else rows_of_mask(mask, head.panels)
         made.run(
-            table, *(t.data_ptr() for t in inputs[:3]), *(s[2] * WORD for s in strides[:3]),
+            table, *(t.data_ptr() for t in rows), *(s[2] * WORD for s in strides),
             result.data_ptr(), workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE, 0,
-            mask.data_ptr(), threads=min(most, torch.get_num_threads()),
+            added.data_ptr(), threads=min(most, torch.get_num_threads()),
         )  # fmt: skip
         return result.transpose(1, 2)
 
     return attend
 
 
-def require_rows(inputs: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> None:
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
+
+
+def require_rows(rows: Rows, mask: torch.Tensor | None, metas: Sequence[TensorMeta | None]) -> None:
     """Refuse tensors that are not what the code was written for."""
-    for place, (tensor, meta) in enumerate(zip(inputs, metas, strict=True)):
-        is_right = tensor.dtype == getattr(torch, meta.dtype) and tensor.device.type == "cpu"
-        together = place > 2 or tensor.stride(-1) == 1  # of a mask a copy is read
-        if not is_right or tensor.shape != meta.shape or not together:
+    given = (*rows, mask)
+    for tensor, meta in zip(given, (*metas, None)[: len(given)], strict=True):
+        if tensor is None or meta is None:
+            is_right = tensor is None and meta is None
+        else:
+            is_right = tensor.dtype == getattr(torch, meta.dtype) and tensor.shape == meta.shape
+            # of a mask a copy is read
+            is_right &= tensor.device.type == "cpu" and (tensor is mask or tensor.stride(-1) == 1)
+        if not is_right:
+            seen = "no mask" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise KernelError(
                 "attention in machine code needs rows whose channels lie together",
-                seen=f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}",
-                fix=f"give {meta.dtype} {tuple(meta.shape)}",
+                seen=seen if tensor is None else f"{seen} strides {tensor.stride()}",
+                fix=f"give {meta}",
             )
 
 
-def items(inputs: Sequence[torch.Tensor], width: int) -> npt.NDArray[np.int64]:
+def items(rows: Rows, mask: torch.Tensor | None) -> npt.NDArray[np.int64]:
     """A row for each head: distances in bytes of its queries, keys, values and results, and of
     the row of the mask.
     """
-    images, heads, rows, _ = inputs[0].shape
+    query, _, value = rows
+    images, heads, queries, _ = query.shape
     image, head = np.arange(images)[:, None], np.arange(heads)[None]
     table = np.zeros((images, heads, len(ITEM)), np.int64)
-    for number, tensor in enumerate(inputs[:3]):
+    for number, tensor in enumerate(rows):
         table[..., number] = (image * tensor.stride(0) + head * tensor.stride(1)) * WORD
-    table[..., 3] = (image * rows * heads + head) * width * WORD
-    if len(inputs) > 3 and len(inputs[3]) > 1:
-        table[..., 4] = image * mask_bytes(inputs[3])
+    table[..., 3] = (image * queries * heads + head) * value.shape[3] * WORD
+    if mask is not None and len(mask) > 1:
+        table[..., 4] = image * mask_bytes(mask)
     return table.reshape(-1, len(ITEM))
 
 
@@ -173,22 +191,21 @@ def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
     return rows
 
 
-def require_inside(
-    table: npt.NDArray[np.int64], inputs: Sequence[torch.Tensor], width: int
-) -> None:
+def require_inside(table: npt.NDArray[np.int64], rows: Rows, mask: torch.Tensor | None) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
-    images, heads, rows, _ = inputs[0].shape
-    begins = torch.from_numpy(table).T
-    for name, begin, tensor in zip(("queries", "keys", "values"), begins, inputs, strict=False):
+    query, _, value = rows
+    *begins, results, masks = torch.from_numpy(table).T
+    for name, begin, tensor in zip(("queries", "keys", "values"), begins, rows, strict=True):
         span = ((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3]) * WORD
         behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * WORD
-        code.require_inside(name, begin, torch.full_like(begin, span), behind)
-    span = ((rows - 1) * heads + 1) * width * WORD
-    written = images * rows * heads * width * WORD
-    code.require_inside("result", begins[3], torch.full_like(begins[3], span), written)
-    if len(inputs) > 3:
-        row, begin = mask_bytes(inputs[3]), begins[4]
-        code.require_inside("mask", begin, torch.full_like(begin, row), len(inputs[3]) * row)
+        code.require_inside(name, begin, torch.full_like(begin, span), int(behind))
+    images, heads, queries, _ = query.shape
+    pixel = value.shape[3] * WORD
+    span, written = ((queries - 1) * heads + 1) * pixel, images * queries * heads * pixel
+    code.require_inside("result", results, torch.full_like(results, span), written)
+    if mask is not None:
+        row = mask_bytes(mask)
+        code.require_inside("mask", masks, torch.full_like(masks, row), len(mask) * row)
 
 
 ITEM = range(0, 5 * code.NUMBER, code.NUMBER)
