@@ -39,7 +39,8 @@ MOST_PART_BYTES = 2**21  # for a thread
 MOST_CHANNELS = 256
 MOST_THREADS = 64
 CACHE_LINE = 64
-LOWEST = -87.0  # e to it is a normal number
+# e to it is nothing beside 1, and what values are multiplied with it no subnormal number: slow
+LOWEST = -60.0
 HIDDEN = -3e38  # of a mask, for minus infinity, of which a difference would be no number
 
 AHEAD = 8  # rows: what is read of other layers' results is asked for so long before
