@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
         a.set(register, -1)
         a.load(register, At(base="r12", distance=0x778))
         a.load_short(register, At(base="rbp", distance=4))
+        if register in REGISTERS[:8]:
+            a.store_short(At(base="r14", distance=-4), register)
         a.store(At(base="rsp", distance=8), register)
         a.add_stored(register, At(base="rdi", distance=8))
         a.load_if_negative(register, At(base="rsp", distance=16))
@@ -160,6 +163,22 @@ def test_what_only_avx2_has(tmp_path: Path) -> None:
 def test_what_avx2_has_not_is_not_written_for_it(write: Callable[[Assembler], None]) -> None:
     with pytest.raises(AssertionError):
         write(Assembler(AVX2))
+
+
+def test_interleaved_instructions_are_those_of_each_writer_in_turn(tmp_path: Path) -> None:
+    def write(x: int, a: Assembler) -> None:
+        a.load_vector(x, At(base="r9", distance=32 * x))
+        a.shift_left(x, x, 23)  # its last byte is written behind the others
+        if x:
+            a.once(("doubled", x), lambda: a.vector("vaddps", x, x, x))
+
+    a, alone = Assembler(AVX2), [Assembler(AVX2) for _ in range(3)]
+    for x, one in enumerate(alone):
+        write(x, one)
+    a.interleave([partial(write, x) for x in range(3)])
+    turns = itertools.zip_longest(*(one.listing for one in alone))
+    assert a.listing == [text for turn in turns for text in turn if text]
+    assert told_of(a, tmp_path) == a.listing
 
 
 def test_jumps_go_where_they_say(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tessella.search import find as search
 from tessella.search.evidence import Evidence, kind
 from tessella.search.find import SearchOptions
 from tessella.search.timing import Run, Timing
-from tessella.search.tuning import Lock, TimingCache, Trial
+from tessella.search.tuning import Lock, TimingCache, Trial, Tried
 from tests.support.kernels import scratch
 
 Times = dict[str, float]  # by kernel, or by kernel and configuration
@@ -188,6 +188,26 @@ def test_of_the_same_layer_the_nearest_batch_is_asked() -> None:
     add(8, 16_000.0, 12_000.0)
     assert listed(16) == listed(64) == {"linear.aten"}
     assert not known.shortlist(linear(16), configs, images=16).steady  # threads without an image
+
+
+def test_twice_the_images_take_the_best_configuration_alone() -> None:
+    """Of long calls that nothing disturbed; half of them are other work for each tile."""
+    row = catalog.kernel("linear.onednn")
+    near = {"a": 8000.0, "b": 8100.0, "c": 13_000.0}
+    configs = {row: tuple({"tile": name} for name in near)}
+
+    def listed(batch: int, *, noisy: bool = False, scale: float = 1.0) -> list[str]:
+        known, tried = Evidence(), [Tried(config={"tile": n}, time_us=scale * t)
+                                    for n, t in near.items()]  # fmt: skip
+        trial = Trial(kernel=row.id, config={"tile": "a"}, time_us=scale * near["a"],
+                      tried=tuple(tried), noisy=noisy)  # fmt: skip
+        known.add(linear(8), [trial])
+        found = known.shortlist(linear(batch), configs, images=1)
+        return [config["tile"] for _, config in found.candidates]
+
+    assert listed(16) == ["a"]
+    assert listed(16, noisy=True) == listed(4) == listed(32) == ["a", "b"]
+    assert listed(16, scale=0.01) == ["a", "b"]
 
 
 def test_where_an_operand_dies_the_others_take_what_they_took(searches: Searches) -> None:

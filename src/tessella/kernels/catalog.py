@@ -363,6 +363,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_dot(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
     *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
+    *_cpu(_ATTENTION, "avx2", "attention.x86", isa="avx2", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
     *_x86("lstm gru rnn", "{}", "recurrent.x86", **_NEW),

@@ -61,6 +61,7 @@ class _Reach:
         gain: so many times what a kernel is behind may it have caught up: a doubled size can halve
             it, not more.
         steady: the same layer, with long calls: the order changes no more.
+        settled: and so have a kernel's configurations: the best is.
     """
 
     near: float
@@ -68,6 +69,7 @@ class _Reach:
     gain: float
     noise: float = NOISE
     steady: bool = False
+    settled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,10 @@ class Evidence:
         if same is not None:
             is_far = least > math.log2(NEIGHBOUR)
             near, close = (NEAR_FAR, CLOSE_FAR) if is_far else (NEAR_LONG, NEAR_LONG)
-            return same, _Reach(near=near, close=close, gain=1.0, noise=NOISE_LONG, steady=True)
+            return same, _Reach(
+                near=near, close=close, gain=1.0, noise=NOISE_LONG, steady=True,
+                settled=not is_far and sizes[0] > same.sizes[0],
+            )  # fmt: skip
         plain = None if images is None else self._lasting(problem)
         if plain is not None and plain.best_us >= LONG_US:
             reach = _Reach(near=NEAR_LONG, close=NEAR_LONG, gain=1.0, noise=NOISE_LONG)
@@ -204,7 +209,13 @@ def _behind(trial: Trial, best_us: float) -> float | None:
 
 
 def _configs(trial: Trial, proposed: Sequence[Config], reach: _Reach) -> list[Config]:
-    """The neighbour's best configurations, and the first that is proposed here, if that is new."""
+    """The neighbour's best configurations, and the first that is proposed here, if that is new.
+
+    Twice as many images are the same work on an image twice: of them the best alone.
+    """
+    best = [config for config in proposed if name_of(config) == name_of(trial.config)]
+    if reach.settled and best and not trial.noisy:
+        return best
     limit_us = reach.close * (reach.noise if trial.noisy else 1.0) * (trial.time_us or 0.0)
     ran = {name_of(t.config): t.time_us for t in trial.tried} or {name_of(trial.config): 0.0}
     near = {key for key, time_us in ran.items() if time_us is not None and time_us <= limit_us}

@@ -10,8 +10,9 @@ and 2.7 (EVEX), the opcodes in its chapters 3 to 5.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ class Assembler:
         self._name = "zmm" if self._wide else "ymm"
         self._place = f"{self._name.upper()}WORD PTR"
         self.listing: list[str] = []
+        self._begins: list[int] = []  # of each instruction of the listing
         self._code = bytearray()
         self._labels: dict[str, int] = {}
         self._jumps: list[tuple[int, str]] = []
@@ -137,7 +139,28 @@ class Assembler:
             write()
             _WRITTEN[named] = self.listing[lines:], bytes(self._code[begin:])
             return
-        listing, code = _WRITTEN[named]
+        self._append(*_WRITTEN[named])
+
+    def interleave(self, writes: Sequence[Callable[[Assembler], None]]) -> None:
+        """Instructions without labels, of each writer one in turn: where each waits for the one
+        before, a processor that looks some tens ahead finds others to do.
+        """
+        made = [Assembler(self.instructions) for _ in writes]
+        for one, write in zip(made, writes, strict=True):
+            write(one)
+        for together in itertools.zip_longest(*(one._parts() for one in made)):
+            for part in together:
+                if part is not None:
+                    self._append([part[0]], part[1])
+
+    def _parts(self) -> list[tuple[str, bytes]]:
+        """The instructions one by one, as text and code."""
+        ends = [*self._begins[1:], len(self._code)]
+        codes = [bytes(self._code[i:j]) for i, j in zip(self._begins, ends, strict=True)]
+        return list(zip(self.listing, codes, strict=True))
+
+    def _append(self, listing: list[str], code: bytes) -> None:
+        self._begins += [len(self._code)] * len(listing)
         self.listing += listing
         self._code += code
 
@@ -220,6 +243,12 @@ class Assembler:
 
     def store(self, to: At, source: str) -> None:
         self._emit(f"mov QWORD PTR {to},{source}", self._memory(b"\x89", source, to))
+
+    def store_short(self, to: At, source: str) -> None:
+        """The lower 32 bits of one of the first eight registers."""
+        assert NUMBER[source] < 8
+        code = self._memory(b"\x89", source, to, wide=False)
+        self._emit(f"mov DWORD PTR {to},e{source[1:]}", code)
 
     def store_number(self, to: At, number: int) -> None:
         code = self._memory(b"\xc7", REGISTERS[0], to) + struct.pack("<i", number)
@@ -423,6 +452,7 @@ class Assembler:
         assert self._wide, f"{self.instructions.name} has no such instruction"
 
     def _emit(self, text: str, code: bytes) -> None:
+        self._begins.append(len(self._code))
         self.listing.append(text)
         self._code += code
 

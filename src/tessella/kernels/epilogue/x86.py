@@ -75,6 +75,14 @@ def activate(a: Assembler, name: str | None, constants: Constants, x: int, first
         WRITTEN[name](_Vector(a, constants, x, first))
 
 
+def exponential(a: Assembler, constants: Constants, y: int, made: int, n: int, f: int) -> None:
+    """Vector ``made`` = eʸ for y between -87 and 87, which stays; n and f are overwritten.
+
+    Of a NaN it makes any number.
+    """
+    _Vector(a, constants, y, made).exponential(y, made, n, f)
+
+
 def to_integers(a: Assembler, constants: Constants, x: int) -> None:
     """Round the numbers of a vector half to even, to int32: of more than 127 that, which int8
     saturates to anyway, since beyond 2³¹ there is none.

@@ -1,0 +1,159 @@
+"""Attention in machine code, beside float64: every rest of rows and keys, views, NaNs, bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tessella.core.errors import KernelError
+from tessella.device.x86.assembler import AVX2
+from tessella.kernels import catalog
+from tessella.kernels.attention import x86
+from tessella.operations.problem import Problem
+from tests.support.instructions import isa as isa
+from tests.support.problems.attentions import Case, draw, exact
+
+pytestmark = [
+    pytest.mark.usefixtures("isa"),
+    pytest.mark.parametrize("isa", [AVX2], indirect=True, ids=["avx2"]),
+]
+ROW = catalog.kernel("scaled_dot_product_attention.avx2")
+GUARD = 64  # bytes around the workspace
+
+CASES = {
+    "one row and key": Case(n=1, heads=1, queries=1, keys=1),
+    "rest of keys": Case(queries=6, keys=5, width=32),
+    "whole panels": Case(queries=12, keys=32, width=48),
+    "a panel and one": Case(queries=7, keys=17, value_width=64),
+    "as a ViT's": Case(n=1, heads=3, queries=197, fused=True, width=64),
+    "wide values": Case(queries=13, keys=50, width=16, value_width=80),
+    "negative scale": Case(queries=11, keys=23, scale=-0.7),
+    "large numbers": Case(queries=9, keys=40, scale=30.0),
+    "nothing but the mean": Case(queries=5, keys=20, scale=0.0),
+    "padding": Case(queries=8, mask=(2, 1, 1, 45)),
+    "padding of all images": Case(n=3, keys=32, hidden="end", mask=(1, 1, 1, 32)),
+    "numbers": Case(mask=(2, 1, 1, 45), mask_dtype="float32"),
+    "hidden by a large number": Case(mask=(2, 1, 1, 45), mask_dtype="float32", lowest=-3.4e38),
+}
+
+
+def bound(problem: Problem) -> Any:
+    """The kernel, in a workspace of NaNs beside which nothing is written."""
+    call, needed = ROW.load().bind(problem, {}), ROW.workspace_bytes(problem, {})
+    whole = torch.full((needed + 2 * GUARD,), 255, dtype=torch.uint8)
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = call(*inputs, workspace=whole[GUARD:-GUARD])
+        assert (whole[:GUARD] == 255).all()
+        assert (whole[-GUARD:] == 255).all()
+        return made
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name: str) -> None:
+    problem, inputs = draw(replace(CASES[name], dtype="float32"))
+    assert ROW.refusal(problem) is None
+    before, call, right = [t.clone() for t in inputs], bound(problem), exact(problem, inputs)
+    for _ in range(2):
+        made = call(*inputs)
+        assert problem.output.matches(made)
+        torch.testing.assert_close(made.double(), right, rtol=0, atol=1e-5)
+    assert all(map(torch.equal, inputs, before))
+
+
+def test_threads_share_the_heads() -> None:
+    problem, inputs = draw(Case(n=3, heads=5, dtype="float32"))
+    alone, before = bound(problem)(*inputs), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert torch.equal(bound(problem)(*inputs), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_strides_of_a_call_are_those_that_count() -> None:
+    problem, inputs = draw(Case(dtype="float32"))
+    call, right = bound(problem), exact(problem, inputs)
+    for order in ((0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3)):
+        back = torch.tensor(order).argsort().tolist()
+        moved = [t.permute(order).contiguous().permute(back) for t in inputs]
+        torch.testing.assert_close(call(*moved).double(), right, rtol=0, atol=1e-5)
+
+
+def test_nans_spread_as_far_as_in_torch() -> None:
+    problem, (q, k, v) = draw(Case(n=1, heads=1, queries=8, keys=21, dtype="float32"))
+    call = bound(problem)
+    for tensor, place in ((q, (0, 0, 3, 1)), (k, (0, 0, 20, 0)), (v, (0, 0, 4, 9))):
+        kept = tensor[place].item()
+        tensor[place] = torch.nan
+        expected = exact(problem, [q, k, v]).isnan()
+        assert expected.any()
+        assert torch.equal(call(q, k, v).isnan(), expected)
+        tensor[place] = kept
+    assert not call(q, k, v).isnan().any()
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "values", "result", "mask"])
+@pytest.mark.parametrize("by", [-8, 1 << 24])
+def test_a_table_that_leads_out_of_a_tensor_is_refused(
+    name: str, by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = x86.items
+
+    def moved(*args: Any) -> Any:
+        table = built(*args)
+        column = ("queries", "keys", "values", "result", "mask").index(name)
+        table[0 if by < 0 else -1, column] += by
+        return table
+
+    monkeypatch.setattr(x86, "items", moved)
+    problem, inputs = draw(Case(dtype="float32", mask=(2, 1, 1, 45)))
+    with pytest.raises(KernelError, match=f"would leave its {name}"):
+        bound(problem)(*inputs)
+
+
+def test_tensors_that_were_not_promised_are_refused() -> None:
+    problem, (q, k, v) = draw(Case(dtype="float32"))
+    call = bound(problem)
+    call(q, k, v)
+    spread = torch.empty(*k.shape[:3], 2 * k.shape[3])[..., ::2]
+    for wrong in (spread, k[:, :, 1:], k.double(), k > 0, k.expand(3, *k.shape)):
+        with pytest.raises(KernelError, match="channels lie together"):
+            call(q, wrong, v)
+    shorter = torch.empty_like(k)
+    shorter.untyped_storage().resize_(shorter.nbytes - 4)  # its sizes say more than there is
+    with pytest.raises(KernelError, match="would leave its keys"):
+        bound(problem)(q, shorter, v)
+    needed = ROW.workspace_bytes(problem, {})
+    small = torch.empty(needed - 1, dtype=torch.uint8)
+    with pytest.raises(KernelError, match="workspace is too small"):
+        ROW.load().bind(problem, {})(q, k, v, workspace=small)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(causal=True), "see the same keys"),
+        (Case(groups=1), "each head has its own"),
+        (Case(mask=(2, 1, 50, 45)), "a mask of keys"),
+        (Case(mask=(45,)), "a mask of keys"),
+        (Case(n=4, mask=(2, 1, 1, 45)), "a mask of keys"),
+        (Case(mask=(2, 1, 1, 45), mask_dtype="float16"), "a mask of keys"),
+        (Case(dtype="float16"), "float32 throughout"),
+        (Case(gamma=5.0), "gamma"),
+        (Case(format="contiguous"), "side by side"),
+        (Case(batched=False), "images, heads, rows"),
+        (Case(width=24), "multiple of 16 channels"),
+        (Case(width=272), "multiple of 16 channels"),
+        (Case(keys=8000, queries=1, width=64), "keys and values of a head in"),
+    ],
+)
+def test_what_it_leaves_to_others(case: Case, reason: str) -> None:
+    problem, _ = draw(case if case.dtype == "float16" and reason.startswith("float32") else
+                      replace(case, dtype="float32"))  # fmt: skip
+    assert reason in (ROW.refusal(problem) or "")
