@@ -19,7 +19,7 @@ from onnxruntime import InferenceSession
 import tessella as ts
 from tessella import api
 from tessella.artifacts.plan import load_plan
-from tessella.cli import VERBS, bench
+from tessella.cli import VERBS, bench, main
 from tessella.core.architectures import TARGETS
 from tessella.core.events import read_events
 from tessella.search.timing import Timing
@@ -310,6 +310,20 @@ def test_ctrl_c_says_how_to_go_on(
     answer = tessella("train", "lenet", "nowhere", "--out", tmp_path / "run")
     assert answer.code == 130
     assert "--resume" in answer.err
+
+
+def test_ctrl_c_before_anything_began_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["tessella", "train", "lenet", "nowhere"])
+    monkeypatch.setattr("tessella.cli.importlib.import_module", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def test_a_failure_is_told_once_and_rows_are_not_wrapped(

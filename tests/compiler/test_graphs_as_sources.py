@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -58,6 +59,12 @@ def test_inputs_are_not_silently_ignored(path: Path) -> None:
         ts.compile(read(path, bound=SHAPE), inputs=[x], target="cpu")
     with pytest.raises(UsageError, match=r"no such input\. Seen: image"):
         ts.compile(path, inputs=[replace(x, name="image")], target="cpu")
+
+
+@pytest.mark.parametrize("inputs", [{"x": torch.zeros(1, 6)}, ["x:float32:1x6"]])
+def test_inputs_that_are_no_descriptions_are_told_what_to_be(inputs: Any) -> None:
+    with pytest.raises(UsageError, match=r"Seen: .*x.*from tessella\.core\.spec import TensorSpec"):
+        ts.compile(torch.nn.Linear(6, 2), inputs=inputs, target="cpu")
 
 
 def test_constants_that_share_memory_are_saved(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ DOCUMENT = ROOT / "docs" / "passes.md"
 BEGINNING = """# The passes, from a captured graph to a plan
 
 This is `PASSES` of `src/tessella/compiler/passes.py`, written by
-`python -m tests.compiler.test_pass_list`; a test compares. `graph.check` runs after each rewrite.
+`python -m tests.compiler.test_pass_list`; a test compares. `graph.check` runs after each change.
 `tessella show MODEL --passes` shows what each does to a network.
 """
 

@@ -23,6 +23,10 @@ from tessella.tasks.finished import finished
 
 ANY = DimRange(min=1, opt=2, max=8)  # for what does not depend on the batch
 Batch = int | str | Sequence[int] | DimRange
+_SPEC = (
+    "from tessella.core.spec import TensorSpec; "
+    "inputs=[TensorSpec(name='image', dtype='float32', shape=(1, 3, 224, 224))]"
+)
 Source = Checkpoint | Run | torch.nn.Module | graph.Graph | str | Path
 
 
@@ -74,6 +78,12 @@ def opened(
     preprocess: Preprocess | None = None,
 ) -> Opened:
     """Capture a network. Arguments as for ``compile``; a checkpoint has its own ``preprocess``."""
+    if inputs is not None and not all(isinstance(spec, TensorSpec) for spec in inputs):
+        raise UsageError(
+            "inputs describe tensors: they are a list of TensorSpec",
+            seen=f"inputs={inputs!r}"[:200],
+            fix=_SPEC,
+        )
     is_file = isinstance(source, str | Path) and Path(source).suffix == ".onnx"
     if inputs is not None and isinstance(source, graph.Graph):
         raise UsageError(
@@ -103,8 +113,7 @@ def opened(
             raise UsageError(
                 "a module does not say what it takes",
                 seen=name,
-                fix="pass inputs=[TensorSpec(name='image', dtype='float32', "
-                "shape=(1, 3, 224, 224))]",
+                fix=_SPEC,
             )
         specs = tuple(replace(s, shape=(batch, *s.shape[1:])) for s in inputs)
         return Opened(graph=graph.capture(source, specs), name=name, preprocess=preprocess)

@@ -55,7 +55,11 @@ def main() -> None:
     chosen = _verb(sys.argv[1:])
     for name, summary in VERBS.items():
         if name == chosen:
-            importlib.import_module(f"tessella.cli.{name}").register(app)
+            try:
+                importlib.import_module(f"tessella.cli.{name}").register(app)
+            except KeyboardInterrupt:  # torch takes seconds to import: nothing has begun
+                print("stopped", file=sys.stderr)
+                sys.exit(130)
         else:
             app.command(name, help=summary)(_not_loaded)
     app()

@@ -353,7 +353,7 @@ def _rounded(
 
 
 def optimized(graph: Graph, emit: Emit = silent) -> Graph:
-    """A copy of the graph after the stage ``optimize``, checked after each pass."""
+    """A copy of the graph after the stage ``optimize``; see ``passes.steps``."""
     graph, request = graph.copy(), Request(target="reference")  # it suits every target
     for step, count in steps(graph, request, after="input", until="optimize"):
         emit(phase(step.name, f"{count} rewrites: {step.why}"))

@@ -1,4 +1,4 @@
-"""The rules of a graph. They are checked after capture and after every pass of the compiler."""
+"""The rules of a graph. They are checked after capture and after every pass that changed it."""
 
 from __future__ import annotations
 
