@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
+from tessella.nn.fused_dense import fuse_dense
 
 _ACTIVATIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", F.relu_: "relu", torch.relu_: "relu", "relu": "relu",
@@ -70,6 +71,7 @@ def compiled(module: nn.Module, compiler: str = "inductor") -> nn.Module:
 
     def backend(graph: fx.GraphModule, examples: list[Tensor]) -> Any:
         if can_fuse():
+            fuse_dense(graph.graph)
             fuse(graph)
         return torch._dynamo.lookup_backend(compiler)(graph, examples)
 

@@ -85,5 +85,5 @@ def gradients(
         lower, parts, rows, width,
         ROWS=_ROWS, COLUMNS=triton.next_power_of_2(width), SUMS=parts.shape[1], num_warps=_WARPS,
     )  # fmt: skip
-    made = column_sums(parts)
-    return Gradients(out, lower, made[0], made[1], made[2] if sums else None)
+    of_weight, of_bias, *columns = column_sums(parts)
+    return Gradients(out, lower, of_weight, of_bias, columns[0] if sums else None)

@@ -45,9 +45,9 @@ def gelu_gradients(
     across = triton.cdiv(width, columns)
     blocks = min(triton.cdiv(rows, _ROWS), max(1, _BLOCKS * multiprocessors() // across))
     out = torch.empty_like(x)
-    parts = torch.empty(blocks, width, dtype=torch.float32, device=x.device)
+    parts = torch.empty(blocks, 1, width, dtype=torch.float32, device=x.device)
     launch(
         gelu_gradient_kernel, (blocks, across), x, bias, gradient, out, parts, rows, width,
         ROWS=_ROWS, COLUMNS=columns, TANH=tanh, num_warps=_WARPS,
     )  # fmt: skip
-    return out, column_sums(parts)
+    return out, column_sums(parts)[0]

@@ -14,26 +14,32 @@ _BLOCKS, _COLUMNS, _WARPS = 64, 32, 4
 
 @triton.jit
 def column_sums_kernel(
-    parts_pointer, out_pointer, blocks, columns, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """[blocks, columns] to [columns]."""
+    parts_pointer, outs, blocks, columns, SUMS: tl.constexpr, BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[blocks, SUMS, columns] to as many times [columns]."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < columns
+    which = tl.program_id(1)
     total = tl.zeros([BLOCKS, COLUMNS], tl.float32)
     for first in range(0, blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
-        offsets = block[:, None] * columns + column[None, :]
+        offsets = (block * SUMS + which)[:, None] * columns + column[None, :]
         mask = (block < blocks)[:, None] & there[None, :]
         total += tl.load(parts_pointer + offsets, mask=mask, other=0.0)
-    tl.store(out_pointer + column, tl.sum(total, 0), mask=there)
+    made = tl.sum(total, 0)
+    for number in tl.static_range(SUMS):
+        if which == number:
+            tl.store(outs[number] + column, made, mask=there)
 
 
-def column_sums(parts: Tensor) -> Tensor:
-    """Of float32 [blocks, ...], what its blocks sum to."""
-    blocks, columns = parts.shape[0], parts[0].numel()
-    out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
+def column_sums(parts: Tensor) -> list[Tensor]:
+    """Of float32 [blocks, sums, columns], what its blocks sum to: each sum a tensor of its own."""
+    blocks, sums, columns = parts.shape
+    outs = [torch.empty(columns, dtype=torch.float32, device=parts.device) for _ in range(sums)]
     launch(
-        column_sums_kernel, (triton.cdiv(columns, _COLUMNS),), parts, out, blocks, columns,
-        BLOCKS=_BLOCKS, COLUMNS=_COLUMNS, num_warps=_WARPS,
+        column_sums_kernel, (triton.cdiv(columns, _COLUMNS), sums),
+        parts, tuple(outs), blocks, columns,
+        SUMS=sums, BLOCKS=_BLOCKS, COLUMNS=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
-    return out
+    return outs

@@ -1,0 +1,125 @@
+"""What a fused graph calls for a transformer's parts, with gradients.
+
+Forward they are torch's own operations, of which its compiler makes code together with what stands
+around them. Where our kernels do not run (other types or devices), so are their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tessella.kernels.attention.trained import Attention, attend, fastest
+from tessella.kernels.norm import layer
+from tessella.kernels.pointwise import trained as pointwise
+from tessella.nn.fused_ops import call
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Attention [N, heads, L, E] by the fastest kernel for these shapes on this GPU."""
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    by = ""
+    if q.is_cuda and q.dim() == 4:
+        shapes = tuple((tuple(t.shape), tuple(t.stride())) for t in (q, k, v))
+        by = fastest(Attention(shapes, q.dtype, causal, scale))
+    return attend(q, k, v, causal, scale, by)
+
+
+def heads_attended(packed: Tensor, heads: int) -> Tensor:
+    """Self-attention of [N, L, 3 · heads · E], to [N, L, heads · E]."""
+    q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return attended(q, k, v, False, None).transpose(1, 2).flatten(2)
+
+
+def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """``gelu(x + bias)``."""
+    if pointwise.runs(x, bias):
+        made: Tensor = _Gelu.apply(x, bias, approximate)
+        return made
+    return F.gelu(x + bias.to(x.dtype), approximate=approximate)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = approximate == "tanh"
+        return F.gelu(x.float() + bias, approximate=approximate).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, bias = ctx.saved_tensors
+        made, of_bias = call("gelu_backward", gradient.contiguous(), x, bias, ctx.tanh)
+        return made, of_bias, None
+
+
+def layer_normed(
+    x: Tensor, added: Tensor | None, added_bias: Tensor | None, weight: Tensor, bias: Tensor,
+    eps: float, keeps: bool, lower: bool, full: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """``total = x + added + added_bias`` and its layer norm.
+
+    Returns:
+        ``total``, if it ``keeps`` that; the norm as a linear layer takes it, if ``lower``; the norm
+        as torch makes it, if ``full``.
+    """
+    device = x.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    given = [x] if added is None else [x, added]
+    alike = {t.dtype for t in given} <= {torch.float32, low}
+    ours = alike and all(layer.runs(t, weight) for t in given) and bias.dtype == torch.float32
+    if ours:
+        how = (eps, keeps, lower, full, low)
+        made = list(_LayerNorm.apply(x, added, added_bias, weight, bias, how))
+        return tuple(made.pop(0) if asked else None for asked in (keeps, lower, full))  # type: ignore[return-value]
+    if added is not None:
+        x = x + (added if added_bias is None else added + added_bias.to(added.dtype))
+    y = F.layer_norm(x, weight.shape, weight, bias, eps)
+    return x if keeps else None, y if lower else None, y if full else None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, added_bias: Tensor | None, weight: Tensor,
+        bias: Tensor, how: tuple[Any, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        eps, *asked, low = how
+        total = x.view_as(x)
+        if added is not None:
+            more = added.float() if added_bias is None else added.float() + added_bias
+            total = (x.float() + more).to(torch.promote_types(x.dtype, added.dtype))
+        y, mean, inverse = torch.native_layer_norm(total.float(), weight.shape, weight, bias, eps)
+        ctx.set_materialize_grads(False)
+        ctx.asked = asked
+        ctx.types = [None if t is None else t.dtype for t in (x, added, added_bias)]
+        ctx.save_for_backward(total, mean, inverse, weight)
+        made = (total, y if low is None else y.to(low), y.view_as(y))
+        return tuple(one for one, wanted in zip(made, asked, strict=True) if wanted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        left = list(gradients)
+        beside, *given = [left.pop(0) if asked else None for asked in ctx.asked]
+        total, mean, inverse, weight = ctx.saved_tensors
+        of_x, of_added, of_bias = ctx.types
+        other = next((t for t in (of_x, of_added) if t not in (None, total.dtype)), None)
+        of_norm = [g.contiguous() for g in given if g is not None] or [torch.zeros_like(total)]
+        beside = None if beside is None else beside.contiguous()
+        made = call(
+            "layer_norm_backward", of_norm, total, mean, inverse, weight, beside, other,
+            of_bias is not None,
+        )  # fmt: skip
+        found = {total.dtype: made.pop(0)}
+        if other is not None:
+            found[other] = made.pop(0)
+        columns = made.pop() if of_bias is not None else None
+        added = None if of_added is None else found[of_added]
+        return found[of_x], added, columns, *made, None
