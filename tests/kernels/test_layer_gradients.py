@@ -81,9 +81,7 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
     low, rows = x.bfloat16(), torch.zeros(64)
 
     def run() -> None:
-        layer.gradients(
-            [low, x], x, rows, rows, weight, beside=x, low=torch.bfloat16, sums=True
-        )
+        layer.gradients([low, x], x, rows, rows, weight, beside=x, low=torch.bfloat16, sums=True)
         for tanh in (False, True):
             trained.gelu_gradients(low, low, weight, tanh=tanh)
 

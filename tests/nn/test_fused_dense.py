@@ -105,7 +105,9 @@ def test_a_block_beside_float64(name, lowered, monkeypatch):
     def off(who: str) -> list[float]:
         pairs = zip(nets[who].parameters(), nets["double"].parameters(), strict=True)
         found = [(p.grad, q.grad) for p, q in pairs] + [(made[who], made["double"])]
-        return [float((p - q).detach().norm() / q.detach().norm().clamp_min(1e-2)) for p, q in found]
+        return [
+            float((p - q).detach().norm() / q.detach().norm().clamp_min(1e-2)) for p, q in found
+        ]
 
     for ours, theirs in zip(off("ours"), off("torch"), strict=True):
         assert ours < 1.5 * theirs + bound

@@ -21,9 +21,16 @@ _LINEAR: Any = torch._C._nn.linear
 _GELU: Any = torch._C._nn.gelu
 _ATTENTION: Any = F.scaled_dot_product_attention
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+_OFTEN_NONE = (
+    "bias_k", "bias_v", "key_padding_mask", "attn_mask", "static_k", "static_v",
+)  # fmt: skip
 _LAYER_NORM = inspect.signature(F.layer_norm)
 _DROPOUT = inspect.signature(F.dropout)
 _ADDS = (operator.add, torch.add, "add")
+_IN_PLACE = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imod, operator.ipow, operator.imatmul, operator.setitem,
+}  # fmt: skip
 
 
 def fuse_dense(graph: fx.Graph) -> None:
@@ -82,17 +89,12 @@ def _heads_at(graph: fx.Graph, node: fx.Node) -> None:
         and (given["dropout_p"] == 0 or not given["training"])
         and not (given["need_weights"] or given["add_zero_attn"] or given["is_causal"])
         and not given["use_separate_proj_weight"]
-        and all(
-            given[name] is None
-            for name in ("bias_k", "bias_v", "key_padding_mask", "attn_mask", "static_k", "static_v")
-        )
-    )  # fmt: skip
+        and all(given[name] is None for name in _OFTEN_NONE)
+    )
     if not plain or x is None or out is None or len(_shape(x) or ()) != 3:
         return
     with graph.inserting_before(node):
-        packed = graph.call_function(
-            _LINEAR, (x, given["in_proj_weight"], given["in_proj_bias"])
-        )
+        packed = graph.call_function(_LINEAR, (x, given["in_proj_weight"], given["in_proj_bias"]))
         context = graph.call_function(_calls().heads_attended, (packed, given["num_heads"]))
         made = graph.call_function(
             _LINEAR, (context, given["out_proj_weight"], given["out_proj_bias"])
@@ -162,7 +164,11 @@ def _norm_at(graph: fx.Graph, node: fx.Node, places: dict[fx.Node, int]) -> None
     x, width = given["input"], given["normalized_shape"]
     affine = [given[name] for name in ("weight", "bias")]
     known = all(isinstance(a, fx.Node) and a.op in ("placeholder", "get_attr") for a in affine)
-    if not known or len(width) != 1 or any(_changes(user) for user in (*node.users, *x.users)):
+    if (
+        not known
+        or len(width) != 1
+        or any(changes(user, read) for read in (node, x) for user in read.users)
+    ):
         return
     at, parts = node, (x, None, None)
     if x in places and (found := _sum_of(x)) is not None:
@@ -204,9 +210,11 @@ def _sum_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
     return one, other, None
 
 
-def _changes(node: fx.Node) -> bool:
-    """Whether a node may write into what it reads."""
+def changes(node: fx.Node, given: fx.Node) -> bool:
+    """Whether a node may write into what it is given."""
+    if given not in node.args[:1]:
+        return False
+    if node.target in _IN_PLACE or node.kwargs.get("inplace"):
+        return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") or name.startswith("i") and hasattr(operator, name) or (
-        name == "setitem" or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
-    )  # fmt: skip
+    return name.endswith("_")

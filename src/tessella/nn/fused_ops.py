@@ -158,9 +158,7 @@ def _layer_norm_backward_shapes(
     return rows + [torch.empty_like(weight) for _ in range(3 if sums else 2)]
 
 
-def _gelu_backward(
-    gradient: Tensor, x: Tensor, bias: Tensor, tanh: bool
-) -> tuple[Tensor, Tensor]:
+def _gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     return pointwise.gelu_gradients(gradient, x, bias, tanh=tanh)
 
 

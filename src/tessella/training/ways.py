@@ -59,6 +59,8 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
     if recipe.quantize != "none":
         return "its roundings run operation by operation"
     if way == "compile":
+        if recipe.deterministic:
+            return "the order of sums in its code is chosen by measuring"
         if recipe.grow_from < 1:
             return "grow_from changes the images' size, and each would be compiled for"
         if device.type == "cpu":

@@ -1,5 +1,5 @@
-"""Device code of a layer norm's gradients in one pass: of what is normalized, of its parameters, and
-of the sum before it.
+"""Device code of a layer norm's gradients in one pass: of what is normalized, of its parameters,
+and of the sum before it.
 
 Each block takes every ``programs``-th tile of rows, and keeps the columns' sums until its end.
 """
