@@ -49,6 +49,9 @@ def fuse_dense(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is F.layer_norm:
             _norm_at(graph, node, places)
+    for node in graph.nodes:
+        if node.target is _LINEAR:
+            node.target = _calls().linear
 
 
 def _calls() -> ModuleType:

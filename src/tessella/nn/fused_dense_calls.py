@@ -36,6 +36,44 @@ def heads_attended(packed: Tensor, heads: int) -> Tensor:
     return attended(q, k, v, False, None).transpose(1, 2).flatten(2)
 
 
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer; in 16 bits the gradients of its float32 numbers are sums in float32, which
+    are not rounded first.
+    """
+    device = input.device.type
+    if not torch.is_autocast_enabled(device) or weight.dtype != torch.float32 or input.dim() < 2:
+        return F.linear(input, weight, bias)
+    made: Tensor = _Linear.apply(input.to(torch.get_autocast_dtype(device)), weight, bias)
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.biased = bias is not None
+        return F.linear(x, low, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = (rows @ low).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            other = x.flatten(0, -2)
+            if x.is_cuda:
+                of_weight = torch.mm(rows.t(), other, out_dtype=torch.float32)
+            else:
+                of_weight = (rows.t() @ other).float()
+        if ctx.biased:
+            of_bias = rows.sum(0, dtype=torch.float32)
+        return of_x, of_weight, of_bias
+
+
 def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     """``gelu(x + bias)``."""
     if pointwise.runs(x, bias):
