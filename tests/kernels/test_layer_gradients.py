@@ -67,6 +67,15 @@ def test_a_gelu_with_the_bias_before_it(dtype, tanh, monkeypatch):
     close(of_bias, added.grad, 2e-6)
 
 
+def test_three_matrices_side_by_side(monkeypatch):
+    monkeypatch.setattr(trained, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(trained, "_COLUMNS", 32)
+    parts = list(torch.randn(3, 5, 7, 72).bfloat16().unbind())
+    made, sums = trained.joined(parts)
+    assert torch.equal(made, torch.cat(parts, -1))
+    close(sums, made.double().sum((0, 1)), 2e-6)
+
+
 def test_what_does_not_run():
     x, weight = torch.zeros(4, 64), torch.zeros(64)
     assert layer.runs(x, weight)
@@ -89,6 +98,7 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
         layer.gradients([low, x], x, rows, rows, weight, beside=x, low=torch.bfloat16, sums=True)
         for tanh in (False, True):
             trained.gelu_gradients(low, low, weight, tanh=tanh)
+        trained.joined([low] * 3)
         entropy.losses(scores, targets, -100)
         entropy.gradient(scores, targets, rows, rows[:1], -100)
 
@@ -100,7 +110,7 @@ def test_compile_without_spilling():
     (made,) = compile_all(f"{__name__}:launches").values()
     names = [one["kernel"] for one in made]
     assert [name for name in names if name != "column_sums_kernel"] == [
-        "layer_gradients_kernel", "gelu_gradient_kernel", "gelu_gradient_kernel", "entropy_kernel",
-        "entropy_gradient_kernel",
+        "layer_gradients_kernel", "gelu_gradient_kernel", "gelu_gradient_kernel", "joined_kernel",
+        "entropy_kernel", "entropy_gradient_kernel",
     ]  # fmt: skip
     assert not any(one["spilled_bytes"] for one in made)

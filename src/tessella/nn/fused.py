@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
-from tessella.nn.fused_dense import changes, fuse_dense
+from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense
 
 _ACTIVATIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", F.relu_: "relu", torch.relu_: "relu", "relu": "relu",
@@ -31,13 +31,6 @@ _ACTIVATIONS: dict[Any, str] = {
 _MODULES = 256  # of a class that a process captures: a search's trials, say
 _BATCH_NORM = inspect.signature(F.batch_norm)
 _MAX_POOL = inspect.signature(F.max_pool2d_with_indices)
-_CONVOLUTION = inspect.Signature([
-    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-    for name, default in (
-        ("input", inspect.Parameter.empty), ("weight", inspect.Parameter.empty), ("bias", None),
-        ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1),
-    )
-])  # fmt: skip
 
 
 def fused(module: nn.Module) -> nn.Module:
@@ -216,7 +209,7 @@ def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
 
 def _convolution_at(graph: fx.Graph, node: fx.Node) -> None:
     """Our depthwise convolution in the place of torch's, if it is one."""
-    given = _CONVOLUTION.bind(*node.args, **node.kwargs)
+    given = CONVOLUTION.bind(*node.args, **node.kwargs)
     given.apply_defaults()
     if given.arguments["groups"] == 1:
         return

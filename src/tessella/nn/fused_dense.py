@@ -26,6 +26,14 @@ _OFTEN_NONE = (
 )  # fmt: skip
 _LAYER_NORM = inspect.signature(F.layer_norm)
 _DROPOUT = inspect.signature(F.dropout)
+CONVOLUTION = inspect.Signature([
+    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+    for name, default in (
+        ("input", inspect.Parameter.empty), ("weight", inspect.Parameter.empty), ("bias", None),
+        ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1),
+    )
+])  # fmt: skip
+LEAST_PATCH = 256  # numbers: shorter rows are left to cuDNN
 _ADDS = (operator.add, torch.add, "add")
 _IN_PLACE = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
@@ -43,6 +51,10 @@ def fuse_dense(graph: fx.Graph) -> None:
             _heads_at(graph, node)
         elif node.target is _ATTENTION:
             _attention_at(node)
+        elif node.target is _LINEAR:
+            _projection_at(graph, node)
+        elif node.target is torch.conv2d:
+            _patches_at(node)
         elif node.target is _GELU:
             _gelu_at(graph, node)
     places = {node: number for number, node in enumerate(graph.nodes)}
@@ -97,8 +109,8 @@ def _heads_at(graph: fx.Graph, node: fx.Node) -> None:
     if not plain or x is None or out is None or len(_shape(x) or ()) != 3:
         return
     with graph.inserting_before(node):
-        packed = graph.call_function(_LINEAR, (x, given["in_proj_weight"], given["in_proj_bias"]))
-        context = graph.call_function(_calls().heads_attended, (packed, given["num_heads"]))
+        projection = (x, given["in_proj_weight"], given["in_proj_bias"], given["num_heads"])
+        context = graph.call_function(_calls().heads_attended, projection)
         made = graph.call_function(
             _LINEAR, (context, given["out_proj_weight"], given["out_proj_bias"])
         )
@@ -136,6 +148,54 @@ def _attention_at(node: fx.Node) -> None:
     node.target = _calls().attended
     node.args = (*(given[name] for name in names[:3]), given["is_causal"], given["scale"])
     node.kwargs = {}
+
+
+def _projection_at(graph: fx.Graph, node: fx.Node) -> None:
+    """A linear layer whose result is cut into queries, keys and values of heads."""
+    chain: list[fx.Node] = [node]
+    for names in (("view", "reshape", "unflatten"), ("permute",), ("unbind",)):
+        found = next(iter(chain[-1].users)) if len(chain[-1].users) == 1 else None
+        if found is None or found.op != "call_method" or found.target not in names or found.kwargs:
+            return
+        chain.append(found)
+    _, cut, turned, parts = chain
+    whole, shape = _shape(node), _shape(cut)
+    if whole is None or shape is None or len(shape) != 5 or shape[2] != 3 or len(whole) != 3:
+        return
+    order = turned.args[1:] if len(turned.args) > 2 else turned.args[1]
+    if (
+        tuple(order) != (2, 0, 3, 1, 4)
+        or shape[:2] != whole[:2]
+        or parts.args[1:] not in ((), (0,))
+    ):
+        return
+    if node.kwargs:
+        return
+    x, weight, bias = (*node.args, None)[:3]
+    with graph.inserting_before(node):
+        made = graph.call_function(_calls().heads_of, (x, weight, bias, shape[3]))
+    parts.replace_all_uses_with(made)
+    for gone in reversed(chain):
+        graph.erase_node(gone)
+
+
+def _patches_at(node: fx.Node) -> None:
+    """A convolution whose windows lie side by side, without margins."""
+    given = _given(CONVOLUTION, node)
+    image, kernel = _shape(given["input"]), _shape(given["weight"])
+    if image is None or kernel is None or len(image) != 4:
+        return
+    sides = tuple(kernel[2:])
+    alike = {"stride": sides, "padding": (0, 0), "dilation": (1, 1)}
+    plain = given["groups"] == 1 and all(_pair(given[name]) == v for name, v in alike.items())
+    fits = all(side % p == 0 for side, p in zip(image[2:], sides, strict=True))
+    if plain and fits and max(sides) > 1 and kernel[1] * sides[0] * sides[1] >= LEAST_PATCH:
+        node.target = _calls().patches_convolved
+        node.args, node.kwargs = (given["input"], given["weight"], given["bias"]), {}
+
+
+def _pair(given: Any) -> tuple[Any, ...]:
+    return (given, given) if isinstance(given, int | str) else tuple(given)
 
 
 # --- norms and activations ------------------------------------------------------------------------
@@ -177,7 +237,7 @@ def _norm_at(graph: fx.Graph, node: fx.Node, places: dict[fx.Node, int]) -> None
     if x in places and (found := _sum_of(x)) is not None:
         at, parts = x, found
     keeps = [user for user in x.users if user is not node and places.get(user, 0) > places[at]]
-    lowering = {_LINEAR, _calls().heads_attended}
+    lowering = {_LINEAR, _calls().heads_of, _calls().heads_attended}
     lower = [user for user in node.users if user.target in lowering and user.args[0] is node]
     full = [user for user in node.users if user not in lower]
     with graph.inserting_before(at):

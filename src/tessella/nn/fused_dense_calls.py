@@ -30,21 +30,49 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
     return attend(q, k, v, causal, scale, by)
 
 
-def heads_attended(packed: Tensor, heads: int) -> Tensor:
-    """Self-attention of [N, L, 3 · heads · E], to [N, L, heads · E]."""
-    q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    return attended(q, k, v, False, None).transpose(1, 2).flatten(2)
+def heads_attended(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    """Self-attention of [N, L, width], to [N, L, heads · E]."""
+    return attended(*heads_of(x, weight, bias, heads), False, None).transpose(1, 2).flatten(2)
+
+
+def heads_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, heads, L, E] by one linear layer of [N, L, width]."""
+    low = _lowered(x, weight)
+    if low is not None and pointwise.runs(x):
+        made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads)
+        return made
+    q, k, v = F.linear(x, weight, bias).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def patches_convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution of [N, C, H, W] whose windows lie side by side: a linear layer of patches."""
+    rows, channels, height, width = x.shape
+    p, q = weight.shape[2:]
+    patches = x.permute(0, 2, 3, 1).reshape(rows, height // p, p, width // q, q, channels)
+    patches = patches.transpose(2, 3).flatten(3)
+    return linear(patches, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer; in 16 bits the gradients of its float32 numbers are sums in float32, which
     are not rounded first.
     """
-    device = input.device.type
-    if not torch.is_autocast_enabled(device) or weight.dtype != torch.float32 or input.dim() < 2:
+    low = _lowered(input, weight)
+    if low is None:
         return F.linear(input, weight, bias)
-    made: Tensor = _Linear.apply(input.to(torch.get_autocast_dtype(device)), weight, bias)
+    made: Tensor = _Linear.apply(input.to(low), weight, bias)
     return made
+
+
+def _lowered(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The type in which autocast multiplies rows by float32 weights, if it does."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or weight.dtype != torch.float32 or x.dim() < 2:
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 class _Linear(torch.autograd.Function):
@@ -59,19 +87,42 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, low = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_x = (rows @ low).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            other = x.flatten(0, -2)
-            if x.is_cuda:
-                of_weight = torch.mm(rows.t(), other, out_dtype=torch.float32)
-            else:
-                of_weight = (rows.t() @ other).float()
-        if ctx.biased:
-            of_bias = rows.sum(0, dtype=torch.float32)
+        of_x, of_weight = _products(ctx, gradient, x, low)
+        of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.biased else None
         return of_x, of_weight, of_bias
+
+
+def _products(
+    ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a linear layer's input and of its weight, as far as they are asked for."""
+    rows, other = gradient.flatten(0, -2), x.flatten(0, -2)
+    of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return of_x, None
+    if x.is_cuda:
+        return of_x, torch.mm(rows.t(), other, out_dtype=torch.float32)
+    return of_x, (rows.t() @ other).float()
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+    ) -> tuple[Tensor, ...]:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.biased = bias is not None
+        packed = F.linear(x, low, None if bias is None else bias.to(x.dtype))
+        return packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        parts = [g.transpose(1, 2).flatten(2).contiguous() for g in gradients]
+        packed, sums = call("joined", parts)
+        return *_products(ctx, packed, x, low), sums if ctx.biased else None, None
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:

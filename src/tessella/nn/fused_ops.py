@@ -168,6 +168,17 @@ def _gelu_backward_shapes(
     return torch.empty_like(x), torch.empty_like(bias)
 
 
+def _joined(parts: Made) -> tuple[Tensor, Tensor]:
+    return pointwise.joined(parts)
+
+
+def _joined_shapes(parts: Made) -> tuple[Tensor, Tensor]:
+    first = parts[0]
+    width = 3 * first.shape[-1]
+    sums = first.new_empty(width, dtype=torch.float32)
+    return first.new_empty(*first.shape[:-1], width), sums
+
+
 def _shaped(gradient: Tensor, other: Tensor, shape: list[int], window: list[int]) -> Tensor:
     return _last(gradient, shape)
 
@@ -242,6 +253,9 @@ _OPERATORS = {
     "gelu_backward": _operator(
         "gelu_backward", _gelu_backward, _gelu_backward_shapes,
         "(Tensor gradient, Tensor x, Tensor bias, bool tanh) -> (Tensor, Tensor)",
+    ),
+    "joined": _operator(
+        "joined", _joined, _joined_shapes, "(Tensor[] parts) -> (Tensor, Tensor)"
     ),
     "max_pool": _operator(
         "max_pool", _pool, _pool_shapes, "(Tensor x, int[] window) -> Tensor[]"

@@ -1,4 +1,5 @@
-"""The gradients of a GELU and of the bias before it: what both need is read once.
+"""Gradients with the sums of their columns, which are a bias' gradient: what both need is read
+once. Of a GELU, and of attention's queries, keys and values, which a linear layer made together.
 
 Torch's compiler reads the gradient of the bias' result once more to add up its columns. In plain
 Triton, of contiguous rows.
@@ -12,20 +13,19 @@ from torch import Tensor
 
 from tessella.device.launch import launch
 from tessella.device.machine import multiprocessors
-from tessella.kernels.pointwise.trained_device import gelu_gradient_kernel
+from tessella.kernels.pointwise.trained_device import gelu_gradient_kernel, joined_kernel
 from tessella.kernels.shared.column_sums import column_sums
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ROWS, _COLUMNS, _WARPS, _BLOCKS = 8, 256, 4, 8
+_ROWS, _COLUMNS, _WARPS, _BLOCKS = 2, 512, 4, 8
 
 
-def runs(x: Tensor, bias: Tensor) -> bool:
+def runs(x: Tensor, bias: Tensor | None = None) -> bool:
     """Whether rows [..., width] can be taken here: contiguous, where Triton runs."""
     return (
         x.dtype in _DTYPES
-        and bias.dtype == torch.float32
         and x.numel() > 0
-        and bias.shape == x.shape[-1:]
+        and (bias is None or (bias.dtype == torch.float32 and bias.shape == x.shape[-1:]))
         and x.is_contiguous()
         and (x.is_cuda or triton.knobs.runtime.interpret)
     )
@@ -41,9 +41,7 @@ def gelu_gradients(
     """
     width = x.shape[-1]
     rows = x.numel() // width
-    columns = min(_COLUMNS, triton.next_power_of_2(width))
-    across = triton.cdiv(width, columns)
-    blocks = min(triton.cdiv(rows, _ROWS), max(1, _BLOCKS * multiprocessors() // across))
+    columns, across, blocks = _grid(rows, width)
     out = torch.empty_like(x)
     parts = torch.empty(blocks, 1, width, dtype=torch.float32, device=x.device)
     launch(
@@ -51,3 +49,28 @@ def gelu_gradients(
         ROWS=_ROWS, COLUMNS=columns, TANH=tanh, num_warps=_WARPS,
     )  # fmt: skip
     return out, column_sums(parts)[0]
+
+
+def joined(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Three contiguous [..., width], side by side as [..., 3 · width]; and the sums of all columns,
+    float32 [3 · width].
+    """
+    first, second, third = parts
+    width = first.shape[-1]
+    rows = first.numel() // width
+    columns, across, blocks = _grid(rows, width, 3)
+    out = first.new_empty(*first.shape[:-1], 3 * width)
+    sums = torch.empty(blocks, 1, 3 * width, dtype=torch.float32, device=first.device)
+    launch(
+        joined_kernel, (blocks, across, 3), first, second, third, out, sums, rows, width,
+        ROWS=_ROWS, COLUMNS=columns, num_warps=_WARPS,
+    )  # fmt: skip
+    return out, column_sums(sums)[0]
+
+
+def _grid(rows: int, width: int, parts: int = 1) -> tuple[int, int, int]:
+    """A tile's columns, and the blocks across and along the rows of so many matrices."""
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    across = triton.cdiv(width, columns)
+    most = max(1, _BLOCKS * multiprocessors() // (across * parts))
+    return columns, across, min(triton.cdiv(rows, _ROWS), most)

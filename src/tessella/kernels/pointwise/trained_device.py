@@ -1,4 +1,5 @@
-"""Device code of the gradients of a GELU and of the bias before it, in one pass."""
+"""Device code of gradients with the sums of their columns in one pass: of a GELU and of the bias
+before it, and of attention's queries, keys and values side by side."""
 
 from __future__ import annotations
 
@@ -56,4 +57,32 @@ def gelu_gradient_kernel(
         tl.store(out_pointer + offsets, cast(made, out_pointer.dtype.element_ty), mask=there)
         total += made
     own = sums_pointer + tl.program_id(0) * width + columns
+    tl.store(own, tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def joined_kernel(
+    first_pointer, second_pointer, third_pointer, out_pointer, sums_pointer, rows, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Three matrices [rows, width] as one [rows, 3, width], and the block's sums of its columns,
+    [programs, 3, width]."""
+    which = tl.program_id(2)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    pointer = first_pointer
+    if which == 1:
+        pointer = second_pointer
+    if which == 2:
+        pointer = third_pointer
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        offsets = row.to(tl.int64)[:, None] * width + columns[None, :]
+        there = (row < rows)[:, None] & inside[None, :]
+        x = tl.load(pointer + offsets, mask=there, other=0.0)
+        to = (row.to(tl.int64) * 3 + which)[:, None] * width + columns[None, :]
+        tl.store(out_pointer + to, x, mask=there)
+        total += x.to(tl.float32)
+    own = sums_pointer + (tl.program_id(0) * 3 + which) * width + columns
     tl.store(own, tl.sum(total, 0), mask=inside)
