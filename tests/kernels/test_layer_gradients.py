@@ -69,7 +69,7 @@ def test_a_gelu_with_the_bias_before_it(dtype, tanh, monkeypatch):
 
 def test_three_matrices_side_by_side(monkeypatch):
     monkeypatch.setattr(trained, "multiprocessors", lambda: 1)
-    monkeypatch.setattr(trained, "_COLUMNS", 32)
+    monkeypatch.setattr(trained, "_JOINED_COLUMNS", 32)
     parts = list(torch.randn(3, 5, 7, 72).bfloat16().unbind())
     made, sums = trained.joined(parts)
     assert torch.equal(made, torch.cat(parts, -1))

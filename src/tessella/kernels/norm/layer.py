@@ -20,7 +20,7 @@ from tessella.kernels.shared.column_sums import column_sums
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 8192
-_ROWS, _WARPS, _BLOCKS = 2, 4, 4  # of a tile, of a block, and blocks of a multiprocessor
+_ROWS, _WARPS, _BLOCKS = 2, 4, 3  # of a tile, of a block, and blocks of a multiprocessor
 
 
 class Gradients(NamedTuple):

@@ -17,7 +17,8 @@ from tessella.kernels.pointwise.trained_device import gelu_gradient_kernel, join
 from tessella.kernels.shared.column_sums import column_sums
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ROWS, _COLUMNS, _WARPS, _BLOCKS = 2, 512, 4, 8
+_ROWS, _WARPS, _BLOCKS = 2, 4, 8
+_COLUMNS, _JOINED_COLUMNS = 512, 1024
 
 
 def runs(x: Tensor, bias: Tensor | None = None) -> bool:
@@ -41,7 +42,7 @@ def gelu_gradients(
     """
     width = x.shape[-1]
     rows = x.numel() // width
-    columns, across, blocks = _grid(rows, width)
+    columns, across, blocks = _grid(rows, width, _COLUMNS)
     out = torch.empty_like(x)
     parts = torch.empty(blocks, 1, width, dtype=torch.float32, device=x.device)
     launch(
@@ -58,7 +59,7 @@ def joined(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     first, second, third = parts
     width = first.shape[-1]
     rows = first.numel() // width
-    columns, across, blocks = _grid(rows, width, 3)
+    columns, across, blocks = _grid(rows, width, _JOINED_COLUMNS, 3)
     out = first.new_empty(*first.shape[:-1], 3 * width)
     sums = torch.empty(blocks, 1, 3 * width, dtype=torch.float32, device=first.device)
     launch(
@@ -68,9 +69,9 @@ def joined(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return out, column_sums(sums)[0]
 
 
-def _grid(rows: int, width: int, parts: int = 1) -> tuple[int, int, int]:
+def _grid(rows: int, width: int, most_columns: int, parts: int = 1) -> tuple[int, int, int]:
     """A tile's columns, and the blocks across and along the rows of so many matrices."""
-    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    columns = min(most_columns, triton.next_power_of_2(width))
     across = triton.cdiv(width, columns)
     most = max(1, _BLOCKS * multiprocessors() // (across * parts))
     return columns, across, min(triton.cdiv(rows, _ROWS), most)
