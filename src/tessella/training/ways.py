@@ -1,9 +1,9 @@
 """The ways in which a step can run, which of them a recipe takes, and why.
 
 A way decides who runs the network's forward and backward pass: torch's own calls one by one, code
-that torch.compile makes of them, or ours, with norms and activations fused. Where a norm or a
-depthwise convolution has a kernel of ours, torch.compile's code calls it, too; and on one GPU the
-pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in all.
+that torch.compile makes of them, or ours, with norms and activations fused. Where a norm, a
+GELU or a depthwise convolution has a kernel of ours, torch.compile's code calls it, too; and on one
+GPU the pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in all.
 """
 
 from __future__ import annotations
