@@ -20,7 +20,7 @@ from tessella.nn.fused import compiled
 
 SIZE = Size(layers=1, width=64, heads=2, tokens=9, vocabulary=10)
 OURS = {
-    calls_of.attended: "attended", calls_of.heads_attended: "heads", calls_of.gelu: "gelu",
+    calls_of.heads_attended: "heads", calls_of.gelu: "gelu",
     calls_of.heads_of: "cut", calls_of.layer_normed: "norm", calls_of.patches_convolved: "patches",
 }  # fmt: skip
 
@@ -73,10 +73,10 @@ BLOCKS = {
         ["norm", "heads", "norm", "gelu"],
     ),
     "norms first": (
-        lambda: Block(SIZE, causal=True, first=True), ["norm", "cut", "attended", "norm", "gelu"]
+        lambda: Block(SIZE, causal=True, first=True), ["norm", "cut", "norm", "gelu"]
     ),
     "norms behind": (
-        lambda: Block(SIZE, causal=False, first=False), ["cut", "attended", "norm", "gelu", "norm"]
+        lambda: Block(SIZE, causal=False, first=False), ["cut", "norm", "gelu", "norm"]
     ),
     "patches": (Patches, ["patches", "patches"]),
     "odd": (Odd, ["norm", "norm", "norm"]),

@@ -1,6 +1,6 @@
-"""Transformers' parts of a captured forward pass: attention by the fastest kernel and without
-copies; and layer norms and GELUs whose gradients come, with those of the sums and biases before
-them, out of one pass.
+"""Transformers' parts of a captured forward pass: attention without copies, windows side
+by side as rows, and layer norms and GELUs whose gradients come, with those of the sums and biases
+before them, out of one pass.
 
 For graphs of which torch's compiler makes code: what is left of these operations is its work.
 """
@@ -19,7 +19,6 @@ from torch import Tensor, fx
 
 _LINEAR: Any = torch._C._nn.linear
 _GELU: Any = torch._C._nn.gelu
-_ATTENTION: Any = F.scaled_dot_product_attention
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _OFTEN_NONE = (
     "bias_k", "bias_v", "key_padding_mask", "attn_mask", "static_k", "static_v",
@@ -49,8 +48,6 @@ def fuse_dense(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is F.multi_head_attention_forward:
             _heads_at(graph, node)
-        elif node.target is _ATTENTION:
-            _attention_at(node)
         elif node.target is _LINEAR:
             _projection_at(graph, node)
         elif node.target is torch.conv2d:
@@ -120,7 +117,7 @@ def _heads_at(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(gone)
 
 
-def _turned(node: Any) -> fx.Node | None:
+def _turned(node: Any) -> Any:
     """What a node turns, if it swaps the first two dimensions."""
     if not isinstance(node, fx.Node) or node.target not in ("transpose", torch.transpose):
         return None
@@ -128,26 +125,13 @@ def _turned(node: Any) -> fx.Node | None:
     return x if sorted(node.args[1:]) == [0, 1] and isinstance(x, fx.Node) else None
 
 
-def _rows_first(node: fx.Node) -> fx.Node | None:
+def _rows_first(node: fx.Node) -> Any:
     """What turns the first of a node's two results, if that is all that is read of them."""
     item = next(iter(node.users)) if len(node.users) == 1 else None
     if item is None or item.target is not operator.getitem or item.args[1] != 0:
         return None
     found = next(iter(item.users)) if len(item.users) == 1 else None
     return found if _turned(found) is item else None
-
-
-def _attention_at(node: fx.Node) -> None:
-    """The fastest kernel for attention without a mask and without dropout."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
-    given |= {"scale": None, "enable_gqa": False}
-    given |= dict(zip(names, node.args, strict=False)) | node.kwargs
-    if given["attn_mask"] is not None or given["dropout_p"] or given["enable_gqa"]:
-        return
-    node.target = _calls().attended
-    node.args = (*(given[name] for name in names[:3]), given["is_causal"], given["scale"])
-    node.kwargs = {}
 
 
 def _projection_at(graph: fx.Graph, node: fx.Node) -> None:
@@ -162,7 +146,7 @@ def _projection_at(graph: fx.Graph, node: fx.Node) -> None:
     whole, shape = _shape(node), _shape(cut)
     if whole is None or shape is None or len(shape) != 5 or shape[2] != 3 or len(whole) != 3:
         return
-    order = turned.args[1:] if len(turned.args) > 2 else turned.args[1]
+    order: Any = turned.args[1:] if len(turned.args) > 2 else turned.args[1]
     if (
         tuple(order) != (2, 0, 3, 1, 4)
         or shape[:2] != whole[:2]
@@ -211,7 +195,7 @@ def _biased(node: Any, reader: fx.Node) -> tuple[Any, ...] | None:
 
 def _gelu_at(graph: fx.Graph, node: fx.Node) -> None:
     """A GELU of a linear layer's result takes the layer's bias."""
-    x = node.args[0]
+    x: Any = node.args[0]
     layer = _biased(x, node)
     if layer is None:
         return
@@ -263,6 +247,8 @@ def _sum_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
     """Two terms of equal shapes, the second perhaps with the bias that it is to get."""
     if node.target not in _ADDS or node.kwargs or len(node.args) != 2:
         return None
+    one: Any
+    other: Any
     one, other = node.args
     if _shape(one) is None or _shape(one) != _shape(other) or one is other:
         return None

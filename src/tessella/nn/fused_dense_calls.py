@@ -13,26 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tessella.kernels.attention.trained import Attention, attend, fastest
 from tessella.kernels.norm import layer
 from tessella.kernels.pointwise import trained as pointwise
 from tessella.nn.fused_ops import call
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """Attention [N, heads, L, E] by the fastest kernel for these shapes on this GPU."""
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-    by = ""
-    if q.is_cuda and q.dim() == 4:
-        shapes = tuple((tuple(t.shape), tuple(t.stride())) for t in (q, k, v))
-        by = fastest(Attention(shapes, q.dtype, causal, scale))
-    return attend(q, k, v, causal, scale, by)
-
-
 def heads_attended(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
     """Self-attention of [N, L, width], to [N, L, heads · E]."""
-    return attended(*heads_of(x, weight, bias, heads), False, None).transpose(1, 2).flatten(2)
+    made = F.scaled_dot_product_attention(*heads_of(x, weight, bias, heads))
+    return made.transpose(1, 2).flatten(2)
 
 
 def heads_of(
@@ -43,7 +32,12 @@ def heads_of(
     if low is not None and pointwise.runs(x):
         made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads)
         return made
-    q, k, v = F.linear(x, weight, bias).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return _cut(F.linear(x, weight, bias), heads)
+
+
+def _cut(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    cut = packed.view(*packed.shape[:2], 3, heads, packed.shape[-1] // (3 * heads))
+    q, k, v = cut.permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
@@ -113,8 +107,7 @@ class _Heads(torch.autograd.Function):
         low = weight.to(x.dtype)
         ctx.save_for_backward(x, low)
         ctx.biased = bias is not None
-        packed = F.linear(x, low, None if bias is None else bias.to(x.dtype))
-        return packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return _cut(F.linear(x, low, None if bias is None else bias.to(x.dtype)), heads)
 
     @staticmethod
     @once_differentiable
