@@ -121,8 +121,8 @@ def _turned(node: Any) -> Any:
     """What a node turns, if it swaps the first two dimensions."""
     if not isinstance(node, fx.Node) or node.target not in ("transpose", torch.transpose):
         return None
-    x = node.args[0]
-    return x if sorted(node.args[1:]) == [0, 1] and isinstance(x, fx.Node) else None
+    x, *turned = node.args
+    return x if turned in ([0, 1], [1, 0]) and isinstance(x, fx.Node) else None
 
 
 def _rows_first(node: fx.Node) -> Any:

@@ -3,7 +3,8 @@
 A way decides who runs the network's forward and backward pass: torch's own calls one by one, code
 that torch.compile makes of them, or ours, with norms and activations fused. Where a norm, a
 GELU or a depthwise convolution has a kernel of ours, torch.compile's code calls it, too; and on one
-GPU the pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in all.
+GPU the pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in
+all.
 """
 
 from __future__ import annotations
