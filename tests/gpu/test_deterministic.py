@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tessella.artifacts.run import Augment, Recipe, Solver
-from tessella.core.errors import TrainError
 from tessella.core.events import Event
 from tessella.training.loop import train
 from tests.support.training import curve, recipe, write_dataset
@@ -73,8 +72,3 @@ def test_killed_at_random_steps_it_is_the_same_training(tmp_path, precision, fus
     assert curve(resumed) == curve(whole)
     expected = whole.latest().weights()
     assert all(torch.equal(v, expected[k]) for k, v in resumed.latest().weights().items())
-
-
-def test_an_operation_without_an_order_is_told(tmp_path):
-    with pytest.raises(TrainError, match=r"max_pool2d.*fuse=True"):
-        train(settings(tmp_path, "nn.MaxPool2d(2)", fuse=False), tmp_path / "run")

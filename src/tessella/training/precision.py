@@ -57,7 +57,7 @@ def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator
         raise TrainError(
             "an operation has no kernel that adds numbers up in the same order each time",
             seen=str(error).split(",")[0][:200],
-            fix="train without deterministic; max pooling has one with fuse=True",
+            fix="train without deterministic, or with another operation",
         ) from error
     finally:
         torch.use_deterministic_algorithms(strict)
