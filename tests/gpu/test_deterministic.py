@@ -53,14 +53,13 @@ def train_until(recipe: Recipe, out: Path, step: int) -> None:
     train(recipe, out, resume=True, emit=emit)
 
 
-@pytest.mark.parametrize(
-    ("precision", "fuse"), [("fp32", False), ("tf32", True), ("bf16", True), ("fp16", True)]
-)
+@pytest.mark.parametrize(("precision", "fuse"), [("fp32", False), ("bf16", True), ("fp16", True)])
 def test_killed_at_random_steps_it_is_the_same_training(tmp_path, precision, fuse):
     pool = "nn.MaxPool2d(2)" if fuse else "nn.AvgPool2d(2)"
     asked = settings(tmp_path, pool, precision=precision, fuse=fuse)
     whole = train(asked, tmp_path / "whole")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports torch once, without CUDA
+    context.set_forkserver_preload(["tessella.training.loop"])
     killed = 0
     for step in sorted(random.SystemRandom().sample(range(1, 24), KILLS)):
         child = context.Process(target=train_until, args=(asked, tmp_path / "run", step))
