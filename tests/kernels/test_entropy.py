@@ -1,15 +1,12 @@
-"""The cross entropy of a training beside float64, both ways, and compiled for GPUs."""
+"""The cross entropy of a training beside float64, both ways."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tessella.kernels.softmax import entropy
-from tests.support.kernels.compile_only import compile_all
 
 EPS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of a gradient, by its norm
 
@@ -50,20 +47,3 @@ def test_what_does_not_run():
     assert not entropy.runs(scores.t(), torch.zeros(5, dtype=torch.int64))
     assert not entropy.runs(scores, torch.zeros(4, 5))  # shares of all classes
     assert not entropy.runs(torch.zeros(4, 5, 2), torch.zeros(4, 2, dtype=torch.int64))
-
-
-def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    scores = torch.zeros(64, 50304, dtype=torch.bfloat16)
-    targets, norms = torch.zeros(64, dtype=torch.int64), torch.zeros(64)
-
-    def run() -> None:
-        entropy.losses(scores, targets, -100)
-        entropy.gradient(scores, targets, norms, norms[:1], -100)
-
-    yield "gpt2", run
-
-
-def test_compiles_without_spilling():
-    made = compile_all(f"{__name__}:launches")["gpt2"]
-    assert [one["kernel"] for one in made] == ["entropy_kernel", "entropy_gradient_kernel"]
-    assert not any(one["spilled_bytes"] for one in made)

@@ -6,6 +6,7 @@ from torch import nn
 
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run, Solver
+from tessella.core.errors import TrainError
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
 from tessella.training.solver import optimizer_for
@@ -25,6 +26,19 @@ def test_tf32_is_on_where_asked_for_and_put_back(precision, inside):
         assert matmul_and_conv() == (inside, inside)
         assert torch.backends.cudnn.benchmark
     assert (*matmul_and_conv(), torch.backends.cudnn.benchmark) == before
+
+
+def test_the_order_of_sums_is_fixed_where_asked_for_and_put_back():
+    """A cumulative sum backward, say, would be an operation without such a kernel on a GPU."""
+    with arithmetic("fp32", deterministic=True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    with pytest.raises(TrainError, match=r"same order each time.*put_ does not"):
+        with arithmetic("fp32", deterministic=True):
+            torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(

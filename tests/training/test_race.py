@@ -69,6 +69,7 @@ def test_code_is_made_of_torchs_own_steps_alone(dataset, monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)
     assert refusal("compile", recipe(dataset), CPU) is None
     assert "backend" in str(refusal("compile", recipe(dataset, backend="tessella"), CPU))
+    assert "order of sums" in str(refusal("compile", recipe(dataset, deterministic=True), CPU))
     rounded = recipe(dataset, quantize="int8", init="runs/a")
     assert "roundings" in str(refusal("compile", rounded, torch.device("cuda")))
     assert "grow_from" in str(refusal("compile", recipe(dataset, grow_from=0.5), CPU))

@@ -141,6 +141,10 @@ class Recipe:
             whole for the last quarter; 0.5 to 0.75 are usual, 1 is whole images from the start.
         accumulate: cut each batch into so many parts, whose gradients are added up: less memory.
             Batch norms then see the parts.
+        deterministic: add numbers up in the same order each time, so that also on a GPU a training
+            that is killed and goes on has the losses, to the bit, of one that was not. Its ways are
+            not raced, ``compile`` is none of them, and an operation that has no such kernel ends
+            the training.
         recompute: compute a block's inner values again in the backward pass instead of keeping
             them: less memory, a third more computing, the same numbers.
         decode: where JPEG files are decoded that a dataset keeps as they are (``original``), if
@@ -184,6 +188,7 @@ class Recipe:
     grow_from: float = 1.0
     accumulate: int = 1
     recompute: bool = False
+    deterministic: bool = False
     workers: int | None = None
     network_options: dict[str, str | int | float | bool | None] | None = None
 
@@ -241,6 +246,12 @@ class Recipe:
                 "torch.compile makes code of torch's own steps",
                 seen=f"compile=True, fuse={self.fuse}, backend={self.backend!r}",
                 fix="leave compile out, or fuse and backend",
+            )
+        if self.compile and self.deterministic:
+            raise UsageError(
+                "the order of sums in torch.compile's code is chosen by measuring",
+                seen="compile=True, deterministic=True",
+                fix="leave one of them out",
             )
         if not 0 <= self.probe_epochs < self.epochs:
             raise UsageError(

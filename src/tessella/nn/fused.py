@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
+from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense
 
 _ACTIVATIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", F.relu_: "relu", torch.relu_: "relu", "relu": "relu",
@@ -30,17 +31,6 @@ _ACTIVATIONS: dict[Any, str] = {
 _MODULES = 256  # of a class that a process captures: a search's trials, say
 _BATCH_NORM = inspect.signature(F.batch_norm)
 _MAX_POOL = inspect.signature(F.max_pool2d_with_indices)
-_CONVOLUTION = inspect.Signature([
-    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-    for name, default in (
-        ("input", inspect.Parameter.empty), ("weight", inspect.Parameter.empty), ("bias", None),
-        ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1),
-    )
-])  # fmt: skip
-_IN_PLACE = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imod, operator.ipow, operator.imatmul, operator.setitem,
-}  # fmt: skip
 
 
 def fused(module: nn.Module) -> nn.Module:
@@ -55,9 +45,7 @@ def fused(module: nn.Module) -> nn.Module:
     """
     if not can_fuse():
         raise UsageError("norms are fused by Triton, which is not installed", fix="leave fuse out")
-    settings = torch._dynamo.config  # torch imports it when it is asked for
-    settings.recompile_limit = max(settings.recompile_limit, _MODULES)
-    settings.suppress_errors = True
+    _settings().suppress_errors = True
     return cast(nn.Module, torch.compile(module, backend=_backend, dynamic=False))
 
 
@@ -70,10 +58,19 @@ def compiled(module: nn.Module, compiler: str = "inductor") -> nn.Module:
 
     def backend(graph: fx.GraphModule, examples: list[Tensor]) -> Any:
         if can_fuse():
+            fuse_dense(graph.graph)
             fuse(graph)
         return torch._dynamo.lookup_backend(compiler)(graph, examples)
 
+    _settings()
     return cast(nn.Module, torch.compile(module, backend=backend, dynamic=False))
+
+
+def _settings() -> Any:
+    """Dynamo's, with room for what a process captures: beyond its limit it lets modules run."""
+    settings: Any = torch._dynamo.config  # torch imports it when it is asked for
+    settings.recompile_limit = max(settings.recompile_limit, _MODULES)
+    return settings
 
 
 def can_fuse() -> bool:
@@ -194,17 +191,7 @@ def _added(node: fx.Node, norm: fx.Node) -> fx.Node | None:
     if in_place and first is not norm:
         return None
     other = second if first is norm else first
-    return None if any(_changes(user, other) for user in other.users) else other
-
-
-def _changes(node: fx.Node, given: fx.Node) -> bool:
-    """Whether a node may write into what it is given."""
-    if given not in node.args[:1]:
-        return False
-    if node.target in _IN_PLACE or node.kwargs.get("inplace"):
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_")
+    return None if any(changes(user, other) for user in other.users) else other
 
 
 def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
@@ -222,7 +209,7 @@ def _pool_at(graph: fx.Graph, node: fx.Node) -> None:
 
 def _convolution_at(graph: fx.Graph, node: fx.Node) -> None:
     """Our depthwise convolution in the place of torch's, if it is one."""
-    given = _CONVOLUTION.bind(*node.args, **node.kwargs)
+    given = CONVOLUTION.bind(*node.args, **node.kwargs)
     given.apply_defaults()
     if given.arguments["groups"] == 1:
         return

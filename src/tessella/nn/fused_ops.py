@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tessella.kernels.conv import trained as depthwise
 from tessella.kernels.conv.trained import Window
-from tessella.kernels.norm import batch
+from tessella.kernels.norm import batch, layer
 from tessella.kernels.norm.batch import Norm, Statistics
+from tessella.kernels.pointwise import trained as pointwise
 from tessella.kernels.pool import trained as pool
 from tessella.kernels.softmax import entropy
 
@@ -140,6 +141,44 @@ def _entropy_backward_shape(
     return torch.empty_like(scores)
 
 
+def _layer_norm_backward(
+    given: Made, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, beside: Tensor | None,
+    low: torch.dtype | None, sums: bool,
+) -> Made:  # fmt: skip
+    """``layer.gradients``, without what is None."""
+    made = layer.gradients(given, x, mean, inverse, weight, beside=beside, low=low, sums=sums)
+    return [tensor for tensor in made if tensor is not None]
+
+
+def _layer_norm_backward_shapes(
+    given: Made, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, beside: Tensor | None,
+    low: torch.dtype | None, sums: bool,
+) -> Made:  # fmt: skip
+    rows = [torch.empty_like(x)] + ([] if low is None else [torch.empty_like(x, dtype=low)])
+    return rows + [torch.empty_like(weight) for _ in range(3 if sums else 2)]
+
+
+def _gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    return pointwise.gelu_gradients(gradient, x, bias, tanh=tanh)
+
+
+def _gelu_backward_shapes(
+    gradient: Tensor, x: Tensor, bias: Tensor, tanh: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(bias)
+
+
+def _joined(parts: Made) -> tuple[Tensor, Tensor]:
+    return pointwise.joined(parts)
+
+
+def _joined_shapes(parts: Made) -> tuple[Tensor, Tensor]:
+    first = parts[0]
+    width = 3 * first.shape[-1]
+    sums = first.new_empty(width, dtype=torch.float32)
+    return first.new_empty(*first.shape[:-1], width), sums
+
+
 def _shaped(gradient: Tensor, other: Tensor, shape: list[int], window: list[int]) -> Tensor:
     return _last(gradient, shape)
 
@@ -205,6 +244,18 @@ _OPERATORS = {
     "entropy_backward": _operator(
         "entropy_backward", _entropy_backward, _entropy_backward_shape,
         "(Tensor scores, Tensor targets, Tensor norms, Tensor factor, int ignored) -> Tensor",
+    ),
+    "layer_norm_backward": _operator(
+        "layer_norm_backward", _layer_norm_backward, _layer_norm_backward_shapes,
+        "(Tensor[] given, Tensor x, Tensor mean, Tensor inverse, Tensor weight, Tensor? beside,"
+        " ScalarType? low, bool sums) -> Tensor[]",
+    ),
+    "gelu_backward": _operator(
+        "gelu_backward", _gelu_backward, _gelu_backward_shapes,
+        "(Tensor gradient, Tensor x, Tensor bias, bool tanh) -> (Tensor, Tensor)",
+    ),
+    "joined": _operator(
+        "joined", _joined, _joined_shapes, "(Tensor[] parts) -> (Tensor, Tensor)"
     ),
     "max_pool": _operator(
         "max_pool", _pool, _pool_shapes, "(Tensor x, int[] window) -> Tensor[]"

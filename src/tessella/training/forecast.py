@@ -124,7 +124,7 @@ def forecast(
     info, dataset, world = describe_run(recipe), Dataset(recipe.dataset), alone()
     part = recipe.batch_size // recipe.gpus
     network = quantized(info, quantizer)
-    with arithmetic(recipe.precision):
+    with arithmetic(recipe.precision, deterministic=recipe.deterministic):
         free = free_bytes(world.device)
         trainer = Trainer(info, dataset.train.info, world, network=network)
         memory = memory_of(trainer.module, trainer.optimizer, recipe, info)
@@ -297,5 +297,5 @@ def fitting_batch(recipe: Recipe, *, quantizer: Quantizer | None = None) -> int:
         if total is not None and total > ROOM * free_bytes(world.device):
             raise MemoryError(f"{total:,} bytes")
 
-    with arithmetic(recipe.precision):
+    with arithmetic(recipe.precision, deterministic=recipe.deterministic):
         return unit * (largest_that_runs(tried, 2 * largest) or 1)

@@ -126,7 +126,7 @@ def train_run(
     saved = run.checkpoints() if resumed else []
     start = saved[-1] if saved else None
     network = quantized(run.info, quantizer, start)
-    with arithmetic(run.recipe.precision):
+    with arithmetic(run.recipe.precision, deterministic=run.recipe.deterministic):
         steps = steps_per_epoch(len(dataset.train), run.recipe.batch_size)
         total = Schedule(recipe=run.recipe, steps_per_epoch=steps).total
         told = emit if world.rank == 0 else silent

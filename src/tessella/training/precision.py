@@ -5,6 +5,7 @@ Weights and optimizer state are float32 in every mode.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, optim
 
 from tessella.artifacts.run import Precision
+from tessella.core.errors import TrainError
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,21 +24,44 @@ def width_of(precision: Precision) -> torch.dtype:
 
 
 @contextmanager
-def arithmetic(precision: Precision) -> Iterator[None]:
+def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator[None]:
     """Set torch's process-wide arithmetic for a training, and restore it afterwards.
 
     TF32 is on in ``tf32`` only: in ``fp32`` products are IEEE. cuDNN measures its algorithms for
     the shapes at hand, which is fast and lets two runs on a GPU differ in the last bits.
+
+    Args:
+        deterministic: two runs do not differ, and what only has kernels of which they would fails.
+
+    Raises:
+        TrainError: something inside has none but such.
     """
     settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
     before = [s.fp32_precision for s in settings]
     benchmark = torch.backends.cudnn.benchmark
+    strict = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     try:
+        if deterministic:
+            # cuBLAS reads it when it is first used, and torch asks for it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a help for searches alone
         for s in settings:
             s.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = not deterministic
         yield
+    except RuntimeError as error:
+        if not deterministic or "deterministic" not in str(error):
+            raise
+        raise TrainError(
+            "an operation has no kernel that adds numbers up in the same order each time",
+            seen=str(error).split(",")[0][:200],
+            fix="train without deterministic, or with another operation",
+        ) from error
     finally:
+        torch.use_deterministic_algorithms(strict)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
         for s, value in zip(settings, before, strict=True):
             s.fp32_precision = value
         torch.backends.cudnn.benchmark = benchmark

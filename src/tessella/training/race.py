@@ -137,7 +137,9 @@ def way_of(
             return chosen
         why = f"{FILE} says {chosen.way}, which cannot run here: {why_not}"
         return Choice(way=usual.way, why=why)
-    decided = run.recipe.compile or run.recipe.fuse is not None or run.recipe.quantize != "none"
+    recipe = run.recipe
+    decided = recipe.compile or recipe.fuse is not None or recipe.quantize != "none"
+    decided = decided or recipe.deterministic
     raced_here = world.size == 1 and world.device.type in RACED_ON and steps >= LEAST_STEPS
     if decided or not races or not raced_here or run.checkpoints():
         return usual
@@ -181,7 +183,7 @@ def measured(order: Order, way: Way) -> Raced:
     What torch raises comes out as it is, out of memory too.
     """
     world, recipe = alone(), order.info.recipe
-    with arithmetic(recipe.precision):
+    with arithmetic(recipe.precision, deterministic=recipe.deterministic):
         chosen = Choice(way=way, why="it is raced")
         trainer = Trainer(order.info, order.trained, world, way=chosen)
         found = step_times(trainer, recipe.batch_size // recipe.gpus, world, advises=False)

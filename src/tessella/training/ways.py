@@ -1,9 +1,10 @@
 """The ways in which a step can run, which of them a recipe takes, and why.
 
 A way decides who runs the network's forward and backward pass: torch's own calls one by one, code
-that torch.compile makes of them, or ours, with norms and activations fused. Where a norm or a
-depthwise convolution has a kernel of ours, torch.compile's code calls it, too; and on one GPU the
-pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in all.
+that torch.compile makes of them, or ours, with norms and activations fused. Where a norm, a
+GELU or a depthwise convolution has a kernel of ours, torch.compile's code calls it, too; and on one
+GPU the pass of either becomes a CUDA graph. Weights, checkpoints and the solver are the same in
+all.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
     if recipe.quantize != "none":
         return "its roundings run operation by operation"
     if way == "compile":
+        if recipe.deterministic:
+            return "the order of sums in its code is chosen by measuring"
         if recipe.grow_from < 1:
             return "grow_from changes the images' size, and each would be compiled for"
         if device.type == "cpu":

@@ -1,0 +1,207 @@
+"""What a fused graph calls for a transformer's parts, with gradients.
+
+Forward they are torch's own operations, of which its compiler makes code together with what stands
+around them. Where our kernels do not run (other types or devices), so are their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tessella.kernels.norm import layer
+from tessella.kernels.pointwise import trained as pointwise
+from tessella.nn.fused_ops import call
+
+
+def heads_attended(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    """Self-attention of [N, L, width], to [N, L, heads · E]."""
+    made = F.scaled_dot_product_attention(*heads_of(x, weight, bias, heads))
+    return made.transpose(1, 2).flatten(2)
+
+
+def heads_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, heads, L, E] by one linear layer of [N, L, width]."""
+    low = _lowered(x, weight)
+    if low is not None and pointwise.runs(x):
+        made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads)
+        return made
+    return _cut(F.linear(x, weight, bias), heads)
+
+
+def _cut(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    cut = packed.view(*packed.shape[:2], 3, heads, packed.shape[-1] // (3 * heads))
+    q, k, v = cut.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def patches_convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution of [N, C, H, W] whose windows lie side by side: a linear layer of patches."""
+    rows, channels, height, width = x.shape
+    p, q = weight.shape[2:]
+    patches = x.permute(0, 2, 3, 1).reshape(rows, height // p, p, width // q, q, channels)
+    patches = patches.transpose(2, 3).flatten(3)
+    return linear(patches, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer; in 16 bits the gradients of its float32 numbers are sums in float32, which
+    are not rounded first.
+    """
+    low = _lowered(input, weight)
+    if low is None:
+        return F.linear(input, weight, bias)
+    made: Tensor = _Linear.apply(input.to(low), weight, bias)
+    return made
+
+
+def _lowered(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The type in which autocast multiplies rows by float32 weights, if it does."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or weight.dtype != torch.float32 or x.dim() < 2:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.biased = bias is not None
+        return F.linear(x, low, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        of_x, of_weight = _products(ctx, gradient, x, low)
+        of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.biased else None
+        return of_x, of_weight, of_bias
+
+
+def _products(
+    ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a linear layer's input and of its weight, as far as they are asked for."""
+    rows, other = gradient.flatten(0, -2), x.flatten(0, -2)
+    of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return of_x, None
+    if x.is_cuda:
+        return of_x, torch.mm(rows.t(), other, out_dtype=torch.float32)
+    return of_x, (rows.t() @ other).float()
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+    ) -> tuple[Tensor, ...]:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.biased = bias is not None
+        return _cut(F.linear(x, low, None if bias is None else bias.to(x.dtype)), heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        parts = [g.transpose(1, 2).flatten(2).contiguous() for g in gradients]
+        packed, sums = call("joined", parts)
+        return *_products(ctx, packed, x, low), sums if ctx.biased else None, None
+
+
+def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """``gelu(x + bias)``."""
+    if pointwise.runs(x, bias):
+        made: Tensor = _Gelu.apply(x, bias, approximate)
+        return made
+    return F.gelu(x + bias.to(x.dtype), approximate=approximate)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = approximate == "tanh"
+        return F.gelu(x.float() + bias, approximate=approximate).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, bias = ctx.saved_tensors
+        made, of_bias = call("gelu_backward", gradient.contiguous(), x, bias, ctx.tanh)
+        return made, of_bias, None
+
+
+def layer_normed(
+    x: Tensor, added: Tensor | None, added_bias: Tensor | None, weight: Tensor, bias: Tensor,
+    eps: float, keeps: bool, lower: bool, full: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """``total = x + added + added_bias`` and its layer norm.
+
+    Returns:
+        ``total``, if it ``keeps`` that; the norm as a linear layer takes it, if ``lower``; the norm
+        as torch makes it, if ``full``.
+    """
+    device = x.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    given = [x] if added is None else [x, added]
+    alike = {t.dtype for t in given} <= {torch.float32, low}
+    ours = alike and all(layer.runs(t, weight) for t in given) and bias.dtype == torch.float32
+    if ours:
+        how = (eps, keeps, lower, full, low)
+        made = list(_LayerNorm.apply(x, added, added_bias, weight, bias, how))
+        return tuple(made.pop(0) if asked else None for asked in (keeps, lower, full))  # type: ignore[return-value]
+    if added is not None:
+        x = x + (added if added_bias is None else added + added_bias.to(added.dtype))
+    y = F.layer_norm(x, weight.shape, weight, bias, eps)
+    return x if keeps else None, y if lower else None, y if full else None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, added_bias: Tensor | None, weight: Tensor,
+        bias: Tensor, how: tuple[Any, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        eps, *asked, low = how
+        total = x.view_as(x)
+        if added is not None:
+            more = added.float() if added_bias is None else added.float() + added_bias
+            total = (x.float() + more).to(torch.promote_types(x.dtype, added.dtype))
+        y, mean, inverse = torch.native_layer_norm(total.float(), weight.shape, weight, bias, eps)
+        ctx.set_materialize_grads(False)
+        ctx.asked = asked
+        ctx.types = [None if t is None else t.dtype for t in (x, added, added_bias)]
+        ctx.save_for_backward(total, mean, inverse, weight)
+        made = (total, y if low is None else y.to(low), y.view_as(y))
+        return tuple(one for one, wanted in zip(made, asked, strict=True) if wanted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        left = list(gradients)
+        beside, *given = [left.pop(0) if asked else None for asked in ctx.asked]
+        total, mean, inverse, weight = ctx.saved_tensors
+        of_x, of_added, of_bias = ctx.types
+        other = next((t for t in (of_x, of_added) if t not in (None, total.dtype)), None)
+        of_norm = [g.contiguous() for g in given if g is not None] or [torch.zeros_like(total)]
+        beside = None if beside is None else beside.contiguous()
+        made = call(
+            "layer_norm_backward", of_norm, total, mean, inverse, weight, beside, other,
+            of_bias is not None,
+        )  # fmt: skip
+        found = {total.dtype: made.pop(0)}
+        if other is not None:
+            found[other] = made.pop(0)
+        columns = made.pop() if of_bias is not None else None
+        added = None if of_added is None else found[of_added]
+        return found[of_x], added, columns, *made, None
