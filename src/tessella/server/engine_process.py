@@ -87,7 +87,8 @@ class _Room:
         self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake, wakes = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector.register(wakes, selectors.EVENT_READ, lambda: wakes.recv(4096))
+        self._selector.register(wakes, selectors.EVENT_READ, lambda: self._woken(wakes))
+        self._is_woken = False  # ``work`` is about to look
         self._next: deque[Callable[[], None]] = deque()
         signal.set_wakeup_fd(self._wake.fileno())
         self._is_ending = False
@@ -122,8 +123,15 @@ class _Room:
 
     def _look(self) -> None:
         """Have the thread of ``work`` look what there is to do; from any thread."""
-        with suppress(BlockingIOError):  # full of wake-ups: it will look
-            self._wake.send(b"c")
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(BlockingIOError):  # full of wake-ups: it will look
+                self._wake.send(b"c")
+
+    def _woken(self, wakes: socket.socket) -> None:
+        """Before anything is looked at: who has something to do from now on wakes it again."""
+        wakes.recv(4096)
+        self._is_woken = False
 
     def _next_turns(self) -> list[Batcher]:
         """Who runs now: all that have something to do, or all but those with copies alone."""
