@@ -25,6 +25,7 @@ from tessella.server.grpc_calls import (
     ANSWERED,
     HEAD,
     Call,
+    HealthCall,
     InferCall,
     Shared,
     StreamCall,
@@ -50,7 +51,10 @@ MOST_MESSAGE_BYTES = 64 << 20  # larger tensors come by shared memory or HTTP
 MOST_STREAMS = 64
 MOST_CALLS = 1024
 LEAVE_S = 0.05  # between looks whether connections have closed
+# About the server's health, beside the others: who has all calls does not make it look dead.
+MOST_QUESTIONS = 256
 _HEALTH = "/grpc.health.v1.Health/Check"
+_ABOUT_HEALTH = ("ServerLive", "ServerReady")
 HOST = (b"host", b"localhost")
 NOT_GRPC = literal(b":status", b"415")
 
@@ -133,8 +137,6 @@ class GrpcFront:
             stream.finish(NOT_GRPC)
             return ANSWERED
         try:
-            if self._shared.calls >= MOST_CALLS:
-                raise _too_many(MOST_CALLS, "calls")
             limit_ns = timeout_ns(head)
             call = self._call(stream, head)
         except TessellaError as error:
@@ -146,21 +148,28 @@ class GrpcFront:
     def _call(self, stream: Stream, head: Head) -> Call:
         path = head[b":path"].decode("latin-1")
         service, _, name = path[1:].rpartition("/")
-        if path == _HEALTH:
-            return UnaryCall(self._shared, stream, head, self._health)
+        is_health = path == _HEALTH or (service == SERVICE and name in _ABOUT_HEALTH)
+        shared = self._shared
+        if is_health:
+            if shared.questions >= MOST_QUESTIONS:
+                raise _too_many(MOST_QUESTIONS, "calls about the server's health")
+            answers = self._health if path == _HEALTH else partial(self._answer_route, name)
+            return HealthCall(shared, stream, head, answers)
+        if shared.calls >= MOST_CALLS:
+            raise _too_many(MOST_CALLS, "calls")
         if service != SERVICE or name not in METHODS:
             raise ServeError("there is no such call", status=405, seen=path[:100])
-        if self._guard.has_token and name not in ("ServerLive", "ServerReady"):
+        if self._guard.has_token:
             # Before the message is read
             headers = dict((HOST, *_tokens(head)))
             self._guard.check("POST", "/v2/models/-/infer", headers)
         if name in ROUTES:
-            return UnaryCall(self._shared, stream, head, partial(self._answer_route, name))
+            return UnaryCall(shared, stream, head, partial(self._answer_route, name))
         if name == "ModelInfer":
-            return InferCall(self._shared, stream, head)
-        if self._shared.streams >= MOST_STREAMS:
+            return InferCall(shared, stream, head)
+        if shared.streams >= MOST_STREAMS:
             raise _too_many(MOST_STREAMS, "streams")
-        return StreamCall(self._shared, stream, head)
+        return StreamCall(shared, stream, head)
 
     async def _answer_infer(self, call: Call, content: memoryview) -> Answer:
         """The answer to a message, which is held until then beside the body that is made of it."""
