@@ -91,6 +91,11 @@ class GrpcFront:
             answer_infer=self._answer_infer,
         )
 
+    @property
+    def has_clients(self) -> bool:
+        """Whether there are connections."""
+        return bool(self._connections)
+
     async def start(self) -> None:
         """Listen."""
         context = None

@@ -178,6 +178,8 @@ class _Watching:
         self._settings = settings
         self._works: dict[int, tuple[Callable[[Ready], None], float]] = {}
         self._limits = _share(DEFAULT_LIMITS, settings.acceptors)
+        # More than half of the cores have nothing to do with our processes.
+        self._spins = len(os.sched_getaffinity(0)) >= 2 * (settings.acceptors + 1)
         self._http: socket.socket | None = None
         self._grpc: socket.socket | None = None
 
@@ -277,11 +279,12 @@ class _Watching:
         )
         rest = Describing(repository, token=self._guard.has_token, regions=self._regions)
         app = App(repository, self._guard, self._limits, rest=rest)
-        engine_process.run(repository, app, self._door, ready)
+        engine_process.run(repository, app, self._door, ready, spins=self._spins)
 
     def _run_acceptor(self, ready: Ready) -> None:
         nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
-        link = Link(f"{self._settings.sockets}/engine", order=(nbytes - 1).bit_length())
+        address, order = f"{self._settings.sockets}/engine", (nbytes - 1).bit_length()
+        link = Link(address, order=order, spins=self._spins)
         decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
         app = App(
             link,
@@ -298,6 +301,10 @@ class _Watching:
         assert self._http is not None
         server = HttpServer(config, self._http, front, shares=True)
         server.on_ready = lambda url: ready()
+        # Over one connection of HTTP comes one request at a time; over one of gRPC many.
+        link.has_one_client = lambda: len(server.server_state.connections) == 1 and not (
+            front is not None and front.has_clients
+        )
         server.run(sockets=[self._http])
 
 
