@@ -22,6 +22,7 @@ from tritonclient.grpc import service_pb2
 
 from tessella.server import Limits, grpc_calls, grpc_front, http2_connection
 from tessella.server.app import App
+from tessella.server.counts import Counts
 from tessella.server.describing import Describing
 from tessella.server.doors import Doors
 from tessella.server.grpc_front import GrpcFront
@@ -579,9 +580,10 @@ def test_random_frames_break_nothing(place: Place) -> None:
 
 def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> None:
     """Two of them in one loop, each with a descriptor of its own; one leaves."""
+    counts = Counts(2)
     other = GrpcFront(place.app, Guard(host="127.0.0.1", token=None), place.listener.dup(),
-                      Doors(grpc_port=0), LIMITS, shares=True)  # fmt: skip
-    place.front._shares = True
+                      Doors(grpc_port=0), LIMITS, counted=counts.of(0))  # fmt: skip
+    place.front._connections = counts.of(1)
     fronts = [place.front, other]
 
     async def test() -> None:
@@ -591,7 +593,7 @@ def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> No
         opened = [await asyncio.open_connection(*address) for _ in range(12)]
         while sum(len(front._connections) for front in fronts) < 12:
             await asyncio.sleep(0.01)
-        assert all(4 <= len(front._connections) <= 8 for front in fronts)
+        assert all(5 <= len(front._connections) <= 7 for front in fronts)
         left = len(other._connections)
         await place.front.stop(5)
         opened.append(await asyncio.open_connection(*address))

@@ -83,7 +83,7 @@ class Unparsed:
     DESCRIPTOR = ModelInferRequest.DESCRIPTOR
 
     @staticmethod
-    def FromString(content: bytes) -> Any:  # noqa: N802
+    def FromString(content: bytes) -> Any:
         raise AssertionError(f"{len(content)} bytes were parsed")
 
 

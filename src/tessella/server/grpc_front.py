@@ -20,6 +20,7 @@ from tessella.core.errors import ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
 from tessella.server.answers import Answer, error_answer
 from tessella.server.app import App
+from tessella.server.counts import Counted
 from tessella.server.doors import Doors
 from tessella.server.grpc_calls import (
     ANSWERED,
@@ -65,7 +66,7 @@ class GrpcFront:
     Args:
         app: the server as an ASGI application.
         listener: a bound socket.
-        shares: whether other processes take connections from it, too.
+        counted: its connections, if other processes take some from the socket, too.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class GrpcFront:
         doors: Doors,
         limits: Limits,
         *,
-        shares: bool = False,
+        counted: Counted | None = None,
     ) -> None:
         self._app, self._guard = app, guard
-        self._listener, self._shares = listener, shares
+        self._listener = listener
         self.address = address_of(listener)
         self._accepting: Accepting
         self._doors = doors
         self._limits = limits
-        self._connections: set[Connection] = set()
+        self._connections: set[Connection] = set() if counted is None else counted
         self._shared = Shared(
             inference=app.short_way.inference,
             most_bytes=min(limits.body_bytes, MOST_MESSAGE_BYTES),
@@ -106,8 +107,7 @@ class GrpcFront:
         self._accepting = Accepting(
             self._listener,
             self._protocol,
-            lambda: len(self._connections),
-            shares=self._shares,
+            self._connections,
             tls=context,
         )
 
