@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import selectors
 import socket
 import threading
 import time
@@ -14,9 +15,7 @@ import numpy as np
 from tessella.runtime.overlapped import runs_of
 from tessella.server.acceptor import LONE_NS, _Lone
 from tessella.server.counts import Counts
-from tessella.server.engine_process import LONE_NS as GAP_NS
-from tessella.server.engine_process import SPIN_NS, _Room
-from tests.support.engines import Scores, repository
+from tessella.server.looking import SPIN_NS, Looking
 
 
 def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
@@ -39,37 +38,35 @@ def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
 
 
 def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps() -> None:
-    door, other = socket.socketpair()
-    models = repository({"flowers": Scores()})
-    room = _Room(models, None, door, spin_ns=100 * SPIN_NS)  # type: ignore[arg-type]
+    ours, theirs = socket.socketpair()
+    looking = Looking(100 * SPIN_NS)
+    looking.register(ours, selectors.EVENT_READ)
 
-    def worked_s(seconds: float) -> float:
+    def worked_s(come_s: float) -> float:
+        """Seconds of the processor until something has come, after so long."""
+        threading.Timer(come_s, theirs.send, [b"ticket"]).start()
         began_s = time.thread_time()
-        assert room._found(seconds) == []
+        assert looking.found(None)
+        ours.recv(100)
         return time.thread_time() - began_s
 
-    assert worked_s(0.2) < 0.02
-    for gap_ns, has_files, looks in (
-        (0, False, False),
-        (GAP_NS, True, False),
-        (GAP_NS, False, True),
-    ):
-        # a request in the future came less than nothing before
-        room._last_ns = time.perf_counter_ns() + (10**9 if not gap_ns else -gap_ns)
-        room.came(has_files=has_files)
-        assert (room._spin_until_ns > 0) == looks, (gap_ns, has_files)
-    threading.Timer(0.05, room._look).start()
-    began_s = time.thread_time()
-    (found,) = room._found(None)
-    assert time.thread_time() - began_s > 0.001, "it has slept"
-    found[0].data()
-    threading.Timer(0.4, room._look).start()
-    began_s = time.thread_time()
-    assert room._found(None)
-    assert time.thread_time() - began_s < 0.2, "it has not slept"
-    for end in (door, other, room._wake):
+    assert looking.found(0.001) == []
+    assert worked_s(0.05) < 0.02, "it looks before anything has come"
+    looking.came(has_files=False)
+    looking._last_ns = time.perf_counter_ns() + 10**9  # so the next one follows at once
+    for is_first, has_files in ((False, False), (True, True)):
+        if is_first:
+            looking._last_ns = 0
+        looking.came(has_files=has_files)
+        assert worked_s(0.05) < 0.02, (is_first, has_files)
+    looking._last_ns = 0
+    looking.came(has_files=False)
+    assert worked_s(0.05) > 0.001, "it has slept"
+    looking._last_ns = 0
+    looking.came(has_files=False)
+    assert worked_s(0.4) < 0.2, "it has not slept"
+    for end in (looking, ours, theirs):
         end.close()
-    room._selector.close()
 
 
 def test_processes_see_each_others_counts() -> None:

@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from tessella.server.batcher import Batcher
 from tessella.server.jpegs import frames_of
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
+from tessella.server.looking import SPIN_NS, Looking
 from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
@@ -51,9 +51,6 @@ CLOSE_S = 30
 GREETING_S = 1
 MOST_LAYOUTS = 256  # of an acceptor's tickets that are remembered
 LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
-# How long after a lone request this thread looks for the next one before it sleeps, where cores are
-# idle: to wake it takes 20 to 70 µs. Requests that come faster than that are not lone.
-SPIN_NS, LONE_NS = 10**6, 10**5
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
 
@@ -99,14 +96,13 @@ class _Room:
         self._door = door
         self._acceptors: set[_Acceptor] = set()
         self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
+        self.looking = self._selector = Looking(spin_ns)
         self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake, wakes = socket.socketpair()
         self._wake.setblocking(False)
         self._selector.register(wakes, selectors.EVENT_READ, lambda: self._woken(wakes))
         self._is_woken = False  # ``work`` is about to look
         self._next: deque[Callable[[], None]] = deque()
-        self._spin_ns, self._spin_until_ns, self._last_ns = spin_ns, 0, 0
         signal.set_wakeup_fd(self._wake.fileno())
         self._is_ending = False
         repository.on_change = self._tell
@@ -119,7 +115,7 @@ class _Room:
         due_ns: int | None = None
         while not self._is_ending or self.busy:
             seconds = None if due_ns is None else due_ns / 1e9
-            for key, _ in self._found(seconds):
+            for key, _ in self._selector.found(seconds):
                 key.data()
             while self._next:
                 self._next.popleft()()
@@ -132,24 +128,6 @@ class _Room:
                 elif self.busy:  # copies for a shadow, which had to wait
                     due_ns = 0 if due_ns is None else due_ns
         asyncio.run_coroutine_threadsafe(self.repository.close(), self.loop).result(CLOSE_S)
-
-    def _found(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What has come, or comes within so long."""
-        now_ns = perf_counter_ns()
-        until_ns = self._spin_until_ns if seconds is None else now_ns
-        while now_ns < until_ns:
-            if found := self._selector.select(0):
-                return found
-            now_ns = perf_counter_ns()
-        return self._selector.select(seconds)
-
-    def came(self, *, has_files: bool) -> None:
-        """A ticket has come: see whether the next one is worth looking for. Files are decoded by
-        other threads, which look with this one for Python's lock.
-        """
-        now_ns = perf_counter_ns()
-        is_lone = not has_files and now_ns - self._last_ns > LONE_NS
-        self._last_ns, self._spin_until_ns = now_ns, now_ns + self._spin_ns if is_lone else 0
 
     def soon(self, call: Callable[[], None]) -> None:
         """Have the thread of ``work`` call something; from any thread."""
@@ -416,7 +394,7 @@ class _Acceptor:
                 self._connection.shutdown(socket.SHUT_RDWR)  # a frame may have been cut
 
     def _start(self, ticket: Ticket) -> None:
-        self._room.came(has_files=ticket.letter == b"p")
+        self._room.looking.came(has_files=ticket.letter == b"p")
         try:
             self._submit(ticket)
         except Exception as error:
