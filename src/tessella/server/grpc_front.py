@@ -158,8 +158,9 @@ class GrpcFront:
         if is_health:
             if shared.questions >= MOST_QUESTIONS:
                 raise _too_many(MOST_QUESTIONS, "calls about the server's health")
-            answers = self._health if path == _HEALTH else partial(self._answer_route, name)
-            return HealthCall(shared, stream, head, answers)
+            if path == _HEALTH:
+                return HealthCall(shared, stream, head, self._health)
+            return HealthCall(shared, stream, head, partial(self._answer_route, name))
         if shared.calls >= MOST_CALLS:
             raise _too_many(MOST_CALLS, "calls")
         if service != SERVICE or name not in METHODS:
