@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tessella.server import Limits, grpc_calls, http2_connection
+from tessella.server import Limits, grpc_calls, grpc_front, http2_connection
 from tessella.server.app import App
+from tessella.server.counts import Counts
 from tessella.server.describing import Describing
 from tessella.server.doors import Doors
 from tessella.server.grpc_front import GrpcFront
@@ -72,7 +73,8 @@ class Place:
     def is_at_rest(self) -> bool:
         """Whether nothing is held for anybody."""
         shared = self.front._shared
-        return (shared.calls, shared.streams, self.app.bodies.held_bytes) == (0, 0, 0)
+        counted = shared.calls, shared.questions, shared.streams, self.app.bodies.held_bytes
+        return counted == (0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -506,6 +508,39 @@ def test_what_would_hold_up_the_others_is_refused(place: Place) -> None:
     assert place.loop.time() - began < 2
 
 
+def test_who_has_all_calls_does_not_make_the_server_look_dead(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_front, "MOST_CALLS", 2)
+    monkeypatch.setattr(grpc_front, "MOST_QUESTIONS", 2)
+    live = INFER.replace("ModelInfer", "ServerLive")
+    client = place.client().greet()
+    client.send(client.head(1), client.head(3), client.head(5), client.call(7, bytes(5), live))
+    assert client.answer(5)[1][b"grpc-status"] == b"8"
+    assert client.answer(7) == (b"\0\0\0\0\2\x08\1", client.last[7])
+    assert client.last[7][b"grpc-status"] == b"0"
+    client.send(client.head(9, live), client.head(11, live), client.head(13, live))
+    assert client.answer(13)[1][b"grpc-status"] == b"8"
+    client.connection.connection_lost(None)
+    assert place.is_at_rest()
+
+
+def test_a_stream_without_an_end_does_not_hold_up_a_stop(place: Place) -> None:
+    """What has come of it is answered."""
+    client = place.client().greet()
+    place.run(place.front.start())
+    client.send(client.head(1, STREAM), client.head(3, STREAM))
+    client.send(of_stream(Kind.DATA, message() * 2, number=3))
+    began_s = place.loop.time()
+    place.run(place.front.stop(20))
+    assert place.loop.time() - began_s < 5
+    client.look()
+    assert client.last[1][b"grpc-status"] == client.last[3][b"grpc-status"] == b"14"
+    assert len(client.bodies[3]) == 2
+    assert not client.bodies[1]
+    assert place.is_at_rest()
+
+
 def test_a_models_next_plan_has_its_own_names(place: Place) -> None:
     """What was remembered of answers belongs to the plan that gave them."""
     client = place.client().greet()
@@ -545,9 +580,10 @@ def test_random_frames_break_nothing(place: Place) -> None:
 
 def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> None:
     """Two of them in one loop, each with a descriptor of its own; one leaves."""
+    counts = Counts(2)
     other = GrpcFront(place.app, Guard(host="127.0.0.1", token=None), place.listener.dup(),
-                      Doors(grpc_port=0), LIMITS, shares=True)  # fmt: skip
-    place.front._shares = True
+                      Doors(grpc_port=0), LIMITS, counted=counts.of(0))  # fmt: skip
+    place.front._connections = counts.of(1)
     fronts = [place.front, other]
 
     async def test() -> None:
@@ -557,7 +593,7 @@ def test_processes_that_share_a_port_get_as_many_connections(place: Place) -> No
         opened = [await asyncio.open_connection(*address) for _ in range(12)]
         while sum(len(front._connections) for front in fronts) < 12:
             await asyncio.sleep(0.01)
-        assert all(4 <= len(front._connections) <= 8 for front in fronts)
+        assert all(5 <= len(front._connections) <= 7 for front in fronts)
         left = len(other._connections)
         await place.front.stop(5)
         opened.append(await asyncio.open_connection(*address))

@@ -11,6 +11,7 @@ _BASELINE, _ADOBE = 0xFFC0, 0xFFEE
 _IDS = ((1, 2, 3), (0, 1, 2))  # of Y, Cb and Cr; libjpeg takes others for RGB, or guesses
 # sampling factors of Y where those of Cb and Cr are 1 × 1; to the right, to below
 _SAMPLINGS = ((1, 1), (2, 1), (2, 2))
+MOST_HEADS, MOST_LENGTHS, MOST_HEAD_BYTES = 256, 4, 4096  # that are remembered
 NARROWEST = 5  # libjpeg interpolates no chroma that is narrower than 3
 
 
@@ -41,25 +42,57 @@ def frame_of(content: bytes) -> Frame | None:
     That is: one scan of 8 bits by Huffman's code; grey, 4:4:4, 4:2:2 or 4:2:0, in YCbCr as libjpeg
     reads the markers; no EXIF block, which may turn the picture; at most ``PLAIN_PIXELS``.
     """
+    for nbytes in _heads.lengths:
+        if (known := _heads.frames.get(content[:nbytes])) is not None:
+            return known
+    frame, nbytes = _frame_of(content)
+    if frame is not None and nbytes <= MOST_HEAD_BYTES:
+        _heads.remember(content[:nbytes], frame)
+    return frame
+
+
+class _Heads:
+    """What was read of the last heads. One encoder writes the same for all pictures of a size, and
+    to read it takes 6 to 11 µs.
+    """
+
+    def __init__(self) -> None:
+        self.frames: dict[bytes, Frame] = {}
+        self.lengths: tuple[int, ...] = ()
+
+    def remember(self, head: bytes, frame: Frame) -> None:
+        """Keep what a head says, up to and with the number of planes in its scan."""
+        if len(self.frames) >= MOST_HEADS or len(self.lengths) >= MOST_LENGTHS:
+            self.frames.clear()
+            self.lengths = ()
+        self.frames[bytes(head)] = frame
+        self.lengths = tuple({*self.lengths, len(head)})
+
+
+_heads = _Heads()
+
+
+def _frame_of(content: bytes) -> tuple[Frame | None, int]:
+    """The frame, and how many of the file's first bytes say so."""
     if not content.startswith(b"\xff\xd8"):
-        return None
+        return None, 0
     frame, ids = None, b""
     try:
         for marker, place, nbytes in jpeg_segments(content):
             if marker == SCAN:
-                return frame if content[place + 4] == len(ids) else None
+                return frame if content[place + 4] == len(ids) else None, place + 5
             if marker == _BASELINE and frame is None:
                 frame, ids = _frame(content, place)
                 if frame is None:
-                    return None
+                    return None, 0
             elif marker == _ADOBE:
                 if not _is_ycbcr(content, place, nbytes):
-                    return None
+                    return None, 0
             elif marker == EXIF or marker not in TABLES:
-                return None
+                return None, 0
     except (struct.error, IndexError):  # it ends before its header does
         pass
-    return None
+    return None, 0
 
 
 def _frame(content: bytes, place: int) -> tuple[Frame | None, bytes]:

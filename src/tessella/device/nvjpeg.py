@@ -95,8 +95,7 @@ class JpegDecoder:
         starts, pitches, nbytes = places(frames)
         with torch.cuda.device(self._device):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            read = [np.frombuffer(content, np.uint8) for content in files]
-            addresses = np.array([one.ctypes.data for one in read], np.uint64)
+            addresses = (ctypes.c_char_p * count)(*files)
             images = np.zeros(count, _IMAGE)
             images["plane"][:, :3] = (starts + memory.data_ptr()).astype(np.uint64)
             images["pitch"][:, :3] = pitches[:, [0, 1, 1]]
@@ -109,7 +108,7 @@ class JpegDecoder:
             status = self._library.nvjpegDecodeBatched(
                 self._handle,
                 self._state,
-                addresses.ctypes.data_as(ctypes.c_void_p),
+                addresses,
                 (ctypes.c_size_t * count)(*map(len, files)),
                 images.ctypes.data_as(ctypes.c_void_p),
                 ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),

@@ -73,9 +73,9 @@ class Overlapped:
                 count = sum(map(len, arrays))
                 given = place.input(name, arrays[0], self._engine.device)[:count]
                 target = given.data_ptr()
-                for array in arrays:
-                    self._copy(target, array, handle)
-                    target += array.nbytes
+                for address, nbytes, some in runs_of(arrays):
+                    self._copy(target, address, nbytes, some, handle)
+                    target += nbytes
                 inputs[name] = given
             computes.wait_event(copies.record_event())
             made = self._engine(**inputs)
@@ -84,21 +84,42 @@ class Overlapped:
             done.record(computes)
         return Call(self._free, place, done, made, outputs)
 
-    def _copy(self, target: int, array: np.ndarray, stream: int) -> None:
-        try:
-            source = ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # 1 µs, not 2.4
-        except (BufferError, TypeError):  # not contiguous, or for reading alone
-            array = np.array(array, order="C")
-            source = array.ctypes.data
-        if not self._driver.copy_in(target, source, array.nbytes, stream):
+    def _copy(
+        self, target: int, address: int, nbytes: int, arrays: list[np.ndarray], stream: int
+    ) -> None:
+        if not self._driver.copy_in(target, address, nbytes, stream):
             # it lies in two chunks that were locked one by one, which no copy may cross
-            array = array.copy()
-            if not self._driver.copy_in(target, array.ctypes.data, array.nbytes, stream):
+            array = np.concatenate(arrays)
+            if not self._driver.copy_in(target, array.ctypes.data, nbytes, stream):
                 raise KernelError(
                     "an input cannot be copied to the GPU",
-                    seen=f"{array.nbytes:,} bytes",
+                    seen=f"{nbytes:,} bytes",
                     fix="see by nvidia-smi whether the GPU works, and start the server again",
                 )
+
+
+def runs_of(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, list[np.ndarray]]]:
+    """Address, bytes and arrays of each run that one copy moves: parts of one array that follow
+    each other, as pictures that were decoded together. A copy takes 3 µs of its caller.
+    """
+    runs: list[tuple[int, int, list[np.ndarray]]] = []
+    end = 0
+    base: object = None
+    for array in arrays:
+        try:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # 1 µs, not 2.4
+        except (BufferError, TypeError):  # not contiguous, or for reading alone
+            array = np.array(array, order="C")
+            address = array.ctypes.data
+        nbytes = array.nbytes
+        if address == end and array.base is base and isinstance(base, np.ndarray):
+            first, before, some = runs[-1]
+            some.append(array)
+            runs[-1] = first, before + nbytes, some
+        else:
+            runs.append((address, nbytes, [array]))
+        end, base = address + nbytes, array.base
+    return runs
 
 
 def can_overlap(engine: Engine) -> bool:

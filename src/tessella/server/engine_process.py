@@ -38,6 +38,7 @@ from tessella.server.batcher import Batcher
 from tessella.server.jpegs import frames_of
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
+from tessella.server.looking import SPIN_NS, Looking
 from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
@@ -53,15 +54,25 @@ LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gon
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
 
-def run(repository: Repository, app: App, door: socket.socket, ready: Callable[[], None]) -> None:
+def run(
+    repository: Repository,
+    app: App,
+    door: socket.socket,
+    ready: Callable[[], None],
+    *,
+    spins: bool = False,
+) -> None:
     """Load the models and work for all acceptors that come to the door, until SIGTERM.
+
+    Args:
+        spins: look for the next request for ``SPIN_NS`` after a lone one.
 
     Raises:
         TessellaError: a model cannot be loaded.
     """
     repository.load_all()
     keep_what_is_loaded()
-    room = _Room(repository, app, door)
+    room = _Room(repository, app, door, spin_ns=SPIN_NS if spins else 0)
     signal.signal(signal.SIGTERM, lambda *_: room.end())
     threading.Thread(target=room.answer_questions, daemon=True).start()
     ready()
@@ -71,7 +82,9 @@ def run(repository: Repository, app: App, door: socket.socket, ready: Callable[[
 class _Room:
     """What all acceptors share here: the models, and the app that answers questions."""
 
-    def __init__(self, repository: Repository, app: App, door: socket.socket) -> None:
+    def __init__(
+        self, repository: Repository, app: App, door: socket.socket, *, spin_ns: int
+    ) -> None:
         self.repository = repository
         self.app = app
         self._models: dict[int, _Known] = {}  # by the numbers of tickets
@@ -83,11 +96,12 @@ class _Room:
         self._door = door
         self._acceptors: set[_Acceptor] = set()
         self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
+        self.looking = self._selector = Looking(spin_ns)
         self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake, wakes = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector.register(wakes, selectors.EVENT_READ, lambda: wakes.recv(4096))
+        self._selector.register(wakes, selectors.EVENT_READ, lambda: self._woken(wakes))
+        self._is_woken = False  # ``work`` is about to look
         self._next: deque[Callable[[], None]] = deque()
         signal.set_wakeup_fd(self._wake.fileno())
         self._is_ending = False
@@ -101,7 +115,7 @@ class _Room:
         due_ns: int | None = None
         while not self._is_ending or self.busy:
             seconds = None if due_ns is None else due_ns / 1e9
-            for key, _ in self._selector.select(seconds):
+            for key, _ in self._selector.found(seconds):
                 key.data()
             while self._next:
                 self._next.popleft()()
@@ -122,8 +136,15 @@ class _Room:
 
     def _look(self) -> None:
         """Have the thread of ``work`` look what there is to do; from any thread."""
-        with suppress(BlockingIOError):  # full of wake-ups: it will look
-            self._wake.send(b"c")
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(BlockingIOError):  # full of wake-ups: it will look
+                self._wake.send(b"c")
+
+    def _woken(self, wakes: socket.socket) -> None:
+        """Before anything is looked at: who has something to do from now on wakes it again."""
+        wakes.recv(4096)
+        self._is_woken = False
 
     def _next_turns(self) -> list[Batcher]:
         """Who runs now: all that have something to do, or all but those with copies alone."""
@@ -373,6 +394,7 @@ class _Acceptor:
                 self._connection.shutdown(socket.SHUT_RDWR)  # a frame may have been cut
 
     def _start(self, ticket: Ticket) -> None:
+        self._room.looking.came(has_files=ticket.letter == b"p")
         try:
             self._submit(ticket)
         except Exception as error:

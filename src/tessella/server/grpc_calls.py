@@ -88,7 +88,8 @@ class Shared:
         idle_s: how long a client may be silent in the middle of one.
         answer_infer: the answer to a ``ModelInferRequest`` the long way, as its message.
         known: what was learned of messages, by their fields but the tensors' bytes.
-        calls: how many there are, also of clients that have given up.
+        calls: how many there are, also of clients that have given up, but for ``questions`` about
+            the server's health.
         streams: how many of them are streams.
     """
 
@@ -97,6 +98,7 @@ class Shared:
     answer_infer: Callable[[Call, memoryview], Awaitable[Answer]]
     known: dict[tuple[bytes, tuple[int, ...]], Known] = field(default_factory=dict)
     calls: int = 0
+    questions: int = 0
     streams: int = 0
 
 
@@ -116,12 +118,15 @@ class Call(ABC):
         self._unpacked_bytes = 0  # of messages that came compressed
         self._task: asyncio.Task[None] | None = None
         self._deadline_ns: int | None = None
-        shared.calls += 1
+        self._count(1)
 
     @property
     def most_bytes(self) -> int:
         """Of a message."""
         return self.shared.most_bytes
+
+    def _count(self, change: int) -> None:
+        self.shared.calls += change
 
     def begin(self, limit_ns: int | None) -> None:
         """Have an answer within so long."""
@@ -158,6 +163,10 @@ class Call(ABC):
 
     def sent(self) -> None:
         """Nobody waits for it, but streams do."""
+        return
+
+    def leaving(self) -> None:
+        """It has its answer soon; streams may have no end."""
         return
 
     def gone(self) -> None:
@@ -241,7 +250,7 @@ class Call(ABC):
     def _over(self) -> None:
         if not self.is_over:
             self.is_over = True
-            self.shared.calls -= 1
+            self._count(-1)
             self.messages.drop()
             self.drop_unpacked()
 
@@ -296,6 +305,13 @@ class UnaryCall(Call):
             self.fail(answer)
         else:
             self.respond(answer)
+
+
+class HealthCall(UnaryCall):
+    """A question whether the server is there, which is counted beside all other calls."""
+
+    def _count(self, change: int) -> None:
+        self.shared.questions += change
 
 
 class InferCall(Call, Quick):
@@ -405,7 +421,7 @@ class StreamCall(Call):
         super().__init__(shared, stream, head)
         self._queue: deque[tuple[bool, memoryview]] = deque()
         self._changed = asyncio.Event()
-        self._has_begun = False
+        self._has_begun = self._is_leaving = False
         shared.streams += 1
         self.run(self._work())
 
@@ -430,6 +446,10 @@ class StreamCall(Call):
     def sent(self) -> None:
         self._changed.set()
 
+    def leaving(self) -> None:
+        self._is_leaving = True
+        self._changed.set()
+
     def silent(self, seconds: float) -> None:
         if self.messages.is_partial and not self._queue:
             super().silent(seconds)
@@ -451,6 +471,9 @@ class StreamCall(Call):
     async def _work(self) -> None:
         while not (self.stream.is_read and not self._queue):
             if not self._queue:
+                if self._is_leaving and not self.messages.is_partial:
+                    self.refuse(Status.UNAVAILABLE, "the server is stopping")
+                    return
                 self._changed.clear()
                 await self._changed.wait()
                 continue
@@ -503,6 +526,9 @@ class Answered:
 
     def sent(self) -> None:
         """Nobody waits for it."""
+
+    def leaving(self) -> None:
+        """It has its answer."""
 
     def gone(self) -> None:
         """Nobody waits for it."""

@@ -20,11 +20,13 @@ from tessella.core.errors import ServeError, TessellaError
 from tessella.core.open_inference import MESSAGES, SERVICE, ModelInferRequest
 from tessella.server.answers import Answer, error_answer
 from tessella.server.app import App
+from tessella.server.counts import Counted
 from tessella.server.doors import Doors
 from tessella.server.grpc_calls import (
     ANSWERED,
     HEAD,
     Call,
+    HealthCall,
     InferCall,
     Shared,
     StreamCall,
@@ -50,7 +52,10 @@ MOST_MESSAGE_BYTES = 64 << 20  # larger tensors come by shared memory or HTTP
 MOST_STREAMS = 64
 MOST_CALLS = 1024
 LEAVE_S = 0.05  # between looks whether connections have closed
+# About the server's health, beside the others: who has all calls does not make it look dead.
+MOST_QUESTIONS = 256
 _HEALTH = "/grpc.health.v1.Health/Check"
+_ABOUT_HEALTH = ("ServerLive", "ServerReady")
 HOST = (b"host", b"localhost")
 NOT_GRPC = literal(b":status", b"415")
 
@@ -61,7 +66,7 @@ class GrpcFront:
     Args:
         app: the server as an ASGI application.
         listener: a bound socket.
-        shares: whether other processes take connections from it, too.
+        counted: its connections, if other processes take some from the socket, too.
     """
 
     def __init__(
@@ -72,20 +77,25 @@ class GrpcFront:
         doors: Doors,
         limits: Limits,
         *,
-        shares: bool = False,
+        counted: Counted | None = None,
     ) -> None:
         self._app, self._guard = app, guard
-        self._listener, self._shares = listener, shares
+        self._listener = listener
         self.address = address_of(listener)
         self._accepting: Accepting
         self._doors = doors
         self._limits = limits
-        self._connections: set[Connection] = set()
+        self._connections: set[Connection] = set() if counted is None else counted
         self._shared = Shared(
             inference=app.short_way.inference,
             most_bytes=min(limits.body_bytes, MOST_MESSAGE_BYTES),
             answer_infer=self._answer_infer,
         )
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether there are connections."""
+        return bool(self._connections)
 
     async def start(self) -> None:
         """Listen."""
@@ -97,8 +107,7 @@ class GrpcFront:
         self._accepting = Accepting(
             self._listener,
             self._protocol,
-            lambda: len(self._connections),
-            shares=self._shares,
+            self._connections,
             tls=context,
         )
 
@@ -133,8 +142,6 @@ class GrpcFront:
             stream.finish(NOT_GRPC)
             return ANSWERED
         try:
-            if self._shared.calls >= MOST_CALLS:
-                raise _too_many(MOST_CALLS, "calls")
             limit_ns = timeout_ns(head)
             call = self._call(stream, head)
         except TessellaError as error:
@@ -146,21 +153,29 @@ class GrpcFront:
     def _call(self, stream: Stream, head: Head) -> Call:
         path = head[b":path"].decode("latin-1")
         service, _, name = path[1:].rpartition("/")
-        if path == _HEALTH:
-            return UnaryCall(self._shared, stream, head, self._health)
+        is_health = path == _HEALTH or (service == SERVICE and name in _ABOUT_HEALTH)
+        shared = self._shared
+        if is_health:
+            if shared.questions >= MOST_QUESTIONS:
+                raise _too_many(MOST_QUESTIONS, "calls about the server's health")
+            if path == _HEALTH:
+                return HealthCall(shared, stream, head, self._health)
+            return HealthCall(shared, stream, head, partial(self._answer_route, name))
+        if shared.calls >= MOST_CALLS:
+            raise _too_many(MOST_CALLS, "calls")
         if service != SERVICE or name not in METHODS:
             raise ServeError("there is no such call", status=405, seen=path[:100])
-        if self._guard.has_token and name not in ("ServerLive", "ServerReady"):
+        if self._guard.has_token:
             # Before the message is read
             headers = dict((HOST, *_tokens(head)))
             self._guard.check("POST", "/v2/models/-/infer", headers)
         if name in ROUTES:
-            return UnaryCall(self._shared, stream, head, partial(self._answer_route, name))
+            return UnaryCall(shared, stream, head, partial(self._answer_route, name))
         if name == "ModelInfer":
-            return InferCall(self._shared, stream, head)
-        if self._shared.streams >= MOST_STREAMS:
+            return InferCall(shared, stream, head)
+        if shared.streams >= MOST_STREAMS:
             raise _too_many(MOST_STREAMS, "streams")
-        return StreamCall(self._shared, stream, head)
+        return StreamCall(shared, stream, head)
 
     async def _answer_infer(self, call: Call, content: memoryview) -> Answer:
         """The answer to a message, which is held until then beside the body that is made of it."""

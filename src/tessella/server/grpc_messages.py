@@ -21,6 +21,7 @@ from tessella.core.errors import InputError
 from tessella.core.open_inference import MESSAGES, ModelInferRequest, ModelInferResponse
 from tessella.server.body import BodyReader, too_large
 from tessella.server.tensors import strings_to_binary
+from tessella.server.wire import require_few
 
 _COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -37,8 +38,9 @@ def parsed(message: Any, content: bytes) -> Any:
     """A message of this class.
 
     Raises:
-        InputError: the bytes are none.
+        InputError: the bytes are none, or it has more parts than one may have.
     """
+    require_few(content, message)
     try:
         return message.FromString(content)
     except DecodeError as error:

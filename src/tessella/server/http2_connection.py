@@ -48,7 +48,6 @@ _SIZES = {Kind.PRIORITY: 5, Kind.RST_STREAM: 4, Kind.PING: 8, Kind.WINDOW_UPDATE
 _COSTS = {Kind.RST_STREAM: 4, Kind.SETTINGS: 16}
 _OF_CONNECTION = (Kind.SETTINGS, Kind.PING, Kind.GOAWAY)
 
-
 Opened = Callable[["Stream", Head], Handler]
 
 
@@ -219,10 +218,9 @@ class Connection(asyncio.Protocol):
         self._to_send.clear()
         self._timer.cancel()
         self._all.discard(self)
-        streams = list(self.streams.values())
-        self.streams.clear()
+        streams, self.streams = self.streams, {}
         self.blocked.clear()
-        for stream in streams:
+        for stream in streams.values():
             stream.handler.gone()
 
     def pause_writing(self) -> None:
@@ -279,6 +277,8 @@ class Connection(asyncio.Protocol):
         if not self._is_leaving:
             self._is_leaving = True
             self.write(self._goaway(Code.NO_ERROR, ""))
+            for stream in list(self.streams.values()):
+                stream.handler.leaving()
             self._close_if_done()
 
     def abort(self) -> None:

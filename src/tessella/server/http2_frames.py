@@ -170,5 +170,8 @@ class Handler(Protocol):
     def sent(self) -> None:
         """What waited for a window has been sent."""
 
+    def leaving(self) -> None:
+        """The server stops, and takes no more calls."""
+
     def gone(self) -> None:
         """The client, or its connection, has given the call up."""

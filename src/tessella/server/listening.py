@@ -17,6 +17,7 @@ import uvicorn
 from tessella.core.errors import UsageError
 from tessella.server.app import App
 from tessella.server.connection import connection_with
+from tessella.server.counts import Counted
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.limits import Limits
 
@@ -24,9 +25,9 @@ GRACE_S = 30
 KEEP_ALIVE_S = 75  # longer than what clients and proxies keep a connection for
 BACKLOG = 2048
 MOST_ACCEPTED = 64  # connections in one turn of the event loop; each takes about 0.1 ms
-# Of a socket that several processes share: one with this few connections waits for each of them,
-# so that one with fewer comes first; one with more takes so many in a turn.
-FEW, TURN_S, MOST_TURNS, MOST_SHARED = 16, 0.001, 3, 4
+# Of a socket that several processes share: who has more connections than another, but for a few,
+# waits for it, as many turns as it has more.
+FEW, TURN_S, MOST_TURNS = 2, 0.001, 4
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ class Accepting:
     uvicorn alone does the same).
 
     Args:
-        listener: bound; with ``shares``, other processes take connections from it, too.
+        listener: bound.
         protocol: of a connection.
-        count: how many connections there are.
+        connections: that there are; counted, if other processes take some from the socket, too.
         tls: for all of them.
     """
 
@@ -58,13 +59,12 @@ class Accepting:
         self,
         listener: socket.socket,
         protocol: Callable[[], asyncio.Protocol],
-        count: Callable[[], int],
+        connections: set[Any],
         *,
-        shares: bool,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._listener, self._protocol, self._count = listener, protocol, count
-        self._shares, self._tls = shares, tls
+        self._listener, self._protocol, self._tls = listener, protocol, tls
+        self._connections = connections
         self._is_on = True
         self._arriving: set[asyncio.Task[object]] = set()
         listener.setblocking(False)
@@ -75,28 +75,32 @@ class Accepting:
         """Take no more: this process's socket is closed, so that clients are refused."""
         if self._is_on:
             self._is_on = False
+            if isinstance(self._connections, Counted):
+                self._connections.leave()
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
 
     def _listen(self) -> None:
         if self._is_on:
-            found = self._wait_for_others if self._shares else self._accept
+            is_counted = isinstance(self._connections, Counted)
+            found = self._wait_for_others if is_counted else self._accept
             asyncio.get_running_loop().add_reader(self._listener, found)
 
     def _wait_for_others(self) -> None:
         """Let a process that has fewer connections take this one: a client may have few, each with
         many calls, and left to chance one process of six had a third of all.
         """
+        assert isinstance(self._connections, Counted)
+        ahead = self._connections.ahead(len(self._arriving))
+        if ahead <= FEW:
+            self._accept(1)
+            return
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener)
-        connections = self._count() + len(self._arriving)
-        if connections < FEW:
-            loop.call_later(TURN_S * min(connections, MOST_TURNS), self._take, 1)
-        else:  # chance does, and a flood of them may not wait
-            self._take(MOST_SHARED)
+        loop.call_later(TURN_S * min(ahead - FEW, MOST_TURNS), self._take)
 
-    def _take(self, most: int) -> None:
-        if self._is_on and self._accept(most):
+    def _take(self) -> None:
+        if self._is_on and self._accept(1):
             self._listen()
 
     def _accept(self, most: int = MOST_ACCEPTED) -> bool:
@@ -132,7 +136,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         beside: answers gRPC in the same event loop.
-        shares: whether other processes take connections from the socket, too.
+        counted: its connections, if other processes take some from the socket, too.
     """
 
     def __init__(
@@ -141,14 +145,15 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         beside: Beside | None = None,
         *,
-        shares: bool = False,
+        counted: Counted | None = None,
     ) -> None:
         super().__init__(config)
+        if counted is not None:
+            self.server_state.connections = counted
         self.listener = listener
         self.on_ready: Callable[[str], None] = lambda url: None
         self.url = url_of(listener, tls=config.is_ssl)
         self.beside = beside
-        self._shares = shares
         self._accepting: Accepting | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -156,8 +161,7 @@ class HttpServer(uvicorn.Server):
         self._accepting = Accepting(
             self.listener,
             self._protocol,
-            lambda: len(self.server_state.connections),
-            shares=self._shares,
+            self.server_state.connections,
             tls=self.config.ssl,
         )
         if self.beside is not None:

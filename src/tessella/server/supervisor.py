@@ -34,6 +34,7 @@ from tessella.runtime import load_tried
 from tessella.server import engine_process
 from tessella.server.acceptor import Link
 from tessella.server.app import App
+from tessella.server.counts import Counts
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront
@@ -178,6 +179,8 @@ class _Watching:
         self._settings = settings
         self._works: dict[int, tuple[Callable[[Ready], None], float]] = {}
         self._limits = _share(DEFAULT_LIMITS, settings.acceptors)
+        # More than half of the cores have nothing to do with our processes.
+        self._spins = len(os.sched_getaffinity(0)) >= 2 * (settings.acceptors + 1)
         self._http: socket.socket | None = None
         self._grpc: socket.socket | None = None
 
@@ -199,8 +202,9 @@ class _Watching:
         self._door.listen(64)
         keep_what_is_loaded()
         self._begin(self._run_engine, wait=True)
-        for _ in range(settings.acceptors):
-            self._begin(self._run_acceptor, wait=True)
+        self._of_http, self._of_grpc = Counts(settings.acceptors), Counts(settings.acceptors)
+        for place in range(settings.acceptors):
+            self._begin(self._acceptor(place), wait=True)
 
     def watch(self) -> None:
         """Start again what ends, until SIGTERM or SIGINT."""
@@ -277,11 +281,20 @@ class _Watching:
         )
         rest = Describing(repository, token=self._guard.has_token, regions=self._regions)
         app = App(repository, self._guard, self._limits, rest=rest)
-        engine_process.run(repository, app, self._door, ready)
+        engine_process.run(repository, app, self._door, ready, spins=self._spins)
 
-    def _run_acceptor(self, ready: Ready) -> None:
+    def _acceptor(self, place: int) -> Callable[[Ready], None]:
+        """The work of the acceptor with this place among them."""
+
+        def run_acceptor(ready: Ready) -> None:
+            self._run_acceptor(ready, place)
+
+        return run_acceptor
+
+    def _run_acceptor(self, ready: Ready, place: int) -> None:
         nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
-        link = Link(f"{self._settings.sockets}/engine", order=(nbytes - 1).bit_length())
+        address, order = f"{self._settings.sockets}/engine", (nbytes - 1).bit_length()
+        link = Link(address, order=order, spins=self._spins)
         decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
         app = App(
             link,
@@ -293,11 +306,17 @@ class _Watching:
         )
         doors, front = self._settings.doors, None
         if self._grpc is not None:
-            front = GrpcFront(app, self._guard, self._grpc, doors, self._limits, shares=True)
+            counted = self._of_grpc.of(place)
+            front = GrpcFront(app, self._guard, self._grpc, doors, self._limits, counted=counted)
         config = configured(app, self._limits, doors)
         assert self._http is not None
-        server = HttpServer(config, self._http, front, shares=True)
+        server = HttpServer(config, self._http, front, counted=self._of_http.of(place))
         server.on_ready = lambda url: ready()
+        # Over one connection of HTTP comes one request at a time; over one of gRPC many.
+        link.has_one_client = lambda: (
+            len(server.server_state.connections) == 1
+            and not (front is not None and front.has_clients)
+        )
         server.run(sockets=[self._http])
 
 

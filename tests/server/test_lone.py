@@ -1,0 +1,100 @@
+"""A lone request between two processes: who waits for it, and for how long."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import selectors
+import socket
+import threading
+import time
+
+import numpy as np
+
+from tessella.runtime.overlapped import runs_of
+from tessella.server.acceptor import LONE_NS, _Lone
+from tessella.server.counts import Counts
+from tessella.server.looking import SPIN_NS, Looking
+
+
+def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
+    for spins in (False, True):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        lone = _Lone(ours, lambda: True, spins=spins)
+        threading.Timer(0.02, theirs.send, [b"answer"]).start()
+        assert lone.wait(time.perf_counter_ns() + 10**10) == b"answer"
+        began_ns = time.perf_counter_ns()
+        assert lone.wait(began_ns + LONE_NS) == b""
+        assert time.perf_counter_ns() - began_ns >= LONE_NS
+        assert lone.send(b"ticket") == b""
+        assert theirs.recv(100) == b"ticket"
+        assert b"" < lone.send(bytes(1 << 24)) < bytes(1 << 24)  # the rest is the event loop's
+        theirs.close()
+        assert lone.wait(time.perf_counter_ns() + 10**10) == b""
+        assert lone.send(b"ticket") == b"ticket"
+        ours.close()
+
+
+def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps() -> None:
+    ours, theirs = socket.socketpair()
+    looking = Looking(100 * SPIN_NS)
+    looking.register(ours, selectors.EVENT_READ)
+
+    def worked_s(come_s: float) -> float:
+        """Seconds of the processor until something has come, after so long."""
+        threading.Timer(come_s, theirs.send, [b"ticket"]).start()
+        began_s = time.thread_time()
+        assert looking.found(None)
+        ours.recv(100)
+        return time.thread_time() - began_s
+
+    assert looking.found(0.001) == []
+    assert worked_s(0.05) < 0.02, "it looks before anything has come"
+    looking.came(has_files=False)
+    looking._last_ns = time.perf_counter_ns() + 10**9  # so the next one follows at once
+    for is_first, has_files in ((False, False), (True, True)):
+        if is_first:
+            looking._last_ns = 0
+        looking.came(has_files=has_files)
+        assert worked_s(0.05) < 0.02, (is_first, has_files)
+    looking._last_ns = 0
+    looking.came(has_files=False)
+    assert worked_s(0.05) > 0.001, "it has slept"
+    looking._last_ns = 0
+    looking.came(has_files=False)
+    assert worked_s(0.4) < 0.2, "it has not slept"
+    for end in (looking, ours, theirs):
+        end.close()
+
+
+def test_processes_see_each_others_counts() -> None:
+    counts = Counts(3)
+    mine, other, third = (counts.of(place) for place in range(3))
+    mine.add(1)
+    mine.add(2)
+    other.add(3)
+    child = os.fork()
+    if not child:
+        for number in range(5):
+            third.add(number)
+        third.discard(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (mine.ahead(0), mine.ahead(2), other.ahead(0)) == (1, 3, 0)
+    other.leave()
+    other.discard(3)
+    assert mine.ahead(0) == 0
+
+
+def test_parts_that_follow_each_other_are_copied_at_once() -> None:
+    made = np.arange(800, dtype=np.uint8).reshape(8, 100)
+    lane = mmap.mmap(-1, 200)
+    beside = [np.ndarray((1, 100), np.uint8, lane, at) for at in (0, 100)]
+    parts = [made[0:1], made[1:3], made[3:4], made[5:6], made[4:5], made[6:7, ::2], *beside]
+    sizes = [(nbytes, len(some)) for _, nbytes, some in runs_of(parts)]
+    assert sizes == [(400, 3), (100, 1), (100, 1), (50, 1), (100, 1), (100, 1)]
+    for address, nbytes, some in runs_of(parts):
+        there = np.frombuffer(ctypes.string_at(address, nbytes), np.uint8)
+        np.testing.assert_array_equal(there, np.concatenate(some, axis=None))
