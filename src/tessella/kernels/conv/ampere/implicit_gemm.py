@@ -1,0 +1,181 @@
+"""Convolution as a matrix product by ``mma.sync`` and ``cp.async``, channels_last, without workspace.
+
+What GPUs from Ampere on have, and Hopper's newer instructions replace. The device code is in
+``implicit_gemm_device``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from tessella.core.architectures import has
+from tessella.core.dtype import FLOATS
+from tessella.core.integers import ceil_div, round_up
+from tessella.device.cuda import CudaKernel, cuda
+from tessella.device.launch import only_compiles, record
+from tessella.device.machine import gpu, gpu_target, multiprocessors
+from tessella.kernels.catalog import Call, Config
+from tessella.kernels.conv import tiles
+from tessella.kernels.conv.ampere.implicit_gemm_device import NAMES, Tile, source
+from tessella.kernels.conv.tiles import Geometry
+from tessella.operations.epilogue import Epilogue
+from tessella.operations.problem import Problem
+
+MOST_TAPS = 32  # bits of a mask
+VECTOR = 8  # numbers of 16 bytes
+LEAST_STAGES = 3
+TRIED = 6
+# pixels, filters, depth, warps along both, stages, and blocks that share a multiprocessor
+_TILES = (
+    (128, 256, 64, 2, 4, 3, 1),
+    (256, 128, 64, 4, 2, 3, 1),
+    (96, 256, 64, 2, 4, 3, 1),
+    (128, 192, 64, 2, 4, 3, 1),
+    (128, 128, 32, 2, 2, 4, 2),
+    (256, 64, 32, 4, 1, 4, 2),
+    (64, 256, 32, 1, 4, 4, 2),
+    (128, 64, 32, 2, 2, 4, 3),
+    (64, 128, 64, 2, 2, 3, 2),
+    (64, 64, 64, 2, 2, 4, 2),
+)
+
+
+def fits(problem: Problem) -> str | None:
+    x, weight, output = problem["input"], problem["weight"], problem.output
+    epilogue, residual = problem.epilogue, problem.epilogue.residual
+    if len(x.shape) != 4:
+        return f"takes [N, C, H, W], not {len(x.shape)} axes"
+    if x.dtype not in NAMES or not x.dtype == weight.dtype == output.dtype:
+        return f"multiplies and makes {' or '.join(NAMES)}"
+    if problem.attrs["groups"] != 1:
+        return "one group only"
+    if any(t is not None and t.dtype not in FLOATS for t in (epilogue.bias, epilogue.scale)):
+        return f"bias and scale must be {', '.join(FLOATS)}"
+    if residual is not None and (
+        residual.dtype != output.dtype or not residual.has("channels_last")
+    ):
+        return "the residual must have the result's type and format"
+    if math.prod(weight.shape[2:]) > MOST_TAPS:
+        return f"more than {MOST_TAPS} taps"
+    if weight.format == "strided":
+        return "the weight must be contiguous or channels_last"
+    if x.pixel_pitch is None or output.pixel_pitch is None:
+        return "input and output must be channels_last, or slices of its channels"
+    widths = (x.shape[1], x.pixel_pitch, output.shape[1], output.pixel_pitch)
+    if any(width % VECTOR for width in widths):
+        return f"channels must be multiples of {VECTOR}, not {widths}"
+    if 0 in (*x.shape, *output.shape):
+        return "empty"
+    sizes = (math.prod(x.shape[2:]) * x.shape[0] * x.pixel_pitch, math.prod(output.shape))
+    return "more than 2³¹ elements" if max(sizes) >= 2**31 - 2**24 else None
+
+
+def outclassed(problem: Problem) -> str | None:
+    """Hopper multiplies by ``wgmma`` 1.6 times as fast."""
+    target = gpu_target()
+    return f"{target} has wgmma" if has(target, "wgmma") else None
+
+
+def configs(problem: Problem, most: int = TRIED) -> tuple[Config, ...]:
+    """Tiles in the order of their estimated time: rounds of blocks over the multiprocessors, times
+    a tile's products, times what a small tile loses to loading.
+    """
+    geometry = Geometry.of(problem)
+    estimates: dict[Tile, float] = {}
+    for numbers in _TILES:
+        tile = _fitted(Tile(*numbers), problem.epilogue.residual is not None)
+        if tile is None:
+            continue
+        blocks = ceil_div(geometry.pixels, tile.pixels) * ceil_div(geometry.filters, tile.filters)
+        rounds = ceil_div(blocks, multiprocessors() * tile.blocks)
+        share = tile.blocks if blocks > multiprocessors() else 1
+        steps = ceil_div(geometry.depth, tile.depth) + LEAST_STAGES
+        work = rounds * share * steps * tile.depth * tile.pixels * tile.filters
+        estimates[tile] = work * (1 + 24 / tile.pixels + 24 / tile.filters)
+    return tuple(asdict(tile) for tile in sorted(estimates, key=estimates.__getitem__)[:most])
+
+
+def _fitted(tile: Tile, residual: bool) -> Tile | None:
+    """A tile that has room on the GPU, with the residual beside its stages if that fits."""
+    limit = gpu().shared_bytes_of_block(tile.blocks)
+    for early in (True, False) if residual else (False,):
+        for depth in (tile.depth, 32):
+            if tile.pixels % (tile.threads * 8 // depth):
+                continue
+            room = limit - (tile.result_bytes if early else 0)
+            made = replace(tile, depth=depth, early=early)
+            stages = min(256 // depth if depth < 64 else tile.stages, room // made.stage_bytes)
+            made = replace(made, stages=min(stages, 4))
+            if made.stages >= LEAST_STAGES and made.shared_bytes <= limit:
+                return made
+    return None
+
+
+def workspace_bytes(problem: Problem, **config: Any) -> int:
+    return round_up(problem["weight"].nbytes, 256) if _packs(problem) else 0
+
+
+def _packs(problem: Problem) -> bool:
+    """Whether a call rearranges the weight."""
+    return not problem.is_constant("weight") and not problem["weight"].has("channels_last")
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
+    tile = Tile(**(config or configs(problem, 1)[0]))
+    geometry, epilogue = Geometry.of(problem), problem.epilogue
+    held = tiles.with_packed_weight(constants, filters_last=False)
+    kept = None if epilogue.beta == 0 else epilogue.residual
+    types = Epilogue[str](
+        bias=epilogue.bias.dtype if epilogue.bias else None,
+        scale=epilogue.scale.dtype if epilogue.scale else None,
+        residual=kept.dtype if kept else None,
+        activation=epilogue.activation,
+    )
+    taps = math.prod(geometry.filter) > 1 or any(geometry.padding)
+    if kept is None:
+        tile = replace(tile, early=False)
+    kernel = _kernel(tile, problem["input"].dtype, types, taps, problem.gamma is not None)
+    across = ceil_div(geometry.filters, tile.filters)
+    grid = (across * ceil_div(geometry.pixels, tile.pixels), 1, 1)
+    factors = float(epilogue.alpha), float(epilogue.beta), float(epilogue.gamma)
+    pitches = problem["input"].pixel_pitch, problem.output.pixel_pitch
+    window = (geometry.filter, geometry.stride, geometry.padding, geometry.dilation)
+    numbers = (
+        geometry.pixels, geometry.filters, geometry.channels, *pitches, *geometry.image[1:],
+        *geometry.out[1:], *(n for axes in window for n in axes[1:]), across,
+    )  # fmt: skip
+
+    def convolve(
+        *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x, weight, added = problem.product_operands(held, inputs)
+        if _packs(problem):
+            assert workspace is not None
+            weight = tiles.pack_into(workspace, weight, filters_last=False, copy=True)
+        given = (added.bias, added.scale, added.residual)
+        launched = kernel.launch(
+            grid,
+            (tile.threads, 1, 1),
+            (x, weight, *(out if t is None else t for t in given), out, *factors, *numbers),
+            shared_bytes=tile.shared_bytes,
+            target=gpu_target() if only_compiles() else None,
+        )
+        record(launched)
+        return out
+
+    return convolve
+
+
+@functools.lru_cache(maxsize=512)
+def _kernel(
+    tile: Tile, dtype: str, epilogue: Epilogue[str], taps: bool, rescaled: bool
+) -> CudaKernel:
+    # products and sums are not contracted: the epilogue rounds as torch's does
+    code = source(tile, dtype, epilogue, taps=taps, rescaled=rescaled)
+    return cuda(code, "conv_implicit_gemm", options=("--fmad=false",))

@@ -1,0 +1,103 @@
+"""CUDA C++ of a convolution as a matrix product by ``mma.sync``, for GPUs from Ampere on.
+
+A block multiplies pixels × filters; stages of both operands come by ``cp.async``, whose rows are
+turned so that neither copies nor ``ldmatrix`` meet a bank twice. For every pixel that a thread
+loads, it keeps where the first tap reads and a bit a tap: whether that is inside the image. Results
+leave through shared memory, 16 bytes a thread; the residual comes the same way, with the first
+stages where there is room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tessella.device.cuda_source import CONVERSIONS, TYPES, cuda_source
+from tessella.kernels.epilogue.cuda import ACTIVATIONS, KINDS, NONE, activation_source
+from tessella.operations.epilogue import Epilogue
+
+INSTRUCTIONS = cuda_source(__package__, "instructions.cuh")
+_KERNEL = cuda_source(__package__, "implicit_gemm.cu")
+NAMES = {"float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: a configuration.
+
+    Attributes:
+        pixels, filters: of a block's result.
+        depth: of a stage, in numbers.
+        warps_m, warps_n: how many share a block's pixels and filters.
+        stages: in shared memory.
+        blocks: of a multiprocessor: so many must find registers.
+        early: the residual has room of its own, and is loaded before the products.
+    """
+
+    pixels: int
+    filters: int
+    depth: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    blocks: int
+    early: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.depth * (self.pixels + self.filters)
+
+    @property
+    def result_bytes(self) -> int:
+        return 2 * self.pixels * self.filters
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: stages, and the result behind them or in their place."""
+        stages = self.stages * self.stage_bytes
+        return stages + self.result_bytes if self.early else max(stages, self.result_bytes)
+
+
+def source(tile: Tile, dtype: str, epilogue: Epilogue[str], *, taps: bool, rescaled: bool) -> str:
+    """The code for one tile and one epilogue; element types by torch's names.
+
+    Args:
+        taps: the filter has more than one tap, or reads beside the image.
+        rescaled: the activation's result is multiplied by ``gamma``.
+    """
+    settings = {
+        "BM": tile.pixels,
+        "BN": tile.filters,
+        "BK": tile.depth,
+        "WARPS_M": tile.warps_m,
+        "WARPS_N": tile.warps_n,
+        "STAGES": tile.stages,
+        "BLOCKS": tile.blocks,
+        "KIND": KINDS[dtype],
+        "BIAS": NONE if epilogue.bias is None else KINDS[epilogue.bias],
+        "SCALE": NONE if epilogue.scale is None else KINDS[epilogue.scale],
+        "RESIDUAL": int(epilogue.residual is not None),
+        "EARLY": int(tile.early),
+        "TAPS": int(taps),
+        "RESCALED": int(rescaled),
+    }
+    constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
+    activate = activation_source(ACTIVATIONS[epilogue.activation])
+    machine = CONVERSIONS + INSTRUCTIONS + multiply_source(dtype)
+    return constants + TYPES + machine + activate + _KERNEL
+
+
+def multiply_source(dtype: str) -> str:
+    """The instruction: 16 rows by 8 columns, 16 deep."""
+    name = f"m16n8k16.row.col.f32.{NAMES[dtype]}.{NAMES[dtype]}.f32"
+    return f"""
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {{
+  asm("mma.sync.aligned.{name} {{%0, %1, %2, %3}}, "
+      "{{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}}
+"""
