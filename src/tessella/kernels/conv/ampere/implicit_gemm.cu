@@ -25,7 +25,7 @@ __device__ __forceinline__ float of_bits(u32 bits) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm(
-    const void* x, const void* weight, const void* bias, const void* scale, const void* residual,
+    const void* x, const void* weight, const void* bias, const void* residual, const void* scale,
     void* out, float alpha, float beta, float gamma, int pixels, int filters, int channels,
     int pitch, int out_pitch, int height, int width, int out_h, int out_w, int taps_h, int taps_w, int stride_h,
     int stride_w, int padding_h, int padding_w, int dilation_h, int dilation_w, int across) {

@@ -24,8 +24,9 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.ampere.implicit_gemm_device import NAMES, Tile, source
 from tessella.kernels.conv.tiles import Geometry
-from tessella.operations.epilogue import Epilogue
+from tessella.operations.epilogue import TENSORS, Epilogue
 from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 MOST_TAPS = 32  # bits of a mask
 VECTOR = 8  # numbers of 16 bytes
@@ -128,28 +129,8 @@ def _packs(problem: Problem) -> bool:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = Tile(**(config or configs(problem, 1)[0]))
-    geometry, epilogue = Geometry.of(problem), problem.epilogue
     held = tiles.with_packed_weight(constants, filters_last=False)
-    kept = None if epilogue.beta == 0 else epilogue.residual
-    types = Epilogue[str](
-        bias=epilogue.bias.dtype if epilogue.bias else None,
-        scale=epilogue.scale.dtype if epilogue.scale else None,
-        residual=kept.dtype if kept else None,
-        activation=epilogue.activation,
-    )
-    taps = math.prod(geometry.filter) > 1 or any(geometry.padding)
-    if kept is None:
-        tile = replace(tile, early=False)
-    kernel = _kernel(tile, problem["input"].dtype, types, taps, problem.gamma is not None)
-    across = ceil_div(geometry.filters, tile.filters)
-    grid = (across * ceil_div(geometry.pixels, tile.pixels), 1, 1)
-    factors = float(epilogue.alpha), float(epilogue.beta), float(epilogue.gamma)
-    pitches = problem["input"].pixel_pitch, problem.output.pixel_pitch
-    window = (geometry.filter, geometry.stride, geometry.padding, geometry.dilation)
-    numbers = (
-        geometry.pixels, geometry.filters, geometry.channels, *pitches, *geometry.image[1:],
-        *geometry.out[1:], *(n for axes in window for n in axes[1:]), across,
-    )  # fmt: skip
+    kernel, (grid, factors, numbers) = _kernel(code_of(problem, tile)), launch_of(problem, tile)
 
     def convolve(
         *inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor | None = None
@@ -158,9 +139,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
         if _packs(problem):
             assert workspace is not None
             weight = tiles.pack_into(workspace, weight, filters_last=False, copy=True)
-        given = (added.bias, added.scale, added.residual)
+        given = (added.bias, added.residual, added.scale)
         launched = kernel.launch(
-            grid,
+            (grid, 1, 1),
             (tile.threads, 1, 1),
             (x, weight, *(out if t is None else t for t in given), out, *factors, *numbers),
             shared_bytes=tile.shared_bytes,
@@ -172,10 +153,45 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     return convolve
 
 
+def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
+    """The kernel's source."""
+    epilogue, geometry = problem.epilogue, Geometry.of(problem)
+    types = {
+        name: None if meta is None else meta.dtype
+        for name, meta in zip(TENSORS, _operands(problem), strict=True)
+    }
+    return source(
+        tile if types["residual"] else replace(tile, early=False),
+        problem["input"].dtype,
+        Epilogue[str](activation=epilogue.activation, **types),
+        taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
+        rescaled=problem.gamma is not None,
+        machine=machine,
+    )
+
+
+def _operands(problem: Problem) -> tuple[TensorMeta | None, ...]:
+    """Bias, residual and scale, as far as they are read."""
+    added = problem.epilogue
+    return added.bias, None if added.beta == 0 else added.residual, added.scale
+
+
+def launch_of(problem: Problem, tile: Tile) -> tuple[int, tuple[float, ...], tuple[int, ...]]:
+    """Blocks, and the kernel's numbers behind its pointers: floats, then ints."""
+    geometry, epilogue = Geometry.of(problem), problem.epilogue
+    across = ceil_div(geometry.filters, tile.filters)
+    blocks = across * ceil_div(geometry.pixels, tile.pixels)
+    factors = float(epilogue.alpha), float(epilogue.beta), float(epilogue.gamma)
+    pitches = problem["input"].pixel_pitch or 0, problem.output.pixel_pitch or 0
+    window = (geometry.filter, geometry.stride, geometry.padding, geometry.dilation)
+    numbers = (
+        geometry.pixels, geometry.filters, geometry.channels, *pitches, *geometry.image[1:],
+        *geometry.out[1:], *(n for axes in window for n in axes[1:]), across,
+    )  # fmt: skip
+    return blocks, factors, numbers
+
+
 @functools.lru_cache(maxsize=512)
-def _kernel(
-    tile: Tile, dtype: str, epilogue: Epilogue[str], taps: bool, rescaled: bool
-) -> CudaKernel:
+def _kernel(code: str) -> CudaKernel:
     # products and sums are not contracted: the epilogue rounds as torch's does
-    code = source(tile, dtype, epilogue, taps=taps, rescaled=rescaled)
     return cuda(code, "conv_implicit_gemm", options=("--fmad=false",))

@@ -61,12 +61,21 @@ class Tile:
         return stages + self.result_bytes if self.early else max(stages, self.result_bytes)
 
 
-def source(tile: Tile, dtype: str, epilogue: Epilogue[str], *, taps: bool, rescaled: bool) -> str:
+def source(
+    tile: Tile,
+    dtype: str,
+    epilogue: Epilogue[str],
+    *,
+    taps: bool,
+    rescaled: bool,
+    machine: str | None = None,
+) -> str:
     """The code for one tile and one epilogue; element types by torch's names.
 
     Args:
         taps: the filter has more than one tap, or reads beside the image.
         rescaled: the activation's result is multiplied by ``gamma``.
+        machine: instead of what only a GPU has.
     """
     settings = {
         "BM": tile.pixels,
@@ -86,7 +95,7 @@ def source(tile: Tile, dtype: str, epilogue: Epilogue[str], *, taps: bool, resca
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
     activate = activation_source(ACTIVATIONS[epilogue.activation])
-    machine = CONVERSIONS + INSTRUCTIONS + multiply_source(dtype)
+    machine = machine or CONVERSIONS + INSTRUCTIONS + multiply_source(dtype)
     return constants + TYPES + machine + activate + _KERNEL
 
 
