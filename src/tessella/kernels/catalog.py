@@ -312,6 +312,7 @@ KERNELS: tuple[Kernel, ...] = (
         sliced_out=True,
         gamma=True,
     ),
+    *_dot("conv2d", "direct.sm80", "conv.ampere.direct", needs=("cp_async",), gamma=True),
     *_gpu("conv2d conv1d conv3d", "direct", "conv.direct", version=3, gamma=True),
     *_dot("conv2d conv1d conv3d", "gemm", "conv.gemm", gamma=True),
     *_dot("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", gamma=True),

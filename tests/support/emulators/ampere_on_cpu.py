@@ -18,6 +18,7 @@ from tests.support.emulators.sparse_on_cpu import COMMON, HEAD
 _HEAD = r"""
 #define __align__(...)
 struct uint4 { unsigned x, y, z, w; };
+inline unsigned __float_as_uint(float x) { return as<unsigned>(x); }
 inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 """
 
@@ -29,7 +30,6 @@ inline void copy(u32 to, const void* from, int bytes, bool there) {
   copies.back().push_back({to, from, bytes, there});
 }
 inline void copy_16(u32 to, const void* from, bool there) { copy(to, from, 16, there); }
-inline void copy_4(u32 to, const void* from, bool there) { copy(to, from, 4, there); }
 inline void end_copies() { copies.emplace_back(); }
 template <int PENDING> void wait_for_copies() {
   while (copies.size() - 1 > PENDING) {
