@@ -99,7 +99,9 @@ def rounded(x, BITS: tl.constexpr, LEAST: tl.constexpr):
     fp8 was rounded twice. After this, both conversions are exact.
     """
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (127 + LEAST) << 23)
-    far = (exponent + ((23 - BITS) << 23)) | 0x400000  # 1.5 · 2ⁿ: its last bit is worth the last kept
+    far = (
+        exponent + ((23 - BITS) << 23)
+    ) | 0x400000  # 1.5 · 2ⁿ: its last bit is worth the last kept
     far = far.to(tl.float32, bitcast=True)
     return (x + far) - far
 

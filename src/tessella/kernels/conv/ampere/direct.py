@@ -76,7 +76,11 @@ def layer_of(problem: Problem, **changes: int) -> Layer:
         "padding": a["padding"],
         "out": problem.output.shape[2:],
     }
-    numbers = {f"{name}_{axis}": int(n) for name, two in pairs.items() for axis, n in zip("hw", two, strict=True)}
+    numbers = {
+        f"{name}_{axis}": int(n)
+        for name, two in pairs.items()
+        for axis, n in zip("hw", two, strict=True)
+    }
     return Layer(height=height, width=width, channels=channels, **numbers, **changes)
 
 
@@ -162,5 +166,3 @@ def _packed(weight: torch.Tensor, layer: Layer) -> torch.Tensor:
     depth = made[:, :, : layer.taps_h * 2 * layer.words].unflatten(2, (layer.taps_h, -1))
     depth[..., layer.shift : layer.shift + layer.run] = runs[:, channel]
     return made
-
-
