@@ -42,6 +42,8 @@ template <int PENDING> void wait_for_copies() {
 }
 inline u32 read_word(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 inline void write_word(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
+inline u32 read_half(u32 at) { u16 x; memcpy(&x, memory + at, 2); return x; }
+inline void write_half(u32 at, u32 x) { memcpy(memory + at, &x, 2); }
 inline uint4 read_four(u32 at) { uint4 x; memcpy(&x, memory + at, 16); return x; }
 u32 asked[256], left[256][4], right[256][2];
 inline void read_blocks(u32& a, u32& b, u32& c, u32& d, u32 at) {
@@ -53,21 +55,22 @@ inline void read_blocks(u32& a, u32& b, u32& c, u32& d, u32 at) {
   for (int i = 0; i < 4; ++i) *to[i] = read_word(asked[first + 8 * i + lane / 4] + 4 * (lane % 4));
   __syncwarp();
 }
-inline float half_of(u32 word, int which) {
-  const u32 bits = word >> 16 * which & 0xffff;
+inline float part_of(u32 word, int place) {  // a word has two numbers, or four of a byte
+  if (KIND_OF_X == 3) return (signed char)(word >> 8 * place);
+  const u32 bits = word >> 16 * place & 0xffff;
   return KIND_OF_X == 2 ? as<float>(bits << 16) : of_half(bits);
 }
-inline void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+inline void multiply(Sum (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   const int t = threadIdx.x, first = t / 32 * 32, lane = t % 32;
   memcpy(left[t], a, 16);
   memcpy(right[t], b, 8);
   __syncwarp();
   for (int i = 0; i < 4; ++i) {
     const int n = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const u32 x = left[first + lane / 4 * 4 + k % 8 / 2][i / 2 + k / 8 * 2];
-      const u32 w = right[first + n * 4 + k % 8 / 2][k / 8];
-      d[i] += half_of(x, k % 2) * half_of(w, k % 2);
+    for (int word = 0; word < 8; ++word) {
+      const u32 x = left[first + lane / 4 * 4 + word % 4][i / 2 + word / 4 * 2];
+      const u32 w = right[first + n * 4 + word % 4][word / 4];
+      for (int l = 0; l < (KIND_OF_X == 3 ? 4 : 2); ++l) d[i] += part_of(x, l) * part_of(w, l);
     }
   }
   __syncwarp();
@@ -92,8 +95,8 @@ extern "C" void run(int grid, const void** p, const float* f, const int* n) {
 
 def machine(dtype: torch.dtype) -> str:
     """What a source for this element type takes in the place of the GPU's instructions."""
-    kind = 2 if dtype == torch.bfloat16 else 1
-    return f"constexpr int KIND_OF_X = {kind};\ntypedef float Sum;\n" + COMMON + _MACHINE
+    kind = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}[dtype]
+    return f"constexpr int KIND_OF_X = {kind};\n" + COMMON + _MACHINE
 
 
 def run(

@@ -20,9 +20,9 @@ from tessella.device.machine import gpu, gpu_target, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv.ampere.direct_device import FILTERS, Layer, source
-from tessella.kernels.conv.ampere.implicit_gemm_device import NAMES
 from tessella.operations.problem import Problem
 
+DTYPES = ("float16", "bfloat16")
 MOST_PRODUCTS = 16  # their code is unrolled
 TRIED = 4
 # warps, tiles of a warp at a time, and blocks that share a multiprocessor
@@ -35,8 +35,8 @@ def fits(problem: Problem) -> str | None:
     a, epilogue = problem.attrs, problem.epilogue
     if len(x.shape) != 4:
         return f"takes [N, C, H, W], not {len(x.shape)} axes"
-    if x.dtype not in NAMES or not x.dtype == weight.dtype == output.dtype:
-        return f"multiplies and makes {' or '.join(NAMES)}"
+    if x.dtype not in DTYPES or not x.dtype == weight.dtype == output.dtype:
+        return f"multiplies and makes {' or '.join(DTYPES)}"
     if not problem.is_constant("weight"):
         return "the weight must be constant: it is packed in advance"
     if (epilogue.residual, epilogue.scale, epilogue.alpha) != (None, None, 1):

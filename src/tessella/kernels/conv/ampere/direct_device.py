@@ -131,4 +131,5 @@ def source(
         f"constexpr int {name.upper()} = {value};\n" for name, value in settings.items()
     )
     machine = machine or CONVERSIONS + INSTRUCTIONS + multiply_source(dtype)
-    return constants + TYPES + machine + activation_source(ACTIVATIONS[activation]) + _KERNEL
+    sums = "typedef float Sum;\n"
+    return constants + sums + TYPES + machine + activation_source(ACTIVATIONS[activation]) + _KERNEL

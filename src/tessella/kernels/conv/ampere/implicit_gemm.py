@@ -22,28 +22,33 @@ from tessella.device.launch import only_compiles, record
 from tessella.device.machine import gpu, gpu_target, multiprocessors
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv import tiles
-from tessella.kernels.conv.ampere.implicit_gemm_device import NAMES, Tile, source
+from tessella.kernels.conv.ampere.implicit_gemm_device import Tile, source
 from tessella.kernels.conv.tiles import Geometry
 from tessella.operations.epilogue import TENSORS, Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 MOST_TAPS = 32  # bits of a mask
-VECTOR = 8  # numbers of 16 bytes
 LEAST_STAGES = 3
-TRIED = 6
-# pixels, filters, depth, warps along both, stages, and blocks that share a multiprocessor
+OUTPUTS = {
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16",),
+    "int8": ("int8", "float16", "bfloat16"),
+}
+TRIED = 10
+# pixels, filters, bytes of the depth, warps along both, stages, and blocks that share a multiprocessor
 _TILES = (
-    (128, 256, 64, 2, 4, 3, 1),
-    (256, 128, 64, 4, 2, 3, 1),
-    (96, 256, 64, 2, 4, 3, 1),
-    (128, 192, 64, 2, 4, 3, 1),
-    (128, 128, 32, 2, 2, 4, 2),
-    (256, 64, 32, 4, 1, 4, 2),
-    (64, 256, 32, 1, 4, 4, 2),
-    (128, 64, 32, 2, 2, 4, 3),
-    (64, 128, 64, 2, 2, 3, 2),
-    (64, 64, 64, 2, 2, 4, 2),
+    (128, 256, 128, 2, 4, 3, 1),
+    (256, 128, 128, 4, 2, 3, 1),
+    (96, 256, 128, 2, 4, 3, 1),
+    (128, 192, 128, 2, 4, 3, 1),
+    (96, 128, 128, 2, 2, 3, 2),
+    (128, 128, 64, 2, 2, 4, 2),
+    (256, 64, 64, 4, 1, 4, 2),
+    (64, 256, 64, 1, 4, 4, 2),
+    (128, 64, 64, 2, 2, 4, 3),
+    (64, 128, 128, 2, 2, 3, 2),
+    (64, 64, 128, 2, 2, 4, 2),
 )
 
 
@@ -52,8 +57,10 @@ def fits(problem: Problem) -> str | None:
     epilogue, residual = problem.epilogue, problem.epilogue.residual
     if len(x.shape) != 4:
         return f"takes [N, C, H, W], not {len(x.shape)} axes"
-    if x.dtype not in NAMES or not x.dtype == weight.dtype == output.dtype:
-        return f"multiplies and makes {' or '.join(NAMES)}"
+    if x.dtype not in OUTPUTS or x.dtype != weight.dtype:
+        return f"multiplies {', '.join(OUTPUTS)}, not {x.dtype} × {weight.dtype}"
+    if output.dtype not in OUTPUTS[x.dtype]:
+        return f"does not make {output.dtype} of {x.dtype}"
     if problem.attrs["groups"] != 1:
         return "one group only"
     if any(t is not None and t.dtype not in FLOATS for t in (epilogue.bias, epilogue.scale)):
@@ -68,9 +75,9 @@ def fits(problem: Problem) -> str | None:
         return "the weight must be contiguous or channels_last"
     if x.pixel_pitch is None or output.pixel_pitch is None:
         return "input and output must be channels_last, or slices of its channels"
-    widths = (x.shape[1], x.pixel_pitch, output.shape[1], output.pixel_pitch)
-    if any(width % VECTOR for width in widths):
-        return f"channels must be multiples of {VECTOR}, not {widths}"
+    for meta, pitch in ((x, x.pixel_pitch), (output, output.pixel_pitch)):
+        if any(channels * meta.itemsize % 16 for channels in (meta.shape[1], pitch)):
+            return f"{meta.shape[1]} channels of {meta.dtype} are no multiple of 16 bytes"
     if 0 in (*x.shape, *output.shape):
         return "empty"
     sizes = (math.prod(x.shape[2:]) * x.shape[0] * x.pixel_pitch, math.prod(output.shape))
@@ -90,30 +97,33 @@ def configs(problem: Problem, most: int = TRIED) -> tuple[Config, ...]:
     geometry = Geometry.of(problem)
     estimates: dict[Tile, float] = {}
     for numbers in _TILES:
-        tile = _fitted(Tile(*numbers), problem.epilogue.residual is not None)
-        if tile is None:
-            continue
-        blocks = ceil_div(geometry.pixels, tile.pixels) * ceil_div(geometry.filters, tile.filters)
-        rounds = ceil_div(blocks, multiprocessors() * tile.blocks)
-        share = tile.blocks if blocks > multiprocessors() else 1
-        steps = ceil_div(geometry.depth, tile.depth) + LEAST_STAGES
-        work = rounds * share * steps * tile.depth * tile.pixels * tile.filters
-        estimates[tile] = work * (1 + 24 / tile.pixels + 24 / tile.filters)
+        cut = Tile(*numbers)
+        blocks = ceil_div(geometry.pixels, cut.pixels) * ceil_div(geometry.filters, cut.filters)
+        rounds = ceil_div(blocks, multiprocessors() * cut.blocks)
+        share = cut.blocks if blocks > multiprocessors() else 1
+        steps = ceil_div(geometry.depth * problem["input"].itemsize, cut.depth) + LEAST_STAGES
+        work = rounds * share * steps * cut.depth * cut.pixels * cut.filters
+        for persistent in (False, True)[: 1 + (rounds > 1)]:
+            tile = _fitted(replace(cut, persistent=persistent), problem)
+            if tile is not None:
+                estimates[tile] = work * (1 + 24 / cut.pixels + 24 / cut.filters)
     return tuple(asdict(tile) for tile in sorted(estimates, key=estimates.__getitem__)[:most])
 
 
-def _fitted(tile: Tile, residual: bool) -> Tile | None:
+def _fitted(tile: Tile, problem: Problem) -> Tile | None:
     """A tile that has room on the GPU, with the residual beside its stages if that fits."""
-    limit = gpu().shared_bytes_of_block(tile.blocks)
-    for early in (True, False) if residual else (False,):
-        for depth in (tile.depth, 32):
-            if tile.pixels % (tile.threads * 8 // depth):
+    limit, item = gpu().shared_bytes_of_block(tile.blocks), problem.output.itemsize
+    residual = problem.epilogue.residual is not None
+    for early in dict.fromkeys((residual, residual and tile.persistent)):
+        for depth in dict.fromkeys((tile.depth, 64)):
+            if tile.pixels % (tile.threads * 16 // depth):
                 continue
-            room = limit - (tile.result_bytes if early else 0)
             made = replace(tile, depth=depth, early=early)
-            stages = min(256 // depth if depth < 64 else tile.stages, room // made.stage_bytes)
-            made = replace(made, stages=min(stages, 4))
-            if made.stages >= LEAST_STAGES and made.shared_bytes <= limit:
+            apart = early or tile.persistent
+            room = limit - (tile.result_bytes(item) if apart else 0)
+            most = tile.stages if depth == tile.depth else 4
+            made = replace(made, stages=min(most, room // made.stage_bytes))
+            if made.stages >= LEAST_STAGES and made.shared_bytes(item) <= limit:
                 return made
     return None
 
@@ -144,7 +154,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             (grid, 1, 1),
             (tile.threads, 1, 1),
             (x, weight, *(out if t is None else t for t in given), out, *factors, *numbers),
-            shared_bytes=tile.shared_bytes,
+            shared_bytes=tile.shared_bytes(problem.output.itemsize),
             target=gpu_target() if only_compiles() else None,
         )
         record(launched)
@@ -163,6 +173,7 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
     return source(
         tile if types["residual"] else replace(tile, early=False),
         problem["input"].dtype,
+        problem.output.dtype,
         Epilogue[str](activation=epilogue.activation, **types),
         taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
         rescaled=problem.gamma is not None,
@@ -180,13 +191,15 @@ def launch_of(problem: Problem, tile: Tile) -> tuple[int, tuple[float, ...], tup
     """Blocks, and the kernel's numbers behind its pointers: floats, then ints."""
     geometry, epilogue = Geometry.of(problem), problem.epilogue
     across = ceil_div(geometry.filters, tile.filters)
-    blocks = across * ceil_div(geometry.pixels, tile.pixels)
+    count = across * ceil_div(geometry.pixels, tile.pixels)
+    blocks = min(count, multiprocessors() * tile.blocks) if tile.persistent else count
     factors = float(epilogue.alpha), float(epilogue.beta), float(epilogue.gamma)
     pitches = problem["input"].pixel_pitch or 0, problem.output.pixel_pitch or 0
     window = (geometry.filter, geometry.stride, geometry.padding, geometry.dilation)
     numbers = (
         geometry.pixels, geometry.filters, geometry.channels, *pitches, *geometry.image[1:],
         *geometry.out[1:], *(n for axes in window for n in axes[1:]), across,
+        count, blocks,
     )  # fmt: skip
     return blocks, factors, numbers
 

@@ -17,7 +17,8 @@ from tessella.operations.epilogue import Epilogue
 
 INSTRUCTIONS = cuda_source(__package__, "instructions.cuh")
 _KERNEL = cuda_source(__package__, "implicit_gemm.cu")
-NAMES = {"float16": "f16", "bfloat16": "bf16"}
+NAMES = {"float16": "f16", "bfloat16": "bf16", "int8": "s8"}
+ITEMS = {"float16": 2, "bfloat16": 2, "int8": 1}  # bytes
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Tile:
 
     Attributes:
         pixels, filters: of a block's result.
-        depth: of a stage, in numbers.
+        depth: of a stage, in bytes of a pixel or a filter.
         warps_m, warps_n: how many share a block's pixels and filters.
         stages: in shared memory.
         blocks: of a multiprocessor: so many must find registers.
         early: the residual has room of its own, and is loaded before the products.
+        persistent: a block makes one tile after another, and loads the next one's first stages while
+            it stores.
     """
 
     pixels: int
@@ -41,6 +44,7 @@ class Tile:
     stages: int
     blocks: int
     early: bool = False
+    persistent: bool = False
 
     @property
     def threads(self) -> int:
@@ -48,22 +52,21 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * self.depth * (self.pixels + self.filters)
+        return self.depth * (self.pixels + self.filters)
 
-    @property
-    def result_bytes(self) -> int:
-        return 2 * self.pixels * self.filters
+    def result_bytes(self, itemsize: int) -> int:
+        return itemsize * self.pixels * self.filters
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, itemsize: int) -> int:
         """Of a block: stages, and the result behind them or in their place."""
-        stages = self.stages * self.stage_bytes
-        return stages + self.result_bytes if self.early else max(stages, self.result_bytes)
+        stages, result = self.stages * self.stage_bytes, self.result_bytes(itemsize)
+        return stages + result if self.early or self.persistent else max(stages, result)
 
 
 def source(
     tile: Tile,
     dtype: str,
+    out: str,
     epilogue: Epilogue[str],
     *,
     taps: bool,
@@ -80,33 +83,39 @@ def source(
     settings = {
         "BM": tile.pixels,
         "BN": tile.filters,
-        "BK": tile.depth,
+        "ROW_BYTES": tile.depth,
         "WARPS_M": tile.warps_m,
         "WARPS_N": tile.warps_n,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
-        "KIND": KINDS[dtype],
+        "ITEM": ITEMS[dtype],
+        "OUT": KINDS[out],
+        "OUT_ITEM": ITEMS[out],
         "BIAS": NONE if epilogue.bias is None else KINDS[epilogue.bias],
         "SCALE": NONE if epilogue.scale is None else KINDS[epilogue.scale],
         "RESIDUAL": int(epilogue.residual is not None),
         "EARLY": int(tile.early),
+        "PERSISTENT": int(tile.persistent),
         "TAPS": int(taps),
         "RESCALED": int(rescaled),
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
+    sums = "typedef int Sum;\n" if dtype == "int8" else "typedef float Sum;\n"
     activate = activation_source(ACTIVATIONS[epilogue.activation])
     machine = machine or CONVERSIONS + INSTRUCTIONS + multiply_source(dtype)
-    return constants + TYPES + machine + activate + _KERNEL
+    return constants + sums + TYPES + machine + activate + _KERNEL
 
 
 def multiply_source(dtype: str) -> str:
-    """The instruction: 16 rows by 8 columns, 16 deep."""
-    name = f"m16n8k16.row.col.f32.{NAMES[dtype]}.{NAMES[dtype]}.f32"
+    """The instruction: 16 rows by 8 columns, 32 bytes deep."""
+    kind, register, depth = ("s32", "r", 32) if dtype == "int8" else ("f32", "f", 16)
+    name = f"m16n8k{depth}.row.col.{kind}.{NAMES[dtype]}.{NAMES[dtype]}.{kind}"
+    sums = ", ".join(f'"+{register}"(d[{i}])' for i in range(4))
     return f"""
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {{
+__device__ __forceinline__ void multiply(Sum (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {{
   asm("mma.sync.aligned.{name} {{%0, %1, %2, %3}}, "
       "{{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : {sums}
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }}
 """

@@ -18,6 +18,12 @@ __device__ __forceinline__ u32 read_word(u32 at) {
 __device__ __forceinline__ void write_word(u32 at, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory");
 }
+__device__ __forceinline__ u32 read_half(u32 at) {
+  u16 x; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory"); return x;
+}
+__device__ __forceinline__ void write_half(u32 at, u32 x) {
+  asm volatile("st.shared.u16 [%0], %1;" :: "r"(at), "h"((u16)x) : "memory");
+}
 __device__ __forceinline__ uint4 read_four(u32 at) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
