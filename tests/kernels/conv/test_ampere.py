@@ -76,7 +76,10 @@ def test_configurations_fit_the_chip() -> None:
         with aimed_at(target):
             found = [Tile(**config) for config in implicit_gemm.configs(case.problem, 99)]
         assert found
-        assert all(t.shared_bytes(2) <= limit // t.blocks for t in found)
+        assert all(
+            t.shared_bytes(2, implicit_gemm._beside(case.problem)) <= limit // t.blocks
+            for t in found
+        )
 
 
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -87,6 +90,10 @@ needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
     ("case", "tile"),
     [
         (replace(LAYER, bias="float32", activation="relu"), (32, 64, 128, 1, 2, 4, 2, False, True)),
+        (
+            replace(LAYER, x=(2, 64, 5, 6), w=(72, 64, 3, 3), residual=True),
+            (32, 64, 64, 1, 2, 4, 1, False, False, 2),
+        ),
         (
             Case(x=(1, 64, 9, 7), w=(72, 64, 1, 1), stride=2, residual=True, scale=True,
                  alpha=0.5, beta=2.0, gamma=4.0, dtype="bfloat16", x_format=LAST),
@@ -99,7 +106,7 @@ needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
             (32, 64, 64, 2, 1, 3, 1, False),
         ),
     ],
-    ids=["taps", "residual first", "int8, residual last"],
+    ids=["taps", "patches", "residual first", "int8, residual last"],
 )  # fmt: skip
 def test_its_text_on_a_processor(
     case: Case, tile: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,10 +5,14 @@ constexpr int ROWS = THREADS / CHUNKS;  // that all threads load at a time
 constexpr int LOADS_A = BM / ROWS, LOADS_B = BN / ROWS;
 constexpr int MI = BM / WARPS_M / 16, NI = BN / WARPS_N / 8;  // products of a warp, 16 × 8 each
 constexpr int DEEP = ROW_BYTES / 32;  // products below one another in a stage
-constexpr int A_BYTES = BM * ROW_BYTES, STAGE_BYTES = (BM + BN) * ROW_BYTES;
+constexpr bool PATCH = PATCHES > 0;  // all taps read the same pixels in shared memory
+constexpr int A_BYTES = PATCH ? 0 : BM * ROW_BYTES, STAGE_BYTES = A_BYTES + BN * ROW_BYTES;
+constexpr int PATCH_BYTES = PATCH_ROWS * ROW_BYTES, PATCH_AT = STAGES * STAGE_BYTES;
+constexpr int COUNT = PATCH ? PATCHES : 1, ZERO_AT = PATCH_AT + PATCHES * PATCH_BYTES;
 constexpr int OUT_AT = EARLY || PERSISTENT ? STAGES * STAGE_BYTES : 0;
 constexpr int OUT_VALUES = 16 / OUT_ITEM, OUT_CHUNKS = BN / OUT_VALUES;
 static_assert(BM % ROWS == 0 && BN % ROWS == 0 && ROWS % 8 == 0 && NI % 2 == 0 && DEEP % 2 == 0);
+static_assert(!PATCH || (!PERSISTENT && !EARLY));
 static_assert(EARLY || !RESIDUAL || !PERSISTENT);
 static_assert(BM * OUT_CHUNKS % THREADS == 0 && OUT_CHUNKS % 4 == 0);
 
@@ -48,16 +52,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   const u32 shared = address(memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int chunk = thread % CHUNKS, row = thread / CHUNKS;
+  const int warp_m = warp / WARPS_N * MI * 16, warp_k = warp % WARPS_N * NI * 8;
+  constexpr int PIXELS = PATCH ? MI : LOADS_A;  // that a thread reads, from one memory or the other
   const int taps = taps_h * taps_w, depth = taps * channels, steps = (depth + BK - 1) / BK;
 
   // of the tile that is loaded: where the first tap of this thread's pixels is, which taps the image
   // has, which filters there are; and which tap and channel of it the next stage begins with
-  int at[LOADS_A], c, tap, r, s, d, moved;
-  u32 seen[LOADS_A], used;
+  int at[PIXELS], c, tap, r, s, d, moved;
+  u32 seen[PIXELS], used;
   const char* from_w;
   auto settle = [&] {
     moved = c;
-    if constexpr (TAPS) {
+    if constexpr (TAPS && !PATCH) {
       while (c >= channels) {
         c -= channels;
         ++tap;
@@ -69,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   auto begin_tile = [&](int tile) {
     const int m0 = tile / across * BM, k0 = tile % across * BN;
     #pragma unroll
-    for (int i = 0; i < LOADS_A; ++i) {
-      const int m = m0 + row + i * ROWS;
+    for (int i = 0; i < PIXELS; ++i) {
+      const int m = m0 + (PATCH ? warp_m + lane % 16 + i * 16 : row + i * ROWS);
       const int q = m % out_w, line = m / out_w, p = line % out_h, n = line / out_h;
       const int h = p * stride_h - padding_h, v = q * stride_w - padding_w;
       at[i] = ((n * height + h) * width + v) * pitch;
@@ -107,14 +113,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   int loading = blockIdx.x, load_step = 0;
   auto advance = [&] {
     if (++load_step < steps) {
-      c += BK;
-      d += BK;
-      from_w += ROW_BYTES;
-      settle();
+      if constexpr (PATCH) {
+        from_w += ITEM * channels;
+        if (++tap == taps) {
+          tap = 0;
+          from_w += ROW_BYTES - (long long)ITEM * depth;
+        }
+      } else {
+        c += BK;
+        d += BK;
+        from_w += ROW_BYTES;
+        settle();
+      }
     } else {
       load_step = 0;
       loading += PERSISTENT ? blocks : tiles;
       if (loading < tiles) begin_tile(loading);
+    }
+  };
+  auto load_patch = [&](int part) {  // so many channels of all pixels that taps read
+    #pragma unroll 4
+    for (int j = thread; j < PATCH_ROWS * CHUNKS; j += THREADS) {
+      const int line = j / CHUNKS, column = j % CHUNKS;
+      const int pixel = blockIdx.x / across * BM - padding_h * width - padding_w + line;
+      const bool there = pixel >= 0 && pixel < pixels;
+      const long long place = (long long)pixel * pitch + part * BK + VALUES * column;
+      copy_16(shared + PATCH_AT + part % COUNT * PATCH_BYTES + line * ROW_BYTES
+                  + turned<CHUNKS>(line, column) * 16,
+              (const char*)x + (there ? ITEM * place : 0), there);
     }
   };
   auto load_residual = [&](int m0, int k0) {
@@ -129,11 +155,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   };
 
   begin_tile(loading);
+  if constexpr (PATCH) {
+    if (thread < ROW_BYTES / 4) write_word(shared + ZERO_AT + 4 * thread, 0);
+    load_patch(0);
+  }
   #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if (loading < tiles) {
-      #pragma unroll
-      for (int i = 0; i < LOADS_A; ++i) load_a(i, shared + stage * STAGE_BYTES);
+      if constexpr (!PATCH) {
+        #pragma unroll
+        for (int i = 0; i < LOADS_A; ++i) load_a(i, shared + stage * STAGE_BYTES);
+      }
       #pragma unroll
       for (int i = 0; i < LOADS_B; ++i) load_b(i, shared + stage * STAGE_BYTES);
       advance();
@@ -141,17 +173,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     end_copies();
   }
 
-  const int warp_m = warp / WARPS_N * MI * 16, warp_k = warp % WARPS_N * NI * 8;
-  const u32 a_at = (warp_m + lane % 16) * ROW_BYTES + turned<CHUNKS>(lane % 16, lane / 16) * 16;
+  u32 a_at = (warp_m + lane % 16) * ROW_BYTES + turned<CHUNKS>(lane % 16, lane / 16) * 16;
+  int read_tap = 0, read_r = 0, read_s = 0, part = 0;  // in a patch
+  auto next_tap = [&] {
+    if (++read_tap == taps) {
+      read_tap = read_r = read_s = 0;
+      ++part;
+    } else if (++read_s == taps_w) {
+      read_s = 0;
+      ++read_r;
+    }
+    const int line = warp_m + lane % 16 + read_r * width + read_s;
+    a_at = PATCH_AT + part % COUNT * PATCH_BYTES + line * ROW_BYTES
+         + turned<CHUNKS>(line, lane / 16) * 16;
+  };
+  if constexpr (PATCH) a_at += PATCH_AT;
   const int b_row = lane % 8 + lane / 16 * 8;
   const u32 b_at =
       A_BYTES + (warp_k + b_row) * ROW_BYTES + turned<CHUNKS>(b_row, lane / 8 % 2) * 16;
   u32 a[2][MI][4], b[2][NI][2];
   auto fetch = [&](int to, u32 stage, int deep) {
     #pragma unroll
-    for (int i = 0; i < MI; ++i)
-      read_blocks(a[to][i][0], a[to][i][1], a[to][i][2], a[to][i][3],
-                  stage + ((a_at + i * 16 * ROW_BYTES) ^ deep * 32));
+    for (int i = 0; i < MI; ++i) {
+      u32 from = (PATCH ? shared : stage) + ((a_at + i * 16 * ROW_BYTES) ^ deep * 32);
+      if constexpr (PATCH) {
+        if (!(seen[i] >> read_tap & 1)) from = shared + ZERO_AT;
+      }
+      read_blocks(a[to][i][0], a[to][i][1], a[to][i][2], a[to][i][3], from);
+    }
     #pragma unroll
     for (int j = 0; j < NI; j += 2)
       read_blocks(b[to][j][0], b[to][j][1], b[to][j + 1][0], b[to][j + 1][1],
@@ -182,14 +231,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
           __syncthreads();
           read += STAGE_BYTES;
           if (read == end) read = shared;
+          if constexpr (PATCH) next_tap();
         }
         fetch((deep + 1) % 2, read, (deep + 1) % DEEP);
+        if constexpr (PATCHES > 1) {
+          if (deep == 0 && read_tap == 0 && step + taps < steps) load_patch(part + 1);
+        }
         if (deep < DEEP - 1) {  // copies are spread between products
           constexpr int PARTS = DEEP - 1;
           if (loading < tiles) {
             #pragma unroll
             for (int i = 0; i < LOADS_A; ++i)
-              if (i * PARTS / LOADS_A == deep) load_a(i, write);
+              if (!PATCH && i * PARTS / LOADS_A == deep) load_a(i, write);
             #pragma unroll
             for (int i = 0; i < LOADS_B; ++i)
               if (i * PARTS / LOADS_B == deep) load_b(i, write);

@@ -103,27 +103,48 @@ def configs(problem: Problem, most: int = TRIED) -> tuple[Config, ...]:
         share = cut.blocks if blocks > multiprocessors() else 1
         steps = ceil_div(geometry.depth * problem["input"].itemsize, cut.depth) + LEAST_STAGES
         work = rounds * share * steps * cut.depth * cut.pixels * cut.filters
-        for persistent in (False, True)[: 1 + (rounds > 1)]:
-            tile = _fitted(replace(cut, persistent=persistent), problem)
-            if tile is not None:
-                estimates[tile] = work * (1 + 24 / cut.pixels + 24 / cut.filters)
+        ways = [cut, *([replace(cut, persistent=True)] if rounds > 1 else [])]
+        if patches := _patches(problem, cut):
+            ways.append(replace(cut, patches=patches))
+        for tile in filter(None, (_fitted(way, problem) for way in ways)):
+            estimates[tile] = work * (1 + 24 / cut.pixels + 24 / cut.filters)
     return tuple(asdict(tile) for tile in sorted(estimates, key=estimates.__getitem__)[:most])
+
+
+def _patches(problem: Problem, tile: Tile) -> int:
+    """How many patches a tile needs, if all taps can read the same pixels in shared memory: where
+    the result is as large as the image, a tap is as far from a pixel everywhere. Else 0.
+    """
+    geometry = Geometry.of(problem)
+    a, nbytes = problem.attrs, geometry.channels * problem["input"].itemsize
+    same = geometry.image == geometry.out and math.prod(geometry.filter) >= LEAST_STAGES
+    if not same or {*a["stride"], *a["dilation"]} != {1} or nbytes % tile.depth:
+        return 0
+    return min(2, nbytes // tile.depth)
+
+
+def _beside(problem: Problem) -> int:
+    """Pixels that taps read beside those of a tile."""
+    _, rows, columns = Geometry.of(problem).filter
+    return (rows - 1) * problem["input"].shape[3] + columns - 1
 
 
 def _fitted(tile: Tile, problem: Problem) -> Tile | None:
     """A tile that has room on the GPU, with the residual beside its stages if that fits."""
     limit, item = gpu().shared_bytes_of_block(tile.blocks), problem.output.itemsize
-    residual = problem.epilogue.residual is not None
-    for early in dict.fromkeys((residual, residual and tile.persistent)):
+    residual, beside = problem.epilogue.residual is not None, _beside(problem)
+    first = residual and not tile.patches
+    for early in dict.fromkeys((first, first and tile.persistent)):
         for depth in dict.fromkeys((tile.depth, 64)):
             if tile.pixels % (tile.threads * 16 // depth):
                 continue
-            made = replace(tile, depth=depth, early=early)
+            patches = _patches(problem, replace(tile, depth=depth)) if tile.patches else 0
+            made = replace(tile, depth=depth, early=early, patches=patches)
             apart = early or tile.persistent
-            room = limit - (tile.result_bytes(item) if apart else 0)
+            room = limit - made.patch_bytes(beside) - (made.result_bytes(item) if apart else 0)
             most = tile.stages if depth == tile.depth else 4
             made = replace(made, stages=min(most, room // made.stage_bytes))
-            if made.stages >= LEAST_STAGES and made.shared_bytes(item) <= limit:
+            if made.stages >= LEAST_STAGES and made.shared_bytes(item, beside) <= limit:
                 return made
     return None
 
@@ -154,7 +175,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             (grid, 1, 1),
             (tile.threads, 1, 1),
             (x, weight, *(out if t is None else t for t in given), out, *factors, *numbers),
-            shared_bytes=tile.shared_bytes(problem.output.itemsize),
+            shared_bytes=tile.shared_bytes(problem.output.itemsize, _beside(problem)),
             target=gpu_target() if only_compiles() else None,
         )
         record(launched)
@@ -176,6 +197,7 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
         problem.output.dtype,
         Epilogue[str](activation=epilogue.activation, **types),
         taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
+        beside=_beside(problem),
         rescaled=problem.gamma is not None,
         machine=machine,
     )

@@ -32,8 +32,10 @@ class Tile:
         stages: in shared memory.
         blocks: of a multiprocessor: so many must find registers.
         early: the residual has room of its own, and is loaded before the products.
-        persistent: a block makes one tile after another, and loads the next one's first stages while
-            it stores.
+        persistent: a block makes one tile after another, and loads the next one's first stages
+            while it stores.
+        patches: above 0 all taps read the same pixels in shared memory, which are so often there:
+            for one part of the channels, or for the next one too.
     """
 
     pixels: int
@@ -45,6 +47,7 @@ class Tile:
     blocks: int
     early: bool = False
     persistent: bool = False
+    patches: int = 0
 
     @property
     def threads(self) -> int:
@@ -52,15 +55,20 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        return self.depth * (self.pixels + self.filters)
+        return self.depth * ((0 if self.patches else self.pixels) + self.filters)
 
     def result_bytes(self, itemsize: int) -> int:
         return itemsize * self.pixels * self.filters
 
-    def shared_bytes(self, itemsize: int) -> int:
-        """Of a block: stages, and the result behind them or in their place."""
-        stages, result = self.stages * self.stage_bytes, self.result_bytes(itemsize)
-        return stages + result if self.early or self.persistent else max(stages, result)
+    def patch_bytes(self, beside: int) -> int:
+        """Of patches, with so many pixels that taps read beside a tile's, and of a row of zeros."""
+        return self.depth * (self.patches * (self.pixels + beside) + 1) if self.patches else 0
+
+    def shared_bytes(self, itemsize: int, beside: int = 0) -> int:
+        """Of a block: stages and patches, and the result behind them or in their place."""
+        loaded = self.stages * self.stage_bytes + self.patch_bytes(beside)
+        result = self.result_bytes(itemsize)
+        return loaded + result if self.early or self.persistent else max(loaded, result)
 
 
 def source(
@@ -70,6 +78,7 @@ def source(
     epilogue: Epilogue[str],
     *,
     taps: bool,
+    beside: int,
     rescaled: bool,
     machine: str | None = None,
 ) -> str:
@@ -77,6 +86,7 @@ def source(
 
     Args:
         taps: the filter has more than one tap, or reads beside the image.
+        beside: pixels that taps read beside those of a tile.
         rescaled: the activation's result is multiplied by ``gamma``.
         machine: instead of what only a GPU has.
     """
@@ -97,6 +107,8 @@ def source(
         "EARLY": int(tile.early),
         "PERSISTENT": int(tile.persistent),
         "TAPS": int(taps),
+        "PATCHES": tile.patches,
+        "PATCH_ROWS": tile.pixels + beside if tile.patches else 0,
         "RESCALED": int(rescaled),
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
