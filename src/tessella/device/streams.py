@@ -59,8 +59,9 @@ def capturing(
             captures.
 
     cuBLAS has a workspace for each stream. One of an earlier capture lies in that one's memory, and
-    torch.compile frees all: a graph that used it read and wrote what was no longer there ("unspecified
-    launch failure" of ViT and BERT). So it is forgotten before, and made again in this graph's pool.
+    torch.compile frees all: a graph that used it read and wrote what was no longer there
+    ("unspecified launch failure" of ViT and BERT). So it is forgotten before, and made again in
+    this graph's pool.
     """
     stream = stream or _captures(torch.cuda.current_device()).stream
     graph = torch.cuda.CUDAGraph(keep_graph=True)

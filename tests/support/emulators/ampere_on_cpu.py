@@ -1,7 +1,8 @@
 """Ampere's kernels in CUDA C++ as C++ on a processor, a thread for each of a block's.
 
-Beside what ``sparse_on_cpu`` says of every GPU: copies that nobody sees before they are waited for,
-``ldmatrix``, and products whose operands lie in the registers of a warp, as the PTX manual has them.
+Beside what ``sparse_on_cpu`` says of every GPU: copies that nobody sees before they are waited
+for, ``ldmatrix``, and products whose operands lie in the registers of a warp, as the PTX manual has
+them.
 """
 
 from __future__ import annotations

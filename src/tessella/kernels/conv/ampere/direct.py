@@ -149,8 +149,8 @@ def _kernel(code: str) -> CudaKernel:
 
 
 def pack(weight: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """[K, C, R, S] as the shared memory of blocks of 64 filters: runs of each, and what ``direct.cu``
-    says of their order.
+    """[K, C, R, S] as the shared memory of blocks of 64 filters: runs of each, in the order that
+    ``direct.cu`` says.
     """
     how = ("conv.ampere.direct", layer.shift, layer.words)
     return packed(weight, how, lambda weight: _packed(weight, layer))

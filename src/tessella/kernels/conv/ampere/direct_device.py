@@ -2,8 +2,8 @@
 
 A block has rows of the image in shared memory and makes some rows of the result. The left matrix
 are the runs of a pixel: under one row of the filter it reads one run of neighbouring values, whose
-words lie where a lane wants them, for any pixel. So nothing is rearranged, and a row of the image is
-read once a block.
+words lie where a lane wants them, for any pixel. So nothing is rearranged, and a row of the image
+is read once a block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolution as a matrix product by ``mma.sync`` and ``cp.async``, channels_last, without workspace.
+"""Convolution as a matrix product by ``mma.sync`` and ``cp.async``, of channels_last tensors.
 
 What GPUs from Ampere on have, and Hopper's newer instructions replace. The device code is in
 ``implicit_gemm_device``.
@@ -36,7 +36,7 @@ OUTPUTS = {
     "int8": ("int8", "float16", "bfloat16"),
 }
 TRIED = 10
-# pixels, filters, bytes of the depth, warps along both, stages, and blocks that share a multiprocessor
+# pixels, filters, bytes of the depth, warps along both, stages, blocks of a multiprocessor
 _TILES = (
     (128, 256, 128, 2, 4, 3, 1),
     (256, 128, 128, 4, 2, 3, 1),
