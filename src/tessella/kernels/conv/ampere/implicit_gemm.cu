@@ -61,14 +61,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   int at[PIXELS], c, tap, r, s, d, moved;
   u32 seen[PIXELS], used;
   const char* from_w;
+  int loading = blockIdx.x, load_step = 0;
   auto settle = [&] {
     moved = c;
     if constexpr (TAPS && !PATCH) {
-      while (c >= channels) {
-        c -= channels;
-        ++tap;
-        if (++s == taps_w) { s = 0; ++r; }
-      }
+      do {  // without a branch where a stage is no deeper than the channels
+        const bool next = c >= channels;
+        c -= next ? channels : 0;
+        tap += next;
+        s += next;
+        const bool below = s == taps_w;
+        s = below ? 0 : s;
+        r += below;
+      } while (DEEPER && c >= channels);
       moved = (r * dilation_h * width + s * dilation_w) * pitch + c;
     }
   };
@@ -106,30 +111,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     copy_16(stage + mine + i * ROWS * ROW_BYTES, from, there);
   };
   auto load_b = [&](int i, u32 stage) {
-    const bool there = d < depth && (used >> i & 1);
+    const bool there = (PATCH ? load_step < steps : d < depth) && (used >> i & 1);
     copy_16(stage + A_BYTES + mine + i * ROWS * ROW_BYTES,
             there ? from_w + i * rows_apart : (const char*)weight, there);
   };
-  int loading = blockIdx.x, load_step = 0;
   auto advance = [&] {
-    if (++load_step < steps) {
-      if constexpr (PATCH) {
-        from_w += ITEM * channels;
-        if (++tap == taps) {
-          tap = 0;
-          from_w += ROW_BYTES - (long long)ITEM * depth;
-        }
-      } else {
-        c += BK;
-        d += BK;
-        from_w += ROW_BYTES;
-        settle();
-      }
-    } else {
-      load_step = 0;
-      loading += PERSISTENT ? blocks : tiles;
-      if (loading < tiles) begin_tile(loading);
+    ++load_step;
+    if constexpr (PATCH) {
+      const bool next = ++tap == taps;
+      tap = next ? 0 : tap;
+      from_w += ITEM * channels + (next ? ROW_BYTES - ITEM * depth : 0);
+      return;
     }
+    if (PERSISTENT && load_step == steps) {
+      load_step = 0;
+      loading += blocks;
+      if (loading < tiles) return begin_tile(loading);
+      used = 0;  // nothing is left
+      #pragma unroll
+      for (int i = 0; i < LOADS_A; ++i) seen[i] = 0;
+    }
+    c += BK;
+    d += BK;
+    from_w += ROW_BYTES;
+    settle();
   };
   auto load_patch = [&](int part) {  // so many channels of all pixels that taps read
     #pragma unroll 4
@@ -161,28 +166,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   }
   #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (loading < tiles) {
-      if constexpr (!PATCH) {
-        #pragma unroll
-        for (int i = 0; i < LOADS_A; ++i) load_a(i, shared + stage * STAGE_BYTES);
-      }
+    if constexpr (!PATCH) {
       #pragma unroll
-      for (int i = 0; i < LOADS_B; ++i) load_b(i, shared + stage * STAGE_BYTES);
-      advance();
+      for (int i = 0; i < LOADS_A; ++i) load_a(i, shared + stage * STAGE_BYTES);
     }
+    #pragma unroll
+    for (int i = 0; i < LOADS_B; ++i) load_b(i, shared + stage * STAGE_BYTES);
+    advance();
     end_copies();
   }
 
   u32 a_at = (warp_m + lane % 16) * ROW_BYTES + turned<CHUNKS>(lane % 16, lane / 16) * 16;
   int read_tap = 0, read_r = 0, read_s = 0, part = 0;  // in a patch
   auto next_tap = [&] {
-    if (++read_tap == taps) {
-      read_tap = read_r = read_s = 0;
-      ++part;
-    } else if (++read_s == taps_w) {
-      read_s = 0;
-      ++read_r;
-    }
+    const bool below = ++read_s == taps_w, next = ++read_tap == taps;
+    read_s = below ? 0 : read_s;
+    read_r = next ? 0 : read_r + below;
+    read_tap = next ? 0 : read_tap;
+    part += next;
     const int line = warp_m + lane % 16 + read_r * width + read_s;
     a_at = PATCH_AT + part % COUNT * PATCH_BYTES + line * ROW_BYTES
          + turned<CHUNKS>(line, lane / 16) * 16;
@@ -224,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
         for (int l = 0; l < 4; ++l) sums[i][j][l] = 0;
     #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
+      if (PATCHES > 1 && read_tap == 0 && step + taps < steps) load_patch(part + 1);
       #pragma unroll
       for (int deep = 0; deep < DEEP; ++deep) {
         if (deep == DEEP - 1) {
@@ -234,21 +236,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
           if constexpr (PATCH) next_tap();
         }
         fetch((deep + 1) % 2, read, (deep + 1) % DEEP);
-        if constexpr (PATCHES > 1) {
-          if (deep == 0 && read_tap == 0 && step + taps < steps) load_patch(part + 1);
-        }
         if (deep < DEEP - 1) {  // copies are spread between products
           constexpr int PARTS = DEEP - 1;
-          if (loading < tiles) {
-            #pragma unroll
-            for (int i = 0; i < LOADS_A; ++i)
-              if (!PATCH && i * PARTS / LOADS_A == deep) load_a(i, write);
-            #pragma unroll
-            for (int i = 0; i < LOADS_B; ++i)
-              if (i * PARTS / LOADS_B == deep) load_b(i, write);
-            if (deep == DEEP - 2) advance();
-          }
+          #pragma unroll
+          for (int i = 0; i < LOADS_A; ++i)
+            if (!PATCH && i * PARTS / LOADS_A == deep) load_a(i, write);
+          #pragma unroll
+          for (int i = 0; i < LOADS_B; ++i)
+            if (i * PARTS / LOADS_B == deep) load_b(i, write);
           if (deep == DEEP - 2) {
+            advance();
             end_copies();
             write += STAGE_BYTES;
             if (write == end) write = shared;

@@ -197,6 +197,7 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
         problem.output.dtype,
         Epilogue[str](activation=epilogue.activation, **types),
         taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
+        deeper=geometry.channels * problem["input"].itemsize < tile.depth,
         beside=_beside(problem),
         rescaled=problem.gamma is not None,
         machine=machine,

@@ -78,6 +78,7 @@ def source(
     epilogue: Epilogue[str],
     *,
     taps: bool,
+    deeper: bool,
     beside: int,
     rescaled: bool,
     machine: str | None = None,
@@ -86,6 +87,7 @@ def source(
 
     Args:
         taps: the filter has more than one tap, or reads beside the image.
+        deeper: a stage is deeper than the channels, so that taps begin within it.
         beside: pixels that taps read beside those of a tile.
         rescaled: the activation's result is multiplied by ``gamma``.
         machine: instead of what only a GPU has.
@@ -107,6 +109,7 @@ def source(
         "EARLY": int(tile.early),
         "PERSISTENT": int(tile.persistent),
         "TAPS": int(taps),
+        "DEEPER": int(deeper),
         "PATCHES": tile.patches,
         "PATCH_ROWS": tile.pixels + beside if tile.patches else 0,
         "RESCALED": int(rescaled),
