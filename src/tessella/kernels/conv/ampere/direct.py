@@ -162,6 +162,7 @@ def _packed(weight: torch.Tensor, layer: Layer) -> torch.Tensor:
     channel = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
     runs = weight.permute(0, 2, 3, 1).reshape(filters // FILTERS, FILTERS, layer.taps_h, layer.run)
     made = weight.new_zeros(filters // FILTERS, FILTERS, layer.weight_pitch // 2)
-    depth = made[:, :, : layer.taps_h * 2 * layer.words].unflatten(2, (layer.taps_h, -1))
-    depth[..., layer.shift : layer.shift + layer.run] = runs[:, channel]
+    for row in range(layer.taps_h):
+        at = 2 * layer.words * row + layer.shift
+        made[:, :, at : at + layer.run] = runs[:, channel, row]
     return made

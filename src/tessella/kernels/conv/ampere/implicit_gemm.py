@@ -24,7 +24,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.ampere.implicit_gemm_device import Tile, source
 from tessella.kernels.conv.tiles import Geometry
-from tessella.operations.epilogue import TENSORS, Epilogue
+from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -187,15 +187,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
 def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
     """The kernel's source."""
     epilogue, geometry = problem.epilogue, Geometry.of(problem)
-    types = {
-        name: None if meta is None else meta.dtype
-        for name, meta in zip(TENSORS, _operands(problem), strict=True)
-    }
+    bias, residual, scale = (None if meta is None else meta.dtype for meta in _operands(problem))
     return source(
-        tile if types["residual"] else replace(tile, early=False),
+        tile if residual else replace(tile, early=False),
         problem["input"].dtype,
         problem.output.dtype,
-        Epilogue[str](activation=epilogue.activation, **types),
+        Epilogue[str](bias=bias, residual=residual, scale=scale, activation=epilogue.activation),
         taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
         deeper=geometry.channels * problem["input"].itemsize < tile.depth,
         beside=_beside(problem),
