@@ -319,6 +319,7 @@ def _graphed(module: torch.nn.Module, inputs: Tensors) -> Run:
         for _ in range(3):
             module(*inputs)
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # as ``capturing``: none of an earlier graph's memory
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.inference_mode():
         module(*inputs)

@@ -2,6 +2,7 @@
 
 For each shape our kernels race among themselves; the winner then runs in turn with every peer, cold
 L2, in CUDA graphs. cuDNN searches too (``cudnn.benchmark``). A ratio above 1 means that we win.
+``python -m benchmarks.older_gpu sm_80 benchmarks.kernels`` takes an older GPU's kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Tensors = list[torch.Tensor]
 
 def main() -> None:
     args = _arguments()
-    path = Path(args.out or RESULTS / "kernels-sm_90.json")
+    path = Path(args.out or RESULTS / f"kernels-{TARGET}.json")
     torch.backends.cudnn.benchmark = True
     ceilings = measured(TARGET, torch.cuda.get_device_name())
     rows: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tessella.core.device import torch_device
+from tessella.core.device import default_target, torch_device
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations.problem import Problem
@@ -17,7 +17,7 @@ from tessella.operations.tensor_meta import TensorMeta, memory_format
 from tessella.search import find as search
 from tessella.search.find import SearchOptions
 
-TARGET = "sm_90"
+TARGET = default_target() if torch.cuda.is_available() else "sm_90"
 Peer = Callable[..., Any]
 
 

@@ -15,6 +15,7 @@ from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
 from tessella.core.preprocess import Preprocess, gain_and_offset, normalize
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.device.streams import OwnStream, capturing
 from tessella.graph import capture
 from tessella.kernels.catalog import kernel
 from tessella.operations.problem import Problem
@@ -243,3 +244,34 @@ def test_a_plan_with_torchs_operators_is_tried_on_the_gpu(tmp_path: Path) -> Non
     with runtime.load_tried(path, folder=tmp_path / "cache") as engine:
         assert engine(a=a, b=b)["c"].tolist() == [[-(2**63), -(2**63)], [-3, -8]]
     assert len(list((tmp_path / "cache" / "tried").iterdir())) == 1
+
+
+def test_a_graph_keeps_its_workspace_when_torch_compile_frees_all() -> None:
+    """cuBLAS had one for the stream in an earlier graph, which has ended since."""
+    device = torch.device("cuda")
+    a, b = (
+        torch.randn(64, 1 << 17, device=device).half(),
+        torch.randn(1 << 17, 64, device=device).half(),
+    )
+    y = torch.empty(64, 64, device=device, dtype=torch.float16)
+
+    def captured() -> tuple[OwnStream, torch.cuda.CUDAGraph]:
+        own = OwnStream(device)
+        torch.mm(a, b, out=y)
+        with capturing(pool=torch.cuda.graph_pool_handle(), stream=own.stream) as graph:
+            torch.mm(a, b, out=y)
+        return own, graph
+
+    before = captured()
+    handle = before[0].stream.cuda_stream
+    del before
+    own, graph = captured()
+    assert own.stream.cuda_stream == handle
+    graph.replay()
+    right = y.clone()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(y.float(), right.float(), rtol=2e-2, atol=1.0)

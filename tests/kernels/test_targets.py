@@ -26,7 +26,12 @@ COMPILED = tuple(target for target in GPU_TARGETS if target != "sm_90")
 # whose code ran on an H200, in tests/gpu with TARGET, and which rows did not
 ANSWERED: dict[str, tuple[str, ...]] = {
     "sm_80": (),
-    "sm_89": ("deformable_attention.sampled", "image_to_tensor.pointwise"),
+    "sm_89": (
+        "deformable_attention.sampled",
+        "image_to_tensor.pointwise",
+        "conv2d.implicit_gemm.sm80",
+        "conv2d.direct.sm80",
+    ),
 }
 # of a thread; more would be registers that do not fit. Loops' pointers and counters are less
 MOST_SPILLED_BYTES = 64
@@ -45,10 +50,10 @@ there as on Hopper; what they refuse, a build leaves out.
 
 What Triton writes for `sm_80` and `sm_89`, with the configurations and the shared memory of these
 chips, also ran on an H200: `TARGET=sm_80 python -m pytest tests/gpu` (`benchmarks/older_gpu.py`
-says how). The answers of the kernels marked `answers` are right. FP8 is the exception: on `sm_89`
-Triton 3.6 quantizes some float32 numbers to another e4m3 number than torch does. How fast a kernel
-is on these chips, nobody knows; `python -m benchmarks.older_plans` times whole networks on a Hopper
-GPU (`benchmarks/results/older-plans-*.json`).
+says how; CUDA C++ is compiled for the GPU that runs it, there too). The answers of the kernels
+marked `answers` are right. How fast a kernel is on these chips, nobody knows;
+`python -m benchmarks.older_plans` times whole networks on a Hopper GPU
+(`benchmarks/results/older-plans-*.json`).
 
 On a chip of this table that you have, `tessella doctor --report` runs all kernels, compares each
 with float64, times it beside torch's, and writes a file to send us: see

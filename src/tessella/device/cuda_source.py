@@ -15,4 +15,5 @@ def cuda_source(package: str, name: str) -> str:
 
 
 TYPES = cuda_source(__package__, "types.cuh")
-INSTRUCTIONS = cuda_source(__package__, "hopper.cuh")
+CONVERSIONS = cuda_source(__package__, "conversions.cuh")  # what every GPU has
+INSTRUCTIONS = CONVERSIONS + cuda_source(__package__, "hopper.cuh")[1:]

@@ -19,6 +19,7 @@ from tessella.device.graph_edges import let_libraries_wait
 _CAPTURES = threading.Lock()
 _captured: ContextVar[bool] = ContextVar("captured", default=False)
 _FREE: defaultdict[int, list[int]] = defaultdict(list)  # handles by the device's index
+_POOLS: dict[int, torch.cuda._POOL_HANDLE | None] = {}  # where a stream's last capture had memory
 
 
 class OwnStream:
@@ -54,19 +55,26 @@ def capturing(
 
     Args:
         pool: where the block's results live; memory of the graph's own if None.
-        stream: one that nobody else uses, now or when the graph is replayed, and that has run
-            nothing: cuBLAS makes a workspace for each stream, which is then in ``pool``. One that
-            it had before may be freed, as torch.compile does. If None, one of all captures.
+        stream: one that nobody else uses, now or when the graph is replayed. If None, one of all
+            captures.
+
+    cuBLAS has a workspace for each stream. One of an earlier capture lies in that one's memory, and
+    torch.compile frees all: a graph that used it read and wrote what was no longer there
+    ("unspecified launch failure" of ViT and BERT). So it is forgotten before, and made again in
+    this graph's pool.
     """
     stream = stream or _captures(torch.cuda.current_device()).stream
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     token = _captured.set(True)
     try:
-        with (
-            _CAPTURES,
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            yield graph
+        with _CAPTURES:
+            if pool is None or _POOLS.get(stream.cuda_stream) != pool:
+                torch._C._cuda_clearCublasWorkspaces()
+            _POOLS[stream.cuda_stream] = pool
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                yield graph
     finally:
         _captured.reset(token)
     with GRAPH_LOCK:

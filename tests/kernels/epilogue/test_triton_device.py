@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tessella.device.launch import launch
-from tessella.kernels.epilogue.triton_device import activate, cast, finish
+from tessella.kernels.epilogue.triton_device import activate, cast, finish, rounded
 from tessella.operations.epilogue import ACTIVATIONS
 from tests.support.kernels.compile_only import compile_all
 
@@ -77,6 +77,32 @@ def test_fp8_saturates(dtype: torch.dtype) -> None:
     limit = torch.finfo(dtype).max
     assert torch.equal(out[:16].float(), x[:16])
     assert torch.equal(out[18:20].float(), torch.tensor([limit, -limit]))
+
+
+@triton.jit
+def _round_kernel(x, out, BITS: tl.constexpr, LEAST: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, rounded(tl.load(x + at), BITS, LEAST))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "least"), [(torch.float8_e4m3fn, 3, -6), (torch.float8_e5m2, 2, -14)]
+)
+def test_numbers_are_rounded_to_fp8_once(dtype: torch.dtype, bits: int, least: int) -> None:
+    """Beside every two neighbours of fp8, the middle and the float32 numbers next to it."""
+    every = torch.arange(256).to(torch.uint8).view(dtype).float()
+    every = every[every.isfinite()].sort().values
+    middle = (every[1:] + every[:-1]) / 2
+    x = torch.cat(
+        [every, middle, *(torch.nextafter(middle, torch.tensor(far)) for far in (1e9, -1e9))]
+    )
+    x = torch.cat([x, torch.full((1024 - len(x),), torch.nan)])
+    out = torch.zeros(1024)
+    launch(_round_kernel, (1,), x, out, BITS=bits, LEAST=least, SIZE=1024)
+    right = x.to(dtype).float()
+    assert torch.equal(out.nan_to_num(1e9), right.nan_to_num(1e9))
+    assert not torch.equal(x.half().to(dtype).float().nan_to_num(1e9), right.nan_to_num(1e9))
+    assert torch.equal(out.half().float().nan_to_num(1e9), out.nan_to_num(1e9))
 
 
 @pytest.mark.parametrize("present", range(8))

@@ -59,6 +59,7 @@ def problems() -> dict[str, Problem]:
     images = {
         "half": CONV,
         "ieee": replace(CONV, dtype="float32", bias="float32"),
+        "first": replace(CONV, x=(8, 3, 64, 64), w=(64, 3, 7, 7), stride=2, padding=3),
         "depthwise": replace(CONV, w=(64, 1, 3, 3), groups=64),
         "tf32": replace(CONV, dtype="float32", bias="float32", math="tf32"),
         "int8": replace(CONV, dtype="int8", out="int8", scale=True, bias="float32"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 # 1.5 · 2²³: adding it to a float32 of magnitude below 2²² rounds to an integer, half to even
 _ROUND = tl.constexpr(12582912.0)
@@ -75,12 +76,34 @@ def cast(x, dtype: tl.constexpr):
     if dtype == tl.int8:
         y = ((_clamp(x, -128.0, 127.0) + _ROUND) - _ROUND).to(tl.int8)
     elif dtype == tl.float8e4nv:
-        y = _clamp(x, -_E4M3_MAX, _E4M3_MAX).to(dtype)
+        y = _clamp(x, -_E4M3_MAX, _E4M3_MAX)
+        if not cuda_capability_geq(9, 0):
+            y = rounded(y, 3, -6)
+        y = y.to(dtype)
     elif dtype == tl.float8e5:
-        y = _clamp(x, -_E5M2_MAX, _E5M2_MAX).to(dtype)
+        y = _clamp(x, -_E5M2_MAX, _E5M2_MAX)
+        if not cuda_capability_geq(9, 0):
+            y = rounded(y, 2, -14)
+        y = y.to(dtype)
     else:
         y = x.to(dtype)
     return y
+
+
+@triton.jit
+def rounded(x, BITS: tl.constexpr, LEAST: tl.constexpr):
+    """float32 numbers with so many bits behind the first, half to even; below ``2 ** LEAST`` all
+    are as far apart as there. NaN stays NaN; infinity becomes NaN.
+
+    Before Hopper, Triton makes fp8 of float16: a number that rounds to the middle between two of
+    fp8 was rounded twice. After this, both conversions are exact.
+    """
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (127 + LEAST) << 23)
+    far = (
+        exponent + ((23 - BITS) << 23)
+    ) | 0x400000  # 1.5 · 2ⁿ: its last bit is worth the last kept
+    far = far.to(tl.float32, bitcast=True)
+    return (x + far) - far
 
 
 @triton.jit

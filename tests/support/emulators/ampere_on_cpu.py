@@ -1,0 +1,126 @@
+"""Ampere's kernels in CUDA C++ as C++ on a processor, a thread for each of a block's.
+
+Beside what ``sparse_on_cpu`` says of every GPU: copies that nobody sees before they are waited
+for, ``ldmatrix``, and products whose operands lie in the registers of a warp, as the PTX manual has
+them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.support.emulators.sparse_on_cpu import COMMON, HEAD
+
+_HEAD = r"""
+#define __align__(...)
+struct uint4 { unsigned x, y, z, w; };
+inline unsigned __float_as_uint(float x) { return as<unsigned>(x); }
+inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+"""
+
+_MACHINE = r"""
+struct Copy { u32 to; const void* from; int bytes; bool there; };
+thread_local std::vector<std::vector<Copy>> copies(1);
+inline void copy(u32 to, const void* from, int bytes, bool there) {
+  if (to % bytes || (u64)from % bytes) abort();
+  copies.back().push_back({to, from, bytes, there});
+}
+inline void copy_16(u32 to, const void* from, bool there) { copy(to, from, 16, there); }
+inline void end_copies() { copies.emplace_back(); }
+template <int PENDING> void wait_for_copies() {
+  while (copies.size() - 1 > PENDING) {
+    for (const Copy& c : copies.front()) {
+      if (c.there) memcpy(memory + c.to, c.from, c.bytes);
+      else memset(memory + c.to, 0, c.bytes);
+    }
+    copies.erase(copies.begin());
+  }
+}
+inline u32 read_word(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
+inline void write_word(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
+inline u32 read_half(u32 at) { u16 x; memcpy(&x, memory + at, 2); return x; }
+inline void write_half(u32 at, u32 x) { memcpy(memory + at, &x, 2); }
+inline uint4 read_four(u32 at) { uint4 x; memcpy(&x, memory + at, 16); return x; }
+u32 asked[256], left[256][4], right[256][2];
+inline void read_blocks(u32& a, u32& b, u32& c, u32& d, u32 at) {
+  const int t = threadIdx.x, first = t / 32 * 32, lane = t % 32;
+  if (at % 16) abort();
+  asked[t] = at;
+  __syncwarp();
+  u32* to[4] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; ++i) *to[i] = read_word(asked[first + 8 * i + lane / 4] + 4 * (lane % 4));
+  __syncwarp();
+}
+inline float part_of(u32 word, int place) {  // a word has two numbers, or four of a byte
+  if (KIND_OF_X == 3) return (signed char)(word >> 8 * place);
+  const u32 bits = word >> 16 * place & 0xffff;
+  return KIND_OF_X == 2 ? as<float>(bits << 16) : of_half(bits);
+}
+inline void multiply(Sum (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  const int t = threadIdx.x, first = t / 32 * 32, lane = t % 32;
+  memcpy(left[t], a, 16);
+  memcpy(right[t], b, 8);
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) {
+    const int n = lane % 4 * 2 + i % 2;
+    for (int word = 0; word < 8; ++word) {
+      const u32 x = left[first + lane / 4 * 4 + word % 4][i / 2 + word / 4 * 2];
+      const u32 w = right[first + n * 4 + word % 4][word / 4];
+      for (int l = 0; l < (KIND_OF_X == 3 ? 4 : 2); ++l) d[i] += part_of(x, l) * part_of(w, l);
+    }
+  }
+  __syncwarp();
+}
+"""
+
+_TAIL = r"""
+extern "C" void run(int grid, const void** p, const float* f, const int* n) {
+  for (int b = 0; b < grid; ++b) {
+    memset(memory, 0x7f, sizeof memory);  // NaN
+    std::vector<std::thread> threads;
+    for (int t = 0; t < THREADS; ++t)
+      threads.emplace_back([=] {
+        threadIdx.x = t; blockIdx.x = b;
+        KERNEL;
+      });
+    for (auto& thread : threads) thread.join();
+  }
+}
+"""
+
+
+def machine(dtype: torch.dtype) -> str:
+    """What a source for this element type takes in the place of the GPU's instructions."""
+    kind = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}[dtype]
+    return f"constexpr int KIND_OF_X = {kind};\n" + COMMON + _MACHINE
+
+
+def run(
+    source: str,
+    name: str,
+    grid: int,
+    tensors: Sequence[torch.Tensor | None],
+    factors: Sequence[float],
+    numbers: Sequence[int],
+    folder: Path,
+) -> None:
+    """Call a kernel with pointers, floats and ints, in this order; it is compiled in a folder."""
+    taken = [f"(void*)p[{i}]" for i in range(len(tensors))]
+    taken += [f"f[{i}]" for i in range(len(factors))] + [f"n[{i}]" for i in range(len(numbers))]
+    code = source.replace("extern __shared__ __align__(128) char memory[];", "")
+    text = HEAD + _HEAD + code + _TAIL.replace("KERNEL", f"{name}({', '.join(taken)})")
+    library = folder / "kernel.so"
+    command = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([*command, "-x", "c++", "-", "-o", library], input=text, text=True, check=True)
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    ctypes.CDLL(library).run(
+        grid,
+        (ctypes.c_void_p * len(pointers))(*pointers),
+        (ctypes.c_float * len(factors))(*factors),
+        (ctypes.c_int * len(numbers))(*numbers),
+    )
