@@ -100,6 +100,7 @@ def page() -> str:
     parts += [
         *_training(),
         *_steps(),
+        *_scattered(),
         *_detection(),
         *_boxes_and_masks(),
         *_serving(),
@@ -314,6 +315,26 @@ def _steps() -> Iterator[str]:
     for number, run in enumerate(runs, 1):
         yield f"{number}. {_origin(run)}"
     yield ""
+
+
+def _scattered() -> Iterator[str]:
+    """Boxes and masks of digits on textures: what was learned in how many minutes."""
+    yield "## Digits scattered on textures: `scattered-sm_90.json`\n"
+    yield "Pictures of 96²; the digits that validation has are in no picture for training.\n"
+    for number, run in enumerate(_runs("scattered-sm_90.json"), 1):
+        yield markdown(*scattered(run["rows"])) + "\n"
+        yield f"{number}. {_origin(run)}\n"
+
+
+def scattered(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
+    """A line a task: what was learned, how long it took, and the scores."""
+    scores = {"detection": ("map50", "map"), "segmentation": ("miou", "dice")}
+    lines: list[Sequence[object]] = [
+        (r["task"], r["network"], r["pictures"], r["epochs"], r["minutes"],
+         ", ".join(f"{name} {r[name]:.3f}" for name in scores[r["task"]]))
+        for r in rows
+    ]  # fmt: skip
+    return ("task", "network", "pictures", "epochs", "minutes", "scores"), lines
 
 
 def _detection() -> Iterator[str]:

@@ -303,7 +303,14 @@ def test_the_loss_by_hand_and_a_batch_is_the_mean_of_its_parts() -> None:
     for n in range(4):
         known = truth[n] != IGNORED
         own = p[n].gather(0, truth[n].long().clamp(max=2)[None])[0]
-        by_hand.append(-own[known].sum() / max(int(known.sum()), 1))
+        entropy = -own[known].sum() / max(int(known.sum()), 1)
+        said = p[n].exp()
+        dice = [
+            2 * said[k][truth[n] == k].sum() / (said[k][known].sum() + (truth[n] == k).sum())
+            for k in range(3)
+            if (truth[n] == k).any()
+        ]
+        by_hand.append(entropy + (1 - torch.stack(dice).mean() if dice else 0.0))
     whole = TASK.loss.loss(logits, truth, LossSettings())
     assert whole.item() == pytest.approx(torch.stack(by_hand).mean().item(), rel=1e-6)
     halves = [TASK.loss.loss(logits[h], truth[h], LossSettings()) for h in (slice(2), slice(2, 4))]

@@ -15,14 +15,16 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from tessella.annotations import rle
 from tessella.core.preprocess import encode
 
 HELD_OUT = 397  # digits that validation draws from
-INK = 5  # of 16: a pixel with so much belongs to the digit, for its box
+INK = 5  # of 16: a pixel with more belongs to the digit, for its box and its mask
 TRIES = 20  # for a place that no other digit covers
 MOST_COVERED = 0.1  # of a digit's box
 
 Colors = npt.NDArray[np.float64]
+Placed = tuple[int, list[int], npt.NDArray[np.bool_]]  # digit; x, y, width, height; its pixels
 
 
 def write_scattered(
@@ -37,6 +39,8 @@ def write_scattered(
     seed: int = 0,
 ) -> tuple[Path, Path]:
     """Write pictures as PNGs, and two COCO files: of ``count`` to train on, of ``val`` to validate.
+
+    Each digit has its box and, in run lengths, its mask.
 
     Args:
         size: height and width of a picture.
@@ -62,10 +66,12 @@ def write_scattered(
             name = f"images/{split}-{i:04d}.png"
             (folder / name).write_bytes(encode(pixels))
             images.append({"id": i, "file_name": name, "height": size, "width": size})
-            for digit, box in placed:
-                label = int(found.target[digit])
-                things.append({"id": len(things) + 1, "image_id": i, "category_id": label,
-                               "bbox": box, "area": box[2] * box[3], "iscrowd": 0})  # fmt: skip
+            for digit, box, mask in placed:
+                counts = rle.compressed(rle.counts_of(mask)).decode()
+                things.append({"id": len(things) + 1, "image_id": i,
+                               "category_id": int(found.target[digit]), "iscrowd": 0,
+                               "bbox": box, "area": int(mask.sum()),
+                               "segmentation": {"size": [size, size], "counts": counts}})  # fmt: skip
         categories = [{"id": k, "name": str(k)} for k in digits]
         plain = {"images": images, "annotations": things, "categories": categories}
         paths.append(folder / f"{split}.json")
@@ -80,10 +86,10 @@ def _picture(
     size: int,
     most: int,
     sides: tuple[int, int],
-) -> tuple[npt.NDArray[np.uint8], list[tuple[int, list[int]]]]:
-    """A picture, and the digits in it with their boxes x, y, width and height."""
+) -> tuple[npt.NDArray[np.uint8], list[Placed]]:
+    """A picture, and the digits in it with their boxes and masks; later ones lie over earlier."""
     pixels = _texture(rng, size)
-    placed: list[tuple[int, list[int]]] = []
+    placed: list[Placed] = []
     taken = np.zeros((size, size), bool)
     for digit in rng.choice(pool, rng.integers(1, most + 1), replace=False).tolist():
         side = int(rng.integers(sides[0], sides[1] + 1))
@@ -97,7 +103,9 @@ def _picture(
                 taken[y : y + h, x : x + w] = True
                 part = pixels[top : top + side, left : left + side]
                 part += ink[:, :, None] * (_color(rng, part.mean(axis=(0, 1))) - part)
-                placed.append((digit, [x, y, w, h]))
+                mask = np.zeros((size, size), bool)
+                mask[top : top + side, left : left + side] = ink > INK / 16
+                placed.append((digit, [x, y, w, h], mask))
                 break
     return np.rint(pixels.clip(0, 255)).astype(np.uint8), placed
 
