@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from tessella.api.loading import load
-from tessella.api.predicting import Model, eager_predictor, engine_predictor, predictor, task_of
+from tessella.api.predicting import (
+    Model,
+    eager_predictor,
+    engine_predictor,
+    predictor,
+    task_of,
+    whole,
+)
 from tessella.api.samples import Data, split_of
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint, CheckpointInfo
@@ -98,7 +105,12 @@ def verify(
     labels, task = checkpoint.info.labels, of(checkpoint.info.task)
     samples = split_of(data, split, labels, checkpoint.info.task)
     require_images(samples)
-    predictors = eager_predictor(checkpoint, trust_code=trust_code), engine_predictor(engine)
+    predictors = [
+        whole(predict, record)
+        for predict in (
+            eager_predictor(checkpoint, trust_code=trust_code), engine_predictor(engine)
+        )
+    ]  # fmt: skip
     rows: tuple[list[Tensor], list[Tensor]] = ([], [])
     flips: list[Flip] = []
     largest = 0.0

@@ -18,6 +18,7 @@ from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, zoo
+from tessella.nn.windows import over_windows
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
@@ -75,7 +76,8 @@ class Trainer:
         self.kept: dict[str, str] = {}
         module = self._built(start) if network is None else network
         on_gpu = world.device.type == "cuda"
-        layout = torch.channels_last if on_gpu else torch.contiguous_format
+        last = torch.channels_last if info.preprocess.volume is None else torch.channels_last_3d
+        layout = last if on_gpu else torch.contiguous_format
         decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
@@ -163,7 +165,11 @@ class Trainer:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""
         module = self.evaluated.eval()
         with torch.inference_mode(), self.mixed.autocast():
-            outputs: Tensor = module(self.feed(batch).images).float()
+            images = self.feed(batch).images
+            if self._info.preprocess.volume is None:
+                outputs: Tensor = module(images).float()
+            else:
+                outputs = over_windows(module, images, self._info.preprocess.sides)
             answers = self._task.head.finish(outputs, self._info.task.numbers)
         self._freezing.train()
         return answers
@@ -181,7 +187,7 @@ class Trainer:
         """A batch of black images on the device."""
         record, classes = self._info.preprocess, len(self._info.labels)
         dtype = torch.uint8 if record.depth == 8 else torch.uint16
-        labels = self._task.examples.blank(count, classes, record.pixel_shape[:2])
+        labels = self._task.examples.blank(count, classes, record.sides)
         return self.feed(
             Batch(
                 pixels=torch.zeros(count, *record.pixel_shape, dtype=dtype),

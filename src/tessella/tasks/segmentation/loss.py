@@ -35,8 +35,8 @@ def loss(outputs: Tensor, targets: Tensor, settings: LossSettings) -> Tensor:
         ignore_index=IGNORED,
         label_smoothing=settings.smoothing,
     )
-    known_B = (wanted != IGNORED).sum((1, 2)).clamp(min=1)
-    return (losses_BHW.sum((1, 2)) / known_B).mean()
+    known_B = (wanted != IGNORED).flatten(1).sum(1).clamp(min=1)
+    return (losses_BHW.flatten(1).sum(1) / known_B).mean()
 
 
 def step_measure(outputs: Tensor, targets: Tensor, numbers: Numbers) -> Tensor:

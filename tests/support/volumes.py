@@ -1,0 +1,55 @@
+"""Volumes made by code: balls, ellipsoids and tubes in noise, with their labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+CLASSES = ("background", "ball", "ellipsoid", "tube")
+BRIGHT = (0.0, 1.0, 1.6, 2.2)  # of each class, beside noise of deviation 0.35
+
+
+def made_volume(side: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A volume float32 [side, side, side] with a thing of each kind, and its labels uint8.
+
+    A ball is as bright as an ellipsoid at times, so that its shape must be seen.
+    """
+    labels = np.zeros((side,) * 3, np.uint8)
+    grid = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).astype(np.float64)
+    centres = _apart(side, rng)
+    radius = side / rng.uniform(7, 9)
+    labels[((grid - centres[0]) ** 2).sum(-1) < radius**2] = 1
+    radii = side / rng.uniform([4.5, 10, 10], [5.5, 12, 12])
+    labels[(((grid - centres[1]) / rng.permutation(radii)) ** 2).sum(-1) < 1] = 2
+    axis = int(rng.integers(3))
+    across = [a for a in range(3) if a != axis]
+    away = ((grid - centres[2])[..., across] ** 2).sum(-1)
+    labels[(away < (side / 14) ** 2) & (labels == 0)] = 3
+    volume = np.array(BRIGHT)[labels] + rng.normal(0, 0.35, labels.shape)
+    return volume.astype(np.float32), labels
+
+
+def _apart(side: int, rng: np.random.Generator) -> np.ndarray:
+    """Three places that are not near each other."""
+    while True:
+        places = rng.uniform(side * 0.25, side * 0.75, (3, 3))
+        gaps = [np.linalg.norm(places[a] - places[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
+        if min(gaps) > side * 0.3:
+            return places
+
+
+def write_volumes(folder: Path, *, count: int, side: int, seed: int = 0) -> Path:
+    """A folder as MSD and nnU-Net have it, of .npy files."""
+    import json
+
+    rng = np.random.default_rng(seed)
+    for name in ("imagesTr", "labelsTr"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        volume, labels = made_volume(side, rng)
+        np.save(folder / "imagesTr" / f"case{number:02d}_0000.npy", volume)
+        np.save(folder / "labelsTr" / f"case{number:02d}.npy", labels)
+    named = {name: number for number, name in enumerate(CLASSES)}
+    (folder / "dataset.json").write_text(json.dumps({"labels": named}))
+    return folder
