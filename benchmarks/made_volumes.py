@@ -1,16 +1,22 @@
-"""Volumes made by code: balls, ellipsoids and tubes in noise, with their labels."""
+"""Volumes that a script makes: balls, ellipsoids and tubes in noise, with their labels."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[Any]
+Labels = npt.NDArray[np.uint8]
 
 CLASSES = ("background", "ball", "ellipsoid", "tube")
 BRIGHT = (0.0, 1.0, 1.6, 2.2)  # of each class, beside noise of deviation 0.35
 
 
-def made_volume(side: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def made_volume(side: int, rng: np.random.Generator) -> tuple[Floats, Labels]:
     """A volume float32 [side, side, side] with a thing of each kind, and its labels uint8.
 
     A ball is as bright as an ellipsoid at times, so that its shape must be seen.
@@ -30,7 +36,7 @@ def made_volume(side: int, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
     return volume.astype(np.float32), labels
 
 
-def _apart(side: int, rng: np.random.Generator) -> np.ndarray:
+def _apart(side: int, rng: np.random.Generator) -> Floats:
     """Three places that are not near each other."""
     while True:
         places = rng.uniform(side * 0.25, side * 0.75, (3, 3))
@@ -41,8 +47,6 @@ def _apart(side: int, rng: np.random.Generator) -> np.ndarray:
 
 def write_volumes(folder: Path, *, count: int, side: int, seed: int = 0) -> Path:
     """A folder as MSD and nnU-Net have it, of .npy files."""
-    import json
-
     rng = np.random.default_rng(seed)
     for name in ("imagesTr", "labelsTr"):
         (folder / name).mkdir(parents=True, exist_ok=True)
