@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import engine
 from benchmarks.intake import Row

@@ -47,9 +47,7 @@ class Segmented:
         write_labels(out, self.labels, self.file)
 
 
-def segment(
-    model: Model, volume: str | Path, *, trust_code: bool = False
-) -> Segmented:
+def segment(model: Model, volume: str | Path, *, trust_code: bool = False) -> Segmented:
     """The labels of a file's volume, of any size, by overlapping windows.
 
     >>> api.segment(api.load("organs.plan"), "scan.nii.gz").save("labels.nii.gz")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from tessella.artifacts.files import (
 )
 from tessella.core.errors import CorruptArtifact
 from tessella.core.preprocess import Preprocess
-from tessella.core.record import late, parse_json
+from tessella.core.record import LATE, parse_json
 from tessella.core.task import CLASSIFICATION, TaskRecord
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Network:
     dense: bool = False
     boxes: bool = False
     masks: bool = False
-    slices: int | None = late()
+    slices: int | None = field(default=None, metadata=LATE)
 
     @property
     def sides(self) -> tuple[int, ...]:

@@ -82,8 +82,10 @@ def import_(
     ] = "png",
     window: Annotated[
         str | None,
-        Option(help="Of volumes: values that become black and white, as -160:240; by default each "
-               "volume's own percentiles."),
+        Option(
+            help="Of volumes: values that become black and white, as -160:240; by default each "
+            "volume's own percentiles."
+        ),
     ] = None,
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,

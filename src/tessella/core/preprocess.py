@@ -19,7 +19,7 @@ import io
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ from tessella.core.pictures import (
     read_pixels,
     too_large,
 )
-from tessella.core.record import digest, late
+from tessella.core.record import LATE, digest
 
 ResizeMode = Literal["squash", "crop", "fill", "half_crop"]
 
@@ -66,9 +66,7 @@ class Volume:
         if self.window is not None:
             low, high = self.window
             if not (math.isfinite(low) and math.isfinite(high) and low < high):
-                raise UsageError(
-                    "a window is two numbers, the smaller one first", seen=self.window
-                )
+                raise UsageError("a window is two numbers, the smaller one first", seen=self.window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ class Preprocess:
     crop: tuple[int, int] | None = None
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
-    volume: Volume | None = late()
+    volume: Volume | None = field(default=None, metadata=LATE)
 
     def __post_init__(self) -> None:
         self._check_sizes()

@@ -59,19 +59,15 @@ def _names(kind: Any) -> tuple[str, ...] | None:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def late() -> Any:
-    """A field that is None unless it is said, and then left out: hashes of records that were
-    written before there was such a field stay what they are."""
-    return dataclasses.field(default=None, metadata=_LATE)
-
-
-_LATE = {"left out": True}
+# Metadata of a field that is left out where it is None: hashes of records that were written before
+# there was such a field stay what they are.
+LATE = {"left out": True}
 
 
 @functools.cache
 def _late(kind: Any) -> frozenset[str]:
-    """The fields of a record that are ``late``."""
-    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata == _LATE)
+    """The fields of a record with the metadata ``LATE``."""
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata == LATE)
 
 
 def canonical_json(value: Any) -> str:

@@ -198,7 +198,13 @@ def array_in(content: bytes | memoryview, dtype: str) -> Values:
     return np.frombuffer(view, found, offset=begin).reshape(shape)
 
 
-# --- written ----------------------------------------------------------------------------------------
+def middle_slice(content: bytes | memoryview) -> Pixels:
+    """What is shown of a stored volume: the slice in its middle, [H, W, 1] of 16 bits."""
+    volume = array_in(content, "uint16")
+    return np.array(volume[len(volume) // 2])
+
+
+# --- written --------------------------------------------------------------------------------------
 
 
 def write_labels(file: str | Path, labels: Pixels, like: str | Path) -> None:

@@ -10,8 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from tessella.artifacts.run import Augment
+from tessella.core.errors import DataError
 from tessella.core.pictures import Pixels
-from tessella.core.preprocess import full_scale
+from tessella.core.preprocess import Preprocess, full_scale
+from tessella.core.volumes import array_in
+from tessella.data.augment import IMAGE_STREAM, generator
 from tessella.tasks import Block
 
 FOREGROUND = 1 / 3  # of the blocks are laid around a voxel of a class but the first, as nnU-Net's
@@ -25,6 +28,38 @@ class Located(Protocol):
     def places(self, index: int) -> list[list[int]]:
         """Some voxels of each class of a volume that is not the first, by their number in it."""
         ...
+
+
+def seen_block(
+    content: memoryview, targets: Located, index: int, record: Preprocess,
+    changes: Augment | None, drawn_from: tuple[int, int],
+) -> tuple[Pixels, Block]:  # fmt: skip
+    """What an epoch sees of a volume, [D, H, W, C] of the record's size, and where that lies.
+
+    Args:
+        content: the stored volume, of which only the block is read.
+        changes: None: where it looks is drawn, but nothing is changed.
+    """
+    rng = generator(*drawn_from, IMAGE_STREAM, index)
+    block = drawn_block(targets, index, record.sides, changes, rng)
+    seen = block.of(stored_volume(content, targets, index), outside=0)
+    return (seen if changes is None else recolored(seen, changes, rng)), block
+
+
+def stored_volume(content: memoryview, targets: Located, index: int) -> Pixels:
+    """A stored volume, mapped, whose labels have its size.
+
+    Raises:
+        DataError: they have not.
+    """
+    volume: Pixels = array_in(content, "uint16")
+    if volume.shape != (*targets.shape(index), 1):
+        raise DataError(
+            f"volume {index} and its labels differ in size",
+            seen=f"{volume.shape[:3]} and {targets.shape(index)}",
+            fix="import the dataset again",
+        )
+    return volume
 
 
 def drawn_block(

@@ -131,7 +131,6 @@ class ImportSettings:
             crop=None if self.crop is None else _pair(self.crop),
         )
 
-
     def _record_of_volumes(self) -> Preprocess:
         size = SIDE_OF_VOLUMES if self.size is None else self.size
         sides = (size,) * 3 if isinstance(size, int) else tuple(size)

@@ -35,9 +35,8 @@ from tessella.core.preprocess import (
     raw_head,
     stored_pixels,
 )
-from tessella.core.volumes import array_in
-from tessella.data.augment import IMAGE_STREAM, JOIN_STREAM, ORDER_STREAM, generator, only_cuts
-from tessella.data.blocks import Located, drawn_block, recolored
+from tessella.data.augment import ORDER_STREAM, generator, only_cuts
+from tessella.data.blocks import Located, seen_block, stored_volume
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.filling import Fillers, Wanted
 from tessella.data.joining import drawn_pieces, made_of
@@ -361,6 +360,7 @@ class _VolumeLoader:
         self._split, self._record, self._changes, self._whole = split, record, changes, whole
         self._pinned = for_gpu and torch.cuda.is_available()
         self._drawn_from, self._targets = drawn_from, targets_of(split)
+        self._located = cast(Located, self._targets)
 
     def __call__(self, slices: list[Indices]) -> Iterator[Batch]:
         for indices in slices:
@@ -369,35 +369,24 @@ class _VolumeLoader:
             yield self.finished(begun)
 
     def begin(self, indices: Indices) -> _Begun:
-        located, (seed, epoch) = cast(Located, self._targets), self._drawn_from
-        blocks = []
-        for index in indices.tolist():
-            sides = shape = located.shape(index)
-            if not self._whole:
-                sides = self._record.sides
-                rng = generator(seed, epoch, IMAGE_STREAM, index)
-                blocks.append(drawn_block(located, index, sides, self._changes, rng))
-            else:
-                blocks.append(Block(first=(0,) * len(shape), sides=shape))
+        sides = self._record.sides
+        if self._whole:  # one is a batch
+            sides = self._located.shape(int(indices[0]))
         pixels = torch.empty((len(indices), *sides, 1), dtype=torch.uint16, pin_memory=self._pinned)
+        blocks = [Block(first=(0,) * 3, sides=sides)] * len(indices)
         return _Begun(indices, pixels, blocks, {})
 
     def fill(self, begun: _Begun, first: int, last: int) -> None:
         made, blocks = begun.pixels.numpy(), cast("list[Block]", begun.moves)
         for row in range(first, last):
             index = int(begun.indices[row])
-            volume = array_in(self._split.view(index), "uint16")
-            if volume.shape != (*cast(Located, self._targets).shape(index), 1):
-                raise DataError(
-                    f"volume {index} of the {self._split.name} split and its labels differ in size",
-                    seen=volume.shape,
-                    fix="import the dataset again",
+            content = self._split.view(index)
+            if self._whole:
+                made[row] = stored_volume(content, self._located, index)
+            else:
+                made[row], blocks[row] = seen_block(
+                    content, self._located, index, self._record, self._changes, self._drawn_from
                 )
-            seen = blocks[row].of(volume, outside=0)
-            if self._changes is not None:
-                rng = generator(*self._drawn_from, JOIN_STREAM, index)
-                seen = recolored(seen, self._changes, rng)
-            made[row] = seen
 
     def finished(self, begun: _Begun) -> Batch:
         labels = in_torch(self._targets.batch(begun.indices, cast("Any", begun.moves)))

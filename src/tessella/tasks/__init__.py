@@ -17,7 +17,7 @@ from tessella.tasks.task import LossSettings, Query, Report, Targets, Task
 from tessella.tasks.view import View
 
 __all__ = [
-    "Block", "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source", "Targets",
-    "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of", "turn",
+    "Block", "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source",
+    "Targets", "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of", "turn",
     "verbs",
 ]  # fmt: skip

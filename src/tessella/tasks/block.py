@@ -35,9 +35,7 @@ class Block:
         part = volume[tuple(map(slice, begins, ends))]
         if part.shape[:3] != self.sides:
             whole = np.full((*self.sides, *volume.shape[3:]), outside, volume.dtype)
-            inside = [
-                slice(b - f, e - f) for b, e, f in zip(begins, ends, self.first, strict=True)
-            ]
+            inside = [slice(b - f, e - f) for b, e, f in zip(begins, ends, self.first, strict=True)]
             whole[tuple(inside)] = part
             part = whole
         return np.ascontiguousarray(np.flip(part, self.mirrored) if self.mirrored else part)

@@ -29,9 +29,7 @@ def named(name: str) -> Task:
     package = f"tessella.tasks.{name}"
     folder = importlib.import_module(package)
     volumes = getattr(folder, "VOLUMES", False)
-    return Task(
-        name=name, title=folder.TITLE, score=folder.SCORE, package=package, volumes=volumes
-    )
+    return Task(name=name, title=folder.TITLE, score=folder.SCORE, package=package, volumes=volumes)
 
 
 @functools.cache

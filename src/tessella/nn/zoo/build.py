@@ -155,9 +155,7 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     return module
 
 
-def untrained(
-    name: str, shape: tuple[Any, ...] | None = None
-) -> tuple[nn.Module, tuple[int, ...]]:
+def untrained(name: str, shape: tuple[Any, ...] | None = None) -> tuple[nn.Module, tuple[int, ...]]:
     """A network by its name, or what a function of a user's file makes: in evaluation mode.
 
     A network gets 1,000 classes, and weights that are the same each time. A function, as a class,

@@ -75,7 +75,7 @@ def find(request: Request) -> Found:
             fix="give a folder with images and labels (or imagesTr and labelsTr) of equal names: "
             + ", ".join(SUFFIXES),
         )
-    by_name = {name: file for name, file in _files(labels)}
+    by_name = dict(_files(labels))
     found, skipped = [], []
     for name, file in _files(images):
         path = file.relative_to(images).as_posix()
