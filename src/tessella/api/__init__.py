@@ -44,14 +44,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model",
-    "Segmented", "Sizing",
-    "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
-    "compile", "deploy", "drawn", "eager_predictor", "engine_predictor", "evaluate",
-    "evaluate_split", "explain", "export", "forecast", "load", "load_plan", "name_of",
+    "Segmented", "Sizing", "Verification", "answer", "answer_each", "batch_range", "build",
+    "calibrate", "classify", "compile", "deploy", "drawn", "eager_predictor", "engine_predictor",
+    "evaluate", "evaluate_split", "explain", "export", "forecast", "load", "load_plan", "name_of",
     "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer", "predictor",
-    "quantization_aware", "recipe_from", "segment", "segment_each",
-    "serve", "size", "sweep", "task_of", "train", "tune",
-    "verify",
+    "quantization_aware", "recipe_from", "segment", "segment_each", "serve", "size", "sweep",
+    "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {

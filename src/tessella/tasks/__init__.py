@@ -18,6 +18,6 @@ from tessella.tasks.view import View
 
 __all__ = [
     "Block", "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source",
-    "Targets", "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of", "turn",
-    "verbs",
+    "Targets", "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of",
+    "turn", "verbs",
 ]  # fmt: skip
