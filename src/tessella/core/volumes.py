@@ -15,7 +15,6 @@ import os
 import stat
 import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +70,17 @@ def read_header(file: str | Path) -> Header:
     """
     path = Path(file)
     try:
+        suffix = suffix_of(path)
+        if suffix is None:
+            raise DataError("it is no file of a volume", seen=path.name, fix=", ".join(SUFFIXES))
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise DataError("it is no plain file")
         if found.st_size > MAX_FILE:
             raise DataError("the file is too large", seen=f"{found.st_size:,} bytes")
-        header = _READERS[suffix_of(path) or ""](path, found.st_size)
+        header = _READERS[suffix](path, found.st_size)
     except (DataError, UsageError):
         raise
-    except KeyError as error:
-        raise DataError("it is no file of a volume", seen=path.name) from error
     except OSError as error:
         raise DataError("the file cannot be opened", seen=error.strerror or error) from error
     except Exception as error:  # readers of headers raise ValueError, struct.error, zlib.error, …
@@ -109,9 +109,9 @@ def read_values(file: str | Path) -> tuple[Values, Header]:
     path, header = Path(file), read_header(file)
     try:
         values = _values(path, suffix_of(path))
-    except UsageError:
+    except (UsageError, MemoryError):
         raise
-    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, KeyError) as error:
+    except Exception as error:  # OSError, EOFError, ValueError, zlib's, zipfile's, nibabel's, …
         raise DataError("its values cannot be read", seen=str(error)[:100]) from error
     if values.shape != header.shape:
         raise DataError("its values are not as many as its header says", seen=values.shape)

@@ -339,8 +339,8 @@ def show_network(
     size: tuple[int, ...],
     svg: PathLike = f"{JOB_FOLDER}network.svg",
 ) -> JobSpec:
-    """``tessella show network``: a drawing of a network for inputs of ``size`` (height, width, before these
-    the slices of volumes)."""
+    """``tessella show network``: a drawing of a network for inputs of ``size``: height and width,
+    of volumes slices before them."""
     argv = ["show", "network", _word(network), "--classes", str(classes)]
     argv += ["--channels", str(channels), "--size", _size(*size), "--svg", _path(svg)]
     return JobSpec(name=f"draw {network}", kind="show", argv=tuple(argv))

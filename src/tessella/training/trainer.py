@@ -34,7 +34,7 @@ from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
-from tessella.training.ways import Choice, called, usual_way
+from tessella.training.ways import Choice, called, called_loss, usual_way
 
 
 class Trainer:
@@ -94,6 +94,7 @@ class Trainer:
             recompute_blocks(self.module)
         self.way = way or usual_way(recipe, world.device)
         self._called = called(self.module, self.way.way)
+        self._loss_of = called_loss(self._task.loss.loss, self.way.way, self._task.head.ANSWERS)
         self._parallel: nn.Module = self._called
         self._captured: Captured | None = None
         self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
@@ -261,7 +262,7 @@ class Trainer:
 
     def _measured(self, outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
         """The loss, and what the task measures at a step."""
-        loss = self._task.loss.loss(outputs, labels, self._loss)
+        loss = self._loss_of(outputs, labels, self._loss)
         return loss, self._task.loss.step_measure(outputs.detach(), labels, self._loss.numbers)
 
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:
