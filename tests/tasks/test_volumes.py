@@ -56,7 +56,8 @@ def write_bad(folder: Path) -> None:
     images = {
         "cut.npy": None, "four.npy": np.zeros((2, 4, 4, 4)), "kind.npy": good.astype(complex),
         "nan.npy": np.full_like(good, np.nan), "huge.npy": None, "wide.npy": None,
-        "shape.npy": np.zeros((4, 4, 5)), "class.npy": good, "half.npy": good, "case00_0001.npy": good, "alone.npy": good,
+        "shape.npy": np.zeros((4, 4, 5)), "class.npy": good, "half.npy": good,
+        "case00_0001.npy": good, "alone.npy": good,
     }  # fmt: skip
     for name, values in images.items():
         np.save(folder / "imagesTr" / name, good if values is None else values)
