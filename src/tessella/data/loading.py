@@ -195,7 +195,7 @@ class _Begun:
 
     indices: Indices
     pixels: torch.Tensor
-    moves: MutableSequence[Moves] | MutableSequence[Block] | Cuts
+    moves: MutableSequence[Any] | Cuts  # moves, or of volumes blocks
     files: dict[int, tuple[bytes, Frame]]  # of the images that the GPU decodes, by row
 
 

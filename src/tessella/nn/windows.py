@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ def over_windows(predict: Predict, images: Tensor, sides: Sequence[int]) -> Tens
     sums: Tensor | None = None
     weights: Tensor | None = None
     for first in itertools.product(*starts):
-        place = (..., *(slice(f, f + side) for f, side in zip(first, sides, strict=True)))
+        place = _at(first, sides)
         made = predict(images[place].contiguous()).float()
         if sums is None or weights is None:
             sums = made.new_zeros(*made.shape[:2], *images.shape[2:])
@@ -55,8 +56,12 @@ def over_windows(predict: Predict, images: Tensor, sides: Sequence[int]) -> Tens
     assert sums is not None, "a volume has a window"
     assert weights is not None, "a volume has a window"
     sums /= weights
-    inside = [slice(n // 2, n // 2 + there) for n, there in zip(less, shape, strict=True)]
-    return sums[(..., *inside)]
+    return sums[_at([n // 2 for n in less], shape)]
+
+
+def _at(first: Sequence[int], sides: Sequence[int]) -> Any:
+    """The place of a window in the last axes of a tensor."""
+    return (..., *(slice(f, f + side) for f, side in zip(first, sides, strict=True)))
 
 
 def _starts(length: int, side: int) -> list[int]:

@@ -52,10 +52,7 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached."""
         opened = open_dataset(workspace.path(dataset))
         content = stored_file(opened, split, index)
-        if opened.preprocess.volume is not None:
-            pixels = middle_slice(content)
-        else:
-            pixels = decoder(content, opened.preprocess, name=f"image {index}")
+        pixels = shown_of(content, opened.preprocess, index, decoder)
         return _png(to_depth(pixels, 8), _KEEP)
 
     @routes.get("/trained")
@@ -105,6 +102,13 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         return FileResponse(path, media_type="application/json", filename=f"trace-{key[:8]}.json")
 
     return routes
+
+
+def shown_of(content: bytes, record: Preprocess, index: int, decoder: Decoder) -> Pixels:
+    """A stored picture, or the middle slice of a stored volume."""
+    if record.volume is not None:
+        return middle_slice(content)
+    return decoder(content, record, name=f"image {index}")
 
 
 def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:

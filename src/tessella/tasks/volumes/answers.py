@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
+from tessella.core.volumes import IGNORED
 from tessella.tasks.segmentation import answers as pixelwise
 from tessella.tasks.segmentation.answers import drawn, marked, things
 from tessella.tasks.task import Outputs, Query
-from tessella.tasks.volumes.examples import IGNORED, decoded
+from tessella.tasks.volumes.examples import decoded
 
 __all__ = [
     "HEADER", "SLOW", "VERB", "answer", "changes", "drawn", "lines", "marked", "said", "same",

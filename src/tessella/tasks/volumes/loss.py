@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tessella.core.volumes import IGNORED
 from tessella.tasks.segmentation import loss as pixelwise
 from tessella.tasks.segmentation.loss import balanced, numbers
 from tessella.tasks.task import LossSettings, Numbers
-from tessella.tasks.volumes.examples import IGNORED
 
 __all__ = ["STEP_MEASURE", "balanced", "loss", "numbers", "step_measure"]
 
