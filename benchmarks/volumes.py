@@ -297,7 +297,7 @@ def plan(args: argparse.Namespace) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def _onnxruntime(module: nn.Module, images: Tensor) -> Step:
+def _onnxruntime(module: nn.Module, images: torch.Tensor) -> Step:
     """With the file that torch writes: ours has no word for transposed convolutions of volumes."""
     import onnxruntime as ort
 
