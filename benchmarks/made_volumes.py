@@ -19,19 +19,19 @@ BRIGHT = (0.0, 1.0, 1.6, 2.2)  # of each class, beside noise of deviation 0.35
 def made_volume(side: int, rng: np.random.Generator) -> tuple[Floats, Labels]:
     """A volume float32 [side, side, side] with a thing of each kind, and its labels uint8.
 
-    A ball is as bright as an ellipsoid at times, so that its shape must be seen.
+    Each kind has a brightness of its own, which noise hides voxel by voxel.
     """
     labels = np.zeros((side,) * 3, np.uint8)
     grid = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).astype(np.float64)
     centres = _apart(side, rng)
-    radius = side / rng.uniform(7, 9)
+    radius = side / rng.uniform(4.5, 5.5)
     labels[((grid - centres[0]) ** 2).sum(-1) < radius**2] = 1
-    radii = side / rng.uniform([4.5, 10, 10], [5.5, 12, 12])
+    radii = side / rng.uniform([3, 6, 6], [3.5, 7, 7])
     labels[(((grid - centres[1]) / rng.permutation(radii)) ** 2).sum(-1) < 1] = 2
     axis = int(rng.integers(3))
     across = [a for a in range(3) if a != axis]
     away = ((grid - centres[2])[..., across] ** 2).sum(-1)
-    labels[(away < (side / 14) ** 2) & (labels == 0)] = 3
+    labels[(away < (side / 9) ** 2) & (labels == 0)] = 3
     volume = np.array(BRIGHT)[labels] + rng.normal(0, 0.35, labels.shape)
     return volume.astype(np.float32), labels
 
@@ -39,9 +39,9 @@ def made_volume(side: int, rng: np.random.Generator) -> tuple[Floats, Labels]:
 def _apart(side: int, rng: np.random.Generator) -> Floats:
     """Three places that are not near each other."""
     while True:
-        places = rng.uniform(side * 0.25, side * 0.75, (3, 3))
+        places = rng.uniform(side * 0.2, side * 0.8, (3, 3))
         gaps = [np.linalg.norm(places[a] - places[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
-        if min(gaps) > side * 0.3:
+        if min(gaps) > side * 0.4:
             return places
 
 

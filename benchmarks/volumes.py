@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16", help="of steps")
     parser.add_argument("--plan-precision", default="fp16" if on_gpu else "fp32")
     parser.add_argument("--who", default=",".join((*PEERS, "fused", "compile")))
-    parser.add_argument("--epochs", type=float, default=30, help="of the training that is judged")
+    parser.add_argument("--epochs", type=float, default=6, help="of the training that is judged")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
     parser.add_argument("--budget", type=float, default=0.02, help="seconds to measure a kernel")
     parser.add_argument("--time-limit", type=float, help="seconds to search for kernels")
@@ -104,13 +104,13 @@ def dice(args: argparse.Namespace) -> Iterator[Row]:
         root = Path(folder)
         write_volumes(root / "made", count=24, side=48)
         began = time.perf_counter()
-        settings = ImportSettings(task="volumes", size=24, holdout=0.25)
+        settings = ImportSettings(task="volumes", size=48, holdout=0.25)
         dataset = import_images(root / "made", root / "data", settings)
         imported = time.perf_counter() - began
         run = api.train(
-            "unet3d", dataset, out=root / "run", epochs=args.epochs, batch_size=2,
+            "unet3d", dataset, out=root / "run", epochs=args.epochs, batch_size=1,
             solver={"name": "adamw", "lr": 2e-2}, augment={"flip": True, "flip_vertical": True},
-            network_options={"width": 8, "levels": 3}, val_interval=2 * args.epochs,
+            network_options={"width": 4, "levels": 3}, val_interval=2 * args.epochs,
             snapshot_interval=args.epochs,
         )  # fmt: skip
         trained = time.perf_counter() - began - imported
