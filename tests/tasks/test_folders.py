@@ -24,7 +24,8 @@ from tests.support.toy_tasks import order
 
 SIZE = 12
 BUILT_IN = (
-    "classification", "detection", "instances", "multilabel", "regression", "segmentation"
+    "classification", "detection", "instances", "multilabel", "regression", "segmentation",
+    "volumes",
 )  # fmt: skip
 
 

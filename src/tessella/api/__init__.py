@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from tessella.api.quantizing import quantization_aware
     from tessella.api.samples import CalibrationData, JudgingData
+    from tessella.api.segmenting import Segmented, segment, segment_each
     from tessella.api.serving import deploy, serve
     from tessella.api.sizing import Sizing, size
     from tessella.api.sources import Batch, batch_range, open_checkpoint
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
     from tessella.artifacts.settings import recipe_from
 
 __all__ = [
-    "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model", "Sizing",
-    "Verification", "answer", "answer_each", "batch_range", "build", "calibrate", "classify",
-    "compile", "deploy", "drawn", "eager_predictor", "engine_predictor", "evaluate",
-    "evaluate_split", "explain", "export", "forecast", "load", "load_plan", "name_of",
+    "Answering", "Batch", "CalibrationData", "Flip", "Judgement", "JudgingData", "Model",
+    "Segmented", "Sizing", "Verification", "answer", "answer_each", "batch_range", "build",
+    "calibrate", "classify", "compile", "deploy", "drawn", "eager_predictor", "engine_predictor",
+    "evaluate", "evaluate_split", "explain", "export", "forecast", "load", "load_plan", "name_of",
     "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer", "predictor",
-    "quantization_aware", "recipe_from", "serve", "size", "sweep", "task_of", "train", "tune",
-    "verify",
+    "quantization_aware", "recipe_from", "segment", "segment_each", "serve", "size", "sweep",
+    "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {
@@ -63,6 +64,7 @@ _PLACES = {
     ),
     "api.quantizing": ("quantization_aware",),
     "api.samples": ("CalibrationData", "JudgingData"),
+    "api.segmenting": ("Segmented", "segment", "segment_each"),
     "api.serving": ("deploy", "serve"),
     "api.sizing": ("Sizing", "size"),
     "api.sources": ("Batch", "batch_range", "open_checkpoint"),

@@ -19,9 +19,10 @@ from tessella.artifacts.files import write_atomic
 from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.events import Emit, progress, silent, warning
-from tessella.core.preprocess import encode, fitted
+from tessella.core.preprocess import encode, fitted, to_depth
 from tessella.core.record import to_plain
 from tessella.core.task import CLASSIFICATION, TaskRecord
+from tessella.core.volumes import middle_slice
 from tessella.tasks import Report, Task, targets_of
 from tessella.tasks.task import ErrorCounts, Errors
 from tessella.training.confidence import (
@@ -272,7 +273,11 @@ def save_mistakes(judgement: Judgement, data: Data, folder: str | Path) -> Path:
     for rank, mistake in enumerate(judgement.mistakes, start=1):
         content = samples[mistake.index].content
         if record is not None:  # stored as pixels, perhaps, which no viewer opens
-            content = encode(fitted(content, record, name=mistake.path))
+            if record.volume is not None:
+                pixels = to_depth(middle_slice(content), 8)
+            else:
+                pixels = fitted(content, record, name=mistake.path)
+            content = encode(pixels)
         words = (f"{rank:03d}", mistake.truth, *(("as", mistake.said) if mistake.said else ()))
         name = re.sub(r"[^\w.-]+", "-", "-".join(words))[:150].strip("-.")
         write_atomic(folder / f"{name}.png", bytes(content))

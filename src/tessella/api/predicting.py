@@ -29,6 +29,7 @@ from tessella.core.preprocess import (
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.data.sources import is_image
 from tessella.device.float32_math import float32_math
+from tessella.nn.windows import over_windows
 from tessella.runtime.engine import Engine
 from tessella.tasks import Query, Task, View, of
 from tessella.tasks.finished import finished
@@ -56,7 +57,26 @@ def open_model(path: str | Path, *, compiled: bool = True) -> Model:
 def predictor(
     model: Model, *, trust_code: bool = False
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Preprocess, tuple[str, ...]]:
-    """A model as a function of images, with its preprocessing record and its labels."""
+    """A model as a function of images, with its preprocessing record and its labels.
+
+    A model of volumes takes whole ones, of any size.
+    """
+    predict, record, labels = _predictor(model, trust_code=trust_code)
+    return whole(predict, record), record, labels
+
+
+def whole(
+    predict: Callable[[torch.Tensor], torch.Tensor], record: Preprocess
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of the record's inputs as one of whole volumes, if it is of volumes."""
+    if record.volume is None:
+        return predict
+    return lambda images: over_windows(predict, images, record.sides)
+
+
+def _predictor(
+    model: Model, *, trust_code: bool
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Preprocess, tuple[str, ...]]:
     if isinstance(model, Checkpoint):
         info = model.info
         return eager_predictor(model, trust_code=trust_code), info.preprocess, info.labels
@@ -120,13 +140,16 @@ def name_of(model: Model) -> str:
     return model.manifest.built_from if isinstance(model, Engine) else str(model.path)
 
 
-def pictures(paths: Sequence[str | Path]) -> list[Path]:
+def pictures(
+    paths: Sequence[str | Path], *, is_one: Callable[[str], object] = is_image
+) -> list[Path]:
     """The image files that are meant: files as they are, folders' and lists' in their place.
 
     Args:
         paths: image files; folders, whose files that end like an image are taken, those of
             subfolders too, in the order of their names; lists (``.txt``) of a path a line, relative
             to the list, with what follows a tab left out.
+        is_one: by a file's name, whether it is one of those that are taken of a folder.
 
     Raises:
         DataError: a folder or list names no image, or a list cannot be read.
@@ -134,7 +157,7 @@ def pictures(paths: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if is_image(str(p)) and p.is_file())
+            inside = sorted(p for p in path.rglob("*") if is_one(str(p)) and p.is_file())
         elif path.suffix == ".txt":
             inside = [path.parent / line for line in _lines(path)]
         else:
@@ -183,6 +206,12 @@ def answer_each(
     """Each image file with its answer, or with the error that says why it has none."""
     predict, record, labels = predictor(model, trust_code=trust_code)
     task, about = task_of(model)
+    if record.volume is not None:
+        raise UsageError(
+            "the model is of volumes, and not of pictures",
+            seen=", ".join(map(str, images))[:200],
+            fix="call segment(), or tessella run MODEL volume.nii.gz --out labels.nii.gz",
+        )
     for path in map(Path, images):
         try:
             pixels, view = seen(_content(path), record, name=path.name)

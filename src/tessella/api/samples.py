@@ -71,6 +71,12 @@ def judging(network: Opened, data: JudgingData) -> compiler.Labelled:
             seen=", ".join(map(repr, inputs)),
             fix="give preprocess=, or data=compiler.budget.of_tensors(inputs, labels)",
         )
+    if record.volume is not None:
+        raise UsageError(
+            "a budget is judged by pictures, and this network is of volumes",
+            seen="×".join(map(str, record.sides)),
+            fix="choose a precision, and compare: tessella evaluate PLAN --against RUN",
+        )
     if not isinstance(data, Split):
         dataset = data if isinstance(data, Dataset) else Dataset(data)
         labels = labels or dataset.classes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from tessella.api.loading import load
-from tessella.api.predicting import Model, eager_predictor, engine_predictor, predictor, task_of
+from tessella.api.predicting import (
+    Model,
+    eager_predictor,
+    engine_predictor,
+    predictor,
+    task_of,
+    whole,
+)
 from tessella.api.samples import Data, split_of
 from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint, CheckpointInfo
@@ -26,6 +33,8 @@ from tessella.data.loading import Batch, batches
 from tessella.runtime.engine import Engine
 from tessella.tasks import Report, of
 from tessella.training.evaluate import measure, predict_split, require_images
+
+Predictor = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +107,7 @@ def verify(
     labels, task = checkpoint.info.labels, of(checkpoint.info.task)
     samples = split_of(data, split, labels, checkpoint.info.task)
     require_images(samples)
-    predictors = eager_predictor(checkpoint, trust_code=trust_code), engine_predictor(engine)
+    predictors = _predictors(checkpoint, engine, trust_code)
     rows: tuple[list[Tensor], list[Tensor]] = ([], [])
     flips: list[Flip] = []
     largest = 0.0
@@ -128,6 +137,11 @@ def verify(
         preprocess_hash=record.hash,
         flips=tuple(flips),
     )
+
+
+def _predictors(checkpoint: Checkpoint, engine: Engine, trust_code: bool) -> list[Predictor]:
+    both = eager_predictor(checkpoint, trust_code=trust_code), engine_predictor(engine)
+    return [whole(predict, checkpoint.info.preprocess) for predict in both]
 
 
 def _flips(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from tessella.artifacts.files import (
 )
 from tessella.core.errors import CorruptArtifact
 from tessella.core.preprocess import Preprocess
-from tessella.core.record import parse_json
+from tessella.core.record import LATE, parse_json
 from tessella.core.task import CLASSIFICATION, TaskRecord
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ VERSION = 1
 WEIGHTS = "model.safetensors"
 QUANTIZED = "quantized.onnx"  # of a network that was trained with the roundings of its plan
 
-Answering = Literal["picture", "pixels", "boxes", "masks"]
+Answering = Literal["picture", "pixels", "boxes", "masks", "voxels"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,8 @@ class Network:
             and a probability of each class, 0 where another box says the same.
         masks: the outputs are such boxes with a mask each, [N, P, 4 + classes + M · M]: how sure
             each cell of the box, cut into M · M, is part of the thing (``tasks.instances``).
+        slices: of an input of volumes, [N, channels, slices, height, width], whose outputs are for
+            each voxel; None: the input is a picture.
     """
 
     name: str
@@ -66,10 +68,19 @@ class Network:
     dense: bool = False
     boxes: bool = False
     masks: bool = False
+    slices: int | None = field(default=None, metadata=LATE)
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Height and width of the input; of volumes slices, height and width."""
+        front = () if self.slices is None else (self.slices,)
+        return (*front, self.height, self.width)
 
     @property
     def answers(self) -> Answering:
         """What the outputs are for."""
+        if self.slices is not None:
+            return "voxels"
         if self.masks:
             return "masks"
         return "boxes" if self.boxes else "pixels" if self.dense else "picture"

@@ -173,6 +173,11 @@ class Split:
         chunk, row = self._place(index)
         return self._content[chunk][row].as_py() or b""  # nothing, in a shard of a stranger
 
+    def view(self, index: int) -> memoryview:
+        """The stored bytes of an example in the mapped shard: a page is read when it is touched."""
+        chunk, row = self._place(index)
+        return memoryview(self._content[chunk][row].as_buffer())
+
     def read(self, index: int, *parts: bytearray | memoryview) -> bool:
         """Read the stored bytes of an image into memory; False if that cannot hold just them.
 

@@ -16,7 +16,7 @@ from typer import Argument, Option
 from tessella.annotations import coco, read_annotations
 from tessella.artifacts.dataset import Dataset
 from tessella.cli.output import Events, Json, grid, output
-from tessella.cli.parsing import parse_resize, parse_size
+from tessella.cli.parsing import parse_resize, parse_sides, parse_size, parse_window
 from tessella.cli.tables import dataset_table
 from tessella.core.count import counted
 from tessella.core.errors import UsageError
@@ -26,6 +26,27 @@ from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.unfinished import discard, left_of
 
+TaskName = Annotated[
+    str,
+    Option(
+        help="What to learn: classification, detection, instances, multilabel, regression, "
+        "segmentation or volumes."
+    ),
+]
+Size = Annotated[
+    str | None,
+    Option(
+        help="Height x width to store, or one number (256); of volumes slices x height x width "
+        "that a network sees (128)."
+    ),
+]
+Window = Annotated[
+    str | None,
+    Option(
+        help="Of volumes: values that become black and white, as -160:240; by default each "
+        "volume's own percentiles."
+    ),
+]
 MOST_LINES = 1000  # of a list in the terminal: a table of 4,000 rows takes seconds to lay out
 
 
@@ -47,15 +68,9 @@ def import_(
         Path, Argument(help="A folder (class = subfolder), a list (path label), a table, or boxes.")
     ],
     out: Annotated[Path, Option(help="Folder of the dataset.")],
-    task: Annotated[
-        str,
-        Option(
-            help="What to learn: classification, detection, instances, multilabel, regression or "
-            "segmentation."
-        ),
-    ] = "classification",
+    task: TaskName = "classification",
     name: Annotated[str | None, Option(help="Name; the source's if not given.")] = None,
-    size: Annotated[str, Option(help="Height x width to store, or one number.")] = "256",
+    size: Size = None,
     channels: Annotated[int, Option(help="1 grey, 3 RGB, or as the files have.")] = 3,
     depth: Annotated[int, Option(help="Bits a sample, 8 or 16.")] = 8,
     resize: Annotated[str, Option(help="squash, crop, fill or half_crop.")] = "squash",
@@ -74,6 +89,7 @@ def import_(
         str,
         Option(help="png; pixels: twice as large, but not to be decoded; original: JPEG as it is."),
     ] = "png",
+    window: Window = None,
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,
     json: Json = False,
@@ -87,7 +103,7 @@ def import_(
         settings = ImportSettings(
             name=name,
             task=task,
-            size=parse_size(size),
+            size=None if size is None else parse_sides(size),
             channels=channels,
             depth=depth,
             resize=parse_resize(resize),
@@ -99,6 +115,7 @@ def import_(
             labels=None if labels is None else str(labels),
             image_root=None if image_root is None else str(image_root),
             store=cast(Store, store),
+            window=None if window is None else parse_window(window),
             seed=seed,
             workers=workers,
         )

@@ -19,6 +19,29 @@ def parse_size(text: str) -> tuple[int, int]:
     )
 
 
+def parse_sides(text: str) -> int | tuple[int, ...]:
+    """``128``, ``224x320`` (height × width) or ``64x128x128`` (slices × height × width)."""
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) <= 3 and all(p.strip().isdigit() for p in parts):
+        return int(parts[0]) if len(parts) == 1 else tuple(map(int, parts))
+    raise UsageError(
+        "a size is one number, height x width, or of volumes slices x height x width",
+        seen=text,
+        fix="write 224, 224x320 or 64x128x128",
+    )
+
+
+def parse_window(text: str) -> tuple[float, float]:
+    """``-160:240``: the values that become black and white."""
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError as error:
+        raise UsageError(
+            "a window is two numbers with a colon between", seen=text, fix="write -160:240"
+        ) from error
+    return low, high
+
+
 def parse_resize(text: str) -> ResizeMode:
     modes: tuple[ResizeMode, ...] = get_args(ResizeMode)
     for mode in modes:

@@ -14,6 +14,7 @@ from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import encode
 from tessella.core.record import canonical_json
+from tessella.core.volumes import suffix_of
 from tessella.tasks import Query
 
 
@@ -26,7 +27,8 @@ def run(
         Path, Argument(help="A checkpoint, a run (its best), a plan, or an ONNX file.")
     ],
     images: Annotated[
-        list[Path] | None, Argument(help="Image files, folders, or .txt lists of them.")
+        list[Path] | None,
+        Argument(help="Files of images (or volumes), folders, or .txt lists of them."),
     ] = None,
     data: Annotated[Path | None, Option(help="Evaluate on this dataset instead.")] = None,
     split: Annotated[str, Option(help="train, val or test.")] = "val",
@@ -40,7 +42,13 @@ def run(
         Path | None,
         Option(help="Write the picture with its answer drawn; of several, into this folder."),
     ] = None,
-    out: Annotated[Path | None, Option(help="Write the evaluation here, as JSON.")] = None,
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Write the evaluation here, as JSON; or a volume's labels, as .nii.gz, .nii or "
+            ".npy, of several into this folder."
+        ),
+    ] = None,
     rows: Annotated[
         Path | None, Option(help="Write what is measured of each image here, as .npy.")
     ] = None,
@@ -65,7 +73,9 @@ def run(
             if place is not None:
                 require_place(place)
         opened = api.open_model(model, compiled=not recompile)
-        if images:
+        if images and api.task_of(opened)[0].volumes:
+            _segment(out_, opened, images, out, trust_code)
+        elif images:
             query = Query(top=top, threshold=threshold)
             _answer(out_, opened, api.pictures(images), query, draw, trust_code)
         elif data is not None:
@@ -102,6 +112,40 @@ def _answer(
         for rank, line in enumerate(task.answers.lines(told)):
             rows.append(((path.name if names_differ else path) if rank == 0 else "", *line))
     out_.result({"images": plain}, grid(("image", *task.answers.HEADER), rows) if rows else None)
+    for error in failed:
+        out_.note(f"error: {error}")
+    if failed:
+        raise typer.Exit(failed[0].exit_code)
+
+
+def _segment(
+    out_: Output, model: api.Model, volumes: list[Path], out: Path | None, trust_code: bool
+) -> None:
+    """The classes of each volume, and its labels in files. Errors as in ``_answer``."""
+    task, _ = api.task_of(model)
+    files = api.pictures(volumes, is_one=suffix_of)
+    several = len(files) > 1 or (out is not None and suffix_of(out) is None)
+    plain: list[dict[str, Any]] = []
+    rows: list[tuple[object, ...]] = []
+    failed: list[TessellaError] = []
+    for path, told in api.segment_each(model, files, trust_code=trust_code):
+        if isinstance(told, TessellaError):
+            failed.append(told)
+            plain.append({"volume": str(path), **told.to_json()})
+            continue
+        answer = told.answer()
+        plain.append({"volume": str(path), "answer": answer})
+        if out is not None:
+            suffix = suffix_of(path) or ".npy"
+            ending = suffix if suffix.startswith(".nii") else ".npy"
+            name = f"{len(plain):04d}-{path.name[: -len(suffix)]}{ending}"
+            place = out / name if several else out
+            told.save(place)
+            plain[-1]["labels"] = str(place)
+        for rank, line in enumerate(task.answers.lines(answer)):
+            rows.append((path.name if rank == 0 else "", *line))
+    header = ("volume", *task.answers.HEADER)
+    out_.result({"volumes": plain}, grid(header, rows) if rows else None)
     for error in failed:
         out_.note(f"error: {error}")
     if failed:

@@ -18,7 +18,7 @@ from tessella.artifacts.files import write_atomic
 from tessella.artifacts.plan import load_plan
 from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, Output, grid, output
-from tessella.cli.parsing import parse_size
+from tessella.cli.parsing import parse_sides
 from tessella.cli.tables import checkpoint_table, dataset_table, run_table
 from tessella.compiler import PassRecord
 from tessella.core.errors import UsageError
@@ -139,7 +139,7 @@ def _network(
 ) -> None:
     """A network as a table of layers, and as a drawing."""
     network, module = _built(name, classes, channels, size)
-    shape = (network.channels, network.height, network.width)
+    shape = (network.channels, *network.sides)
     summary = inspect.summary(module, shape)
     plain: dict[str, Any] = {"network": to_plain(network), **to_plain(summary)}
     if svg is not None:
@@ -167,7 +167,7 @@ def _built(
         name,
         classes=classes,
         channels=channels,
-        size=None if size is None else parse_size(size),
+        size=None if size is None else parse_sides(size),
         answers=zoo.answering(name),
     )
     return network, zoo.build(network).eval()
@@ -181,7 +181,7 @@ def _explained(
     if path.is_dir() or path.suffix == ".onnx" or (path.is_file() and path.suffix == ".plan"):
         return api.explain(path, precision=precision, trust_code=trust)
     network, module = _built(what, classes, channels, size)
-    shape = (1, network.channels, network.height, network.width)
+    shape = (1, network.channels, *network.sides)
     image = TensorSpec(name="image", dtype="float32", shape=shape)
     return api.explain(module, precision=precision, inputs=(image,))
 

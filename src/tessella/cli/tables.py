@@ -10,6 +10,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.cli.output import grid
 from tessella.core.count import counted
+from tessella.core.preprocess import Preprocess
 
 MAX_CLASSES = 50
 
@@ -32,7 +33,7 @@ def dataset_table(dataset: Dataset, *, with_notes: bool = True) -> Group:
     rows.append(("all", *(info.splits[s].count for s in splits)))
     title = (
         f"{info.name}: {info.task.name}, {counted(len(info.classes), 'class', 'classes')}, "
-        f"{record.height}×{record.width}×{record.channels}, {record.depth} bit, {record.resize}"
+        f"{'×'.join(map(str, record.pixel_shape))}, {record.depth} bit, {_fitted(record)}"
     )
     notes = [Text(f"note: {note}") for note in info.notes if with_notes]
     if info.skipped_count:
@@ -42,6 +43,16 @@ def dataset_table(dataset: Dataset, *, with_notes: bool = True) -> Group:
         notes.append(Text(f"{counted(info.duplicate_count, 'image')} in two splits:"))
         notes += [Text(f"  {a} = {b}") for a, b in info.duplicates[:10]]
     return Group(grid(("class", *splits), rows, title=title), *notes)
+
+
+def _fitted(record: Preprocess) -> str:
+    """How a file comes to the size that the network sees."""
+    if record.volume is None:
+        return f"{record.resize} to {record.height}×{record.width}"
+    window = record.volume.window
+    return "blocks of whole volumes" + (
+        "" if window is None else f", window {window[0]:g} to {window[1]:g}"
+    )
 
 
 def run_table(run: Run) -> Group:
@@ -64,7 +75,7 @@ def checkpoint_table(checkpoint: Checkpoint) -> Group:
         ("network", f"{info.network.name}, {info.network.classes} classes"),
         ("task", info.task.name),
         ("input", "×".join(str(n) for n in record.input_shape)),
-        ("resize", f"{record.resize} to {record.height}×{record.width}, {record.depth} bit"),
+        ("resize", f"{_fitted(record)}, {record.depth} bit"),
         ("mean", ", ".join(f"{v:.4f}" for v in record.mean)),
         ("std", ", ".join(f"{v:.4f}" for v in record.std)),
         ("preprocessing hash", record.hash[:16]),

@@ -19,7 +19,7 @@ import io
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -36,13 +36,37 @@ from tessella.core.pictures import (
     read_pixels,
     too_large,
 )
-from tessella.core.record import digest
+from tessella.core.record import LATE, digest
 
 ResizeMode = Literal["squash", "crop", "fill", "half_crop"]
 
 MAX_CHANNELS = 1 << 12
 BAND_SAMPLES = 1 << 18
 _BILINEAR = Image.Resampling.BILINEAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """What a record says where examples are volumes and not pictures.
+
+    A volume keeps its own size; the network sees parts of ``slices`` × height × width of it.
+
+    Attributes:
+        slices: of the network's input.
+        window: the values that become 0 and full scale; None: for each volume its own 0.5th and
+            99.5th percentiles.
+    """
+
+    slices: int
+    window: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.slices < 1:
+            raise UsageError("a volume needs slices", seen=self.slices)
+        if self.window is not None:
+            low, high = self.window
+            if not (math.isfinite(low) and math.isfinite(high) and low < high):
+                raise UsageError("a window is two numbers, the smaller one first", seen=self.window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +82,7 @@ class Preprocess:
         crop: height and width of the network's input if it is smaller than the stored image: the
             centre of it when evaluating and serving, a random part when training.
         mean, std: per channel, in units of full scale (0 to 1).
+        volume: of volumes, with one channel of 16 bits; None: examples are pictures.
     """
 
     height: int
@@ -68,9 +93,15 @@ class Preprocess:
     crop: tuple[int, int] | None = None
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+    volume: Volume | None = field(default=None, metadata=LATE)
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        if self.volume is not None and (self.channels, self.depth, self.crop) != (1, 16, None):
+            raise UsageError(
+                "volumes have one channel of 16 bits, and no crop but their size",
+                seen=f"{self.channels} channels, depth {self.depth}, crop {self.crop}",
+            )
         for name in ("mean", "std"):
             # Floats always: 0 and 0.0 are equal but would be hashed differently.
             values = tuple(float(v) for v in getattr(self, name))
@@ -96,7 +127,7 @@ class Preprocess:
                 "a preprocessing record needs positive sizes and a depth of 8 or 16",
                 seen=f"{shape}, depth {self.depth}",
             )
-        pixels = self.height * self.width
+        pixels = self.height * self.width * (1 if self.volume is None else self.volume.slices)
         if (
             self.channels > MAX_CHANNELS
             or pixels > MAX_PIXELS
@@ -115,15 +146,21 @@ class Preprocess:
         return digest(self)
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the network's input."""
-        return (self.channels, *(self.crop or (self.height, self.width)))
+    def sides(self) -> tuple[int, ...]:
+        """Height and width of the network's input; of volumes slices, height and width."""
+        if self.volume is not None:
+            return (self.volume.slices, self.height, self.width)
+        return self.crop or (self.height, self.width)
 
     @property
-    def pixel_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of the array that ``pixels`` returns."""
-        channels, height, width = self.input_shape
-        return (height, width, channels)
+    def input_shape(self) -> tuple[int, ...]:
+        """Channels and sides of the network's input."""
+        return (self.channels, *self.sides)
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """Sides and channels of the array that ``pixels`` returns."""
+        return (*self.sides, self.channels)
 
     def __call__(self, content: bytes, *, name: str = "image") -> npt.NDArray[np.float32]:
         """File bytes to the network's input, CHW float32: decode, fit, crop, normalize.
@@ -165,6 +202,8 @@ def fitted(
     Raises:
         DataError: the bytes are not an image of at most ``most_pixels`` that can be decoded.
     """
+    if record.volume is not None:
+        raise _of_volumes(name)
     if pixels is None:
         return fitted_and_size(content, record, name=name, most_pixels=most_pixels)[0]
     try:
@@ -177,6 +216,8 @@ def fitted_and_size(
     content: bytes, record: Preprocess, *, name: str = "image", most_pixels: int = MAX_PIXELS
 ) -> tuple[Pixels, tuple[int, int]]:
     """As ``fitted``; and the picture's own height and width, upright as its EXIF tag says."""
+    if record.volume is not None:
+        raise _of_volumes(name)
     try:
         read = read_picture(content, name=name, most_pixels=most_pixels)
         if isinstance(read, Image.Image):
@@ -189,6 +230,13 @@ def fitted_and_size(
         return fit(to_depth(to_channels(read, record, name=name), record.depth), record), size
     except MemoryError as error:
         raise out_of_memory(name, content) from error
+
+
+def _of_volumes(name: str) -> DataError:
+    return DataError(
+        f"{name} is taken for a picture, and the record is of volumes",
+        fix="give files of volumes to tessella run or api.segment, or arrays to the engine",
+    )
 
 
 def decode(
@@ -376,14 +424,16 @@ def centre_crop(pixels: Pixels, record: Preprocess) -> Pixels:
 def normalize(pixels: Pixels, record: Preprocess) -> npt.NDArray[np.float32]:
     """HWC (or NHWC) integers to CHW (NCHW) float32: ``x · a + b``, one a and b a channel.
 
+    Of volumes DHWC to CDHW.
+
     ``a = 1 / (full scale · std)``, ``b = −mean / std``, both rounded to float32 once: the same two
     roundings everywhere, so that every caller gets the same bits.
     """
     gain, offset = gain_and_offset(record)
-    scaled = pixels.astype(np.float32)
-    scaled *= gain
-    scaled += offset
-    return np.ascontiguousarray(np.moveaxis(scaled, -1, -3))
+    values = pixels.astype(np.float32)
+    values *= gain
+    values += offset
+    return np.ascontiguousarray(np.moveaxis(values, -1, -len(record.input_shape)))
 
 
 def gain_and_offset(record: Preprocess) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -396,8 +446,8 @@ def gain_and_offset(record: Preprocess) -> tuple[npt.NDArray[np.float32], npt.ND
 def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
     """The integers that ``normalize`` was given: NCHW float32 to NHWC, exactly."""
     gain, offset = (t.astype(np.float64) for t in gain_and_offset(record))
-    scaled = np.rint((np.moveaxis(images, -3, -1) - offset) / gain)
-    return scaled.astype(np.uint8 if record.depth == 8 else np.uint16)
+    values = np.rint((np.moveaxis(images, -len(record.input_shape), -1) - offset) / gain)
+    return values.astype(np.uint8 if record.depth == 8 else np.uint16)
 
 
 Store = Literal["png", "pixels", "original"]

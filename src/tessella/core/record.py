@@ -36,6 +36,8 @@ def to_plain(value: Any) -> Any:
     if kind is tuple or kind is list:
         return [v if type(v) in _SCALARS else to_plain(v) for v in value]
     if (names := _names(kind)) is not None:
+        if late := _late(kind):
+            names = tuple(n for n in names if n not in late or getattr(value, n) is not None)
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [to_plain(v) for v in value]
@@ -55,6 +57,17 @@ def _names(kind: Any) -> tuple[str, ...] | None:
     if not dataclasses.is_dataclass(kind):
         return None
     return tuple(field.name for field in dataclasses.fields(kind))
+
+
+# Metadata of a field that is left out where it is None: hashes of records that were written before
+# there was such a field stay what they are.
+LATE = {"left out": True}
+
+
+@functools.cache
+def _late(kind: Any) -> frozenset[str]:
+    """The fields of a record with the metadata ``LATE``."""
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata == LATE)
 
 
 def canonical_json(value: Any) -> str:

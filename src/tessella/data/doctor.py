@@ -128,6 +128,12 @@ def examine(dataset: Dataset, *, workers: int = 1, emit: Emit = silent) -> Exami
     Raises:
         UsageError: there are no images.
     """
+    if dataset.preprocess.volume is not None:
+        raise UsageError(
+            "pictures are examined, and this is a dataset of volumes",
+            seen=dataset.path,
+            fix="equal volumes in two splits are told by the import",
+        )
     emit(phase("examine", str(dataset.path)))
     if not any(len(dataset.split(name)) for name in dataset.info.splits):
         raise UsageError("the dataset has no images", seen=dataset.path, fix="import it again")

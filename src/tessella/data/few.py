@@ -18,7 +18,7 @@ from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, Store
 from tessella.data import reading
 from tessella.data.in_order import in_order
-from tessella.data.reading import Read, Stored, Way, read, skipped
+from tessella.data.reading import Read, Stored, Way, read, read_volume, skipped
 from tessella.tasks import Source
 
 
@@ -43,7 +43,10 @@ def read_all(
     way = Way(record=record, store=store, decode=decode)
 
     def read_one(source: Source) -> Read:
-        made = read(source.file, source.path, way)
+        if record.volume is not None:
+            made = read_volume(source.file, source.path, record.volume)
+        else:
+            made = read(source.file, source.path, way)
         if isinstance(made, SkippedFile):
             return made
         try:

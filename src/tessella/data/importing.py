@@ -26,7 +26,7 @@ from tessella.artifacts.files import Member, require_place, write_folder
 from tessella.artifacts.shards import HASH_BYTES, Example, Rows, SplitInfo, SplitWriter
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
-from tessella.core.preprocess import Preprocess, ResizeMode, Store, full_scale
+from tessella.core.preprocess import Preprocess, ResizeMode, Store, Volume, full_scale
 from tessella.core.record import digest
 from tessella.core.reporter import reported
 from tessella.data import reading
@@ -47,6 +47,8 @@ from tessella.tasks import Task, column_of, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
+SIDE, SIDE_OF_VOLUMES = 256, 128  # of what is stored of a picture, and seen of a volume
+VOLUMES_AT_ONCE = 4  # that are read: each may take gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ class ImportSettings:
     """How images become a dataset.
 
     Attributes:
-        size: height and width to store, or one number for both.
+        size: height and width to store, or one number for both; 256 if None. Of volumes slices,
+            height and width of the parts that the network sees, or one number; 128 if None.
         channels, depth, resize: see ``core.preprocess.Preprocess``.
         crop: size that the network sees, if smaller than ``size``.
         holdout, test: fractions of each class that are held out for validation and for testing.
@@ -69,10 +72,11 @@ class ImportSettings:
             all else is PNG. Equal pixels in each way. With ``original`` mean and std are those of
             about a thousand pictures, evenly spread.
         name: of the dataset; the source's if None.
+        window: of volumes: see ``core.preprocess.Volume``.
         workers: processes that read images; one a core if None. The dataset does not depend on it.
     """
 
-    size: int | tuple[int, int] = 256
+    size: int | tuple[int, ...] | None = None
     channels: int = 3
     depth: int = 8
     resize: ResizeMode = "squash"
@@ -87,6 +91,7 @@ class ImportSettings:
     seed: int = 0
     store: Store = "png"
     name: str | None = None
+    window: tuple[float, float] | None = None
     workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,12 +113,15 @@ class ImportSettings:
                 seen=self.store,
                 fix="png, pixels or original",
             )
-        named(self.task)
+        if self.window is not None and not named(self.task).volumes:
+            raise UsageError("a window is for volumes", seen=self.window, fix="leave it out")
         self.record()
 
     def record(self) -> Preprocess:
         """The preprocessing record, with mean and std still to be measured."""
-        height, width = _pair(self.size)
+        if named(self.task).volumes:
+            return self._record_of_volumes()
+        height, width = _pair(SIDE if self.size is None else self.size)
         return Preprocess(
             height=height,
             width=width,
@@ -123,15 +131,33 @@ class ImportSettings:
             crop=None if self.crop is None else _pair(self.crop),
         )
 
+    def _record_of_volumes(self) -> Preprocess:
+        size = SIDE_OF_VOLUMES if self.size is None else self.size
+        sides = (size,) * 3 if isinstance(size, int) else tuple(size)
+        if len(sides) != 3 or self.crop is not None or self.store == "original":
+            raise UsageError(
+                "volumes are stored whole, and a network sees slices x height x width of them",
+                seen=f"size={size}, crop={self.crop}, store={self.store}",
+                fix="give size three numbers or one, and leave out crop and store",
+            )
+        slices, height, width = sides
+        volume = Volume(slices=slices, window=self.window)
+        return Preprocess(height=height, width=width, channels=1, depth=16, volume=volume)
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) != 2:
+        raise UsageError("a picture has a height and a width", seen=size, fix="give two numbers")
+    return sides[0], sides[1]
 
 
 def import_images(
     source: str | Path, out: str | Path, settings: ImportSettings, *, emit: Emit = silent
 ) -> Dataset:
     """Make a dataset of a folder (class = subfolder) or of a text list (lines ``path label``).
+
+    What else is found, such as masks, boxes or volumes, the task says (docs/tasks.md).
 
     Bad files are listed in the dataset's ``info.skipped``. Notes are emitted as warnings, too. An
     import of many files that was killed goes on when it is called again with the same settings.
@@ -153,7 +179,7 @@ def import_images(
 def images(
     source: str | Path,
     *,
-    size: int | tuple[int, int] = 256,
+    size: int | tuple[int, ...] | None = None,
     holdout: float = 0.1,
     out: str | Path | None = None,
     emit: Emit | None = None,
@@ -301,7 +327,7 @@ def _import_listing(
         write_info(folder, _describe(source, settings, listing, written, known_by))
 
     unfinished: Unfinished | None = None
-    if len(listing.sources) <= reading.FEW:
+    if len(listing.sources) <= reading.FEW or settings.record().volume is not None:
         if left_of(out) is not None:  # of another import: so few are never left half done
             discard(out)
         write_folder(out, fill)
@@ -326,7 +352,8 @@ class _Written:
 def _write_pictures(
     folder: Path, listing: Listing, settings: ImportSettings, emit: Emit
 ) -> _Written:
-    """Few files, read by threads of this process."""
+    """Few files, or volumes, read by threads of this process."""
+    record, workers = settings.record(), _workers(settings)
     tally, told = _begun(listing, settings), _Told(len(listing.sources), emit)
     column = column_of(named(settings.task), listing.classes)
     writers = {
@@ -336,15 +363,15 @@ def _write_pictures(
     }
     pictures = read_all(
         listing.sources,
-        settings.record(),
-        workers=_workers(settings),
+        record,
+        workers=workers if record.volume is None else min(workers, VOLUMES_AT_ONCE),
         store=settings.store,
         stored=named(settings.task).examples.stored,
     )
     try:
         for number, picture in enumerate(pictures):
             if isinstance(picture, Picture):
-                _write_picture(writers, picture, number, listing, tally, settings.depth)
+                _write_picture(writers, picture, number, listing, tally, record.depth)
             else:
                 tally.skip(picture)
             told(number + 1)
@@ -426,7 +453,7 @@ def _write_parts(
 
 
 def _begun(listing: Listing, settings: ImportSettings) -> _Tally:
-    tally = _Tally(moments=Moments(settings.channels))
+    tally = _Tally(moments=Moments(settings.record().channels))
     for file in listing.skipped:
         tally.skip(file)
     return tally
@@ -475,7 +502,7 @@ def _describe(
 ) -> DatasetInfo:
     """The ``dataset.json`` record; ``known_by`` is the fingerprint of settings and files."""
     tally = written.tally
-    mean, std = tally.moments.mean_std(full_scale(settings.depth))
+    mean, std = tally.moments.mean_std(full_scale(settings.record().depth))
     splits = {name: split for name, split in written.splits.items() if split.count}
     hashes = {name: written.hashes[name] for name in splits}
 

@@ -47,6 +47,13 @@ def check_joins(settings: Augment, task: Task) -> None:
     Raises:
         UsageError: says which settings the task knows.
     """
+    turned = [name for name in ("rotation", "scale") if getattr(settings, name)]
+    if task.volumes and turned:
+        raise UsageError(
+            "volumes are mirrored and get other intensities, and are not turned or scaled",
+            seen=", ".join(turned),
+            fix="use flip, flip_vertical, color and noise only",
+        )
     asked = [name for name in ("mosaic", "paste") if getattr(settings, name)]
     if set(asked) - set(task.examples.JOINED):
         can = " and ".join(task.examples.JOINED)

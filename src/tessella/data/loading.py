@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,12 @@ from tessella.core.preprocess import (
     stored_pixels,
 )
 from tessella.data.augment import ORDER_STREAM, generator, only_cuts
+from tessella.data.blocks import Located, seen_block, stored_volume
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.filling import Fillers, Wanted
 from tessella.data.joining import drawn_pieces, made_of
 from tessella.device.scaling import Scaling
-from tessella.tasks import Moves, Piece, still, targets_of
+from tessella.tasks import Block, Moves, Piece, still, targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
 AT_ONCE = 16  # images that a thread prepares before it takes the next task
@@ -68,7 +69,8 @@ class Batch:
 
     Attributes:
         pixels: uint8 or uint16, [N, H, W, C], of the size that the network sees; with ``cuts``, of
-            the record's whole size; with ``files``, only of the images that are not among these.
+            the record's whole size; with ``files``, only of the images that are not among these. Of
+            volumes uint16 [N, D, H, W, C].
         cuts: int64, [N, 4]: top, left, mirror and flip of each image's ``Moves``, still to be made.
         record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
@@ -84,7 +86,7 @@ class Batch:
 
     @property
     def images(self) -> torch.Tensor:
-        """The network's input, float32 [N, C, H, W]."""
+        """The network's input, float32 [N, C, H, W], of volumes [N, C, D, H, W]."""
         return Scaling(self.record, self.pixels.device)(self.pixels, self.cuts).contiguous()
 
 
@@ -116,6 +118,9 @@ def batches(
     beginning, so that every batch is whole. Otherwise: the split's order, the last batch is what is
     left (a process that gets nothing of it yields no batch for it).
 
+    Of volumes a training gets blocks of the record's size, and who evaluates whole ones, one in a
+    batch.
+
     Args:
         batch_size: images in a global batch, a multiple of ``world``; rank r gets the r-th of
             ``world`` equal parts.
@@ -140,6 +145,8 @@ def batches(
             "the batch size must be a positive multiple of the number of processes",
             seen=f"batch_size={batch_size}, rank={rank}, world={world}",
         )
+    if preprocess.volume is not None and not training:
+        batch_size = world
     order = _order(len(split), batch_size, seed, epoch) if training else np.arange(len(split))
     part = batch_size // world
     first = np.arange(start * batch_size, len(order), batch_size) + rank * part
@@ -147,6 +154,11 @@ def batches(
     if not slices:
         return
     changes = augment if training else None
+    if preprocess.volume is not None:
+        whole = not training
+        volumes = _VolumeLoader(split, preprocess, changes, for_gpu, (seed, epoch), whole=whole)
+        yield from _ahead(volumes, slices, min(workers, READERS)) if workers else volumes(slices)
+        return
     loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes)
     if workers:
         if loader.only_reads(slices[0]):
@@ -183,7 +195,7 @@ class _Begun:
 
     indices: Indices
     pixels: torch.Tensor
-    moves: MutableSequence[Moves] | Cuts
+    moves: MutableSequence[Any] | Cuts  # moves, or of volumes blocks
     files: dict[int, tuple[bytes, Frame]]  # of the images that the GPU decodes, by row
 
 
@@ -338,6 +350,54 @@ class _Loader:
         return drawn_pieces(self._changes, self._record, self._drawn_from, index, self._targets)
 
 
+class _VolumeLoader:
+    """As ``_Loader``, of volumes: of their mapped arrays only the blocks that are seen are read."""
+
+    def __init__(
+        self, split: Split, record: Preprocess, changes: Augment | None, for_gpu: bool,
+        drawn_from: tuple[int, int], *, whole: bool,
+    ) -> None:  # fmt: skip
+        self._split, self._record, self._changes, self._whole = split, record, changes, whole
+        self._pinned = for_gpu and torch.cuda.is_available()
+        self._drawn_from, self._targets = drawn_from, targets_of(split)
+        self._located = cast(Located, self._targets)
+
+    def __call__(self, slices: list[Indices]) -> Iterator[Batch]:
+        for indices in slices:
+            begun = self.begin(indices)
+            self.fill(begun, 0, len(indices))
+            yield self.finished(begun)
+
+    def begin(self, indices: Indices) -> _Begun:
+        sides = self._record.sides
+        if self._whole:  # one is a batch
+            sides = self._located.shape(int(indices[0]))
+        pixels = torch.empty((len(indices), *sides, 1), dtype=torch.uint16, pin_memory=self._pinned)
+        blocks = [Block(first=(0,) * 3, sides=sides)] * len(indices)
+        return _Begun(indices, pixels, blocks, {})
+
+    def fill(self, begun: _Begun, first: int, last: int) -> None:
+        made, blocks = begun.pixels.numpy(), cast("list[Block]", begun.moves)
+        for row in range(first, last):
+            index = int(begun.indices[row])
+            content = self._split.view(index)
+            if self._whole:
+                made[row] = stored_volume(content, self._located, index)
+            else:
+                made[row], blocks[row] = seen_block(
+                    content, self._located, index, self._record, self._changes, self._drawn_from
+                )
+
+    def finished(self, begun: _Begun) -> Batch:
+        labels = in_torch(self._targets.batch(begun.indices, cast("Any", begun.moves)))
+        return Batch(
+            pixels=begun.pixels,
+            record=self._record,
+            labels=labels.pin_memory() if self._pinned else labels,
+            indices=torch.from_numpy(begun.indices.copy()),
+        )
+
+
 @dataclass
 class _Coming:
     """A batch that threads fill; who puts the last images into it finishes it."""
@@ -348,7 +408,7 @@ class _Coming:
     batch: Future[Batch] = field(default_factory=Future)
     lock: Lock = field(default_factory=Lock)
 
-    def fill(self, loader: _Loader, first: int) -> None:
+    def fill(self, loader: _Loader | _VolumeLoader, first: int) -> None:
         """Put some images into it; an error becomes that of the batch, the first image's first."""
         try:
             loader.fill(self.begun, first, min(first + AT_ONCE, len(self.begun.indices)))
@@ -366,7 +426,7 @@ class _Coming:
             self.batch.set_exception(error)
 
 
-def _ahead(loader: _Loader, slices: list[Indices], workers: int) -> Iterator[Batch]:
+def _ahead(loader: _Loader | _VolumeLoader, slices: list[Indices], workers: int) -> Iterator[Batch]:
     """The batches in order, filled by threads, so many ahead that each has something to do."""
     ahead = 1 + ceil_div(2 * workers * AT_ONCE, len(slices[0]))
     pending: deque[Future[Batch]] = deque()

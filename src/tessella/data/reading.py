@@ -14,7 +14,8 @@ from tessella.core.confined import Budget
 from tessella.core.errors import DataError
 from tessella.core.headers import bits_of, keeps_original, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
-from tessella.core.preprocess import Preprocess, Store, encode
+from tessella.core.preprocess import Preprocess, Store, Volume, encode
+from tessella.core.volumes import encoded, read_values, scaled
 from tessella.data.moments import Sums, sums_of
 
 MAX_FILE_BYTES = 1 << 30
@@ -117,6 +118,24 @@ def read(
             sides=sides,
         ),
     )
+
+
+def read_volume(file: str, path: str, about: Volume) -> Picture | SkippedFile:
+    """One file of a volume as the dataset stores it, [D, H, W, 1] of 16 bits, or why not."""
+    try:
+        values, header = read_values(file)
+        pixels = scaled(values, about.window)[..., None]
+        content = encoded(pixels)
+    except DataError as error:
+        return skipped(path, error)
+    except MemoryError:
+        return SkippedFile(path=path, reason="there is not enough memory for it")
+    facts = Facts(
+        sha256=hashlib.sha256(content).digest(),
+        sums=sums_of(pixels.reshape(-1, pixels.shape[2], 1)),
+        bits=min(16, 8 * header.dtype.itemsize),
+    )
+    return Picture(content=content, path=path, facts=facts)
 
 
 def _enlarged(sides: tuple[int, int] | None, record: Preprocess) -> float:

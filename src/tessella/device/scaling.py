@@ -12,7 +12,8 @@ class Scaling:
     """``core.preprocess.normalize`` on a device, to the bit.
 
     Calling it makes float32 [N, C, H, W], whose channels are last in memory, of uint8 or uint16
-    [N, H, W, C]; and where these are still to be cut, of int64 [N, 4]: top, left, mirror and flip.
+    [N, H, W, C], or of volumes [N, C, D, H, W] of [N, D, H, W, C]; and where pictures are still to
+    be cut, of int64 [N, 4]: top, left, mirror and flip.
     """
 
     def __init__(self, record: Preprocess, device: torch.device) -> None:
@@ -26,7 +27,7 @@ class Scaling:
         if cuts is not None:
             pixels = self._cut(pixels, cuts)
         # two operations: one that multiplies and adds would round once
-        return pixels.float().mul_(self._gain).add_(self._offset).permute(0, 3, 1, 2)
+        return pixels.float().mul_(self._gain).add_(self._offset).movedim(-1, 1)
 
     def _cut(self, pixels: Tensor, cuts: Tensor) -> Tensor:
         """The part of each image that its cut names, mirrored and flipped, [N, h, w, C]."""

@@ -66,9 +66,12 @@ def import_images(
         argv += ["--task", task]
     if name is not None:
         argv += [f"--name={name}"]
-    argv += ["--size", _size(preprocess.height, preprocess.width)]
-    argv += ["--channels", str(preprocess.channels), "--depth", str(preprocess.depth)]
-    argv += ["--resize", preprocess.resize]
+    if preprocess.volume is not None:
+        argv += ["--size", _size(*preprocess.sides)]
+    else:
+        argv += ["--size", _size(preprocess.height, preprocess.width)]
+        argv += ["--channels", str(preprocess.channels), "--depth", str(preprocess.depth)]
+        argv += ["--resize", preprocess.resize]
     if preprocess.crop is not None:
         argv += ["--crop", "{}x{}".format(*preprocess.crop)]
     if val_folder is None:
@@ -333,10 +336,11 @@ def show_network(
     *,
     classes: int,
     channels: int,
-    size: tuple[int, int],
+    size: tuple[int, ...],
     svg: PathLike = f"{JOB_FOLDER}network.svg",
 ) -> JobSpec:
-    """``tessella show network``: a drawing of a network for inputs of ``size`` (height, width)."""
+    """``tessella show network``: a drawing of a network for inputs of ``size``: height and width,
+    of volumes slices before them."""
     argv = ["show", "network", _word(network), "--classes", str(classes)]
     argv += ["--channels", str(channels), "--size", _size(*size), "--svg", _path(svg)]
     return JobSpec(name=f"draw {network}", kind="show", argv=tuple(argv))
@@ -389,8 +393,8 @@ def _gpus_of(target: str) -> int:
     return 1 if "sm_" in target else 0  # of one, or of one of several
 
 
-def _size(height: int, width: int) -> str:
-    return str(height) if height == width else f"{height}x{width}"
+def _size(*sides: int) -> str:
+    return str(sides[0]) if len(set(sides)) == 1 else "x".join(map(str, sides))
 
 
 def _path(path: PathLike) -> str:

@@ -392,6 +392,14 @@ async def _files(headers: Headers, body: bytes | bytearray) -> list[bytes]:
 def _only_image(model: ServedModel) -> TensorSpec:
     """The image input of a model that takes nothing else."""
     inputs = model.signature.inputs
+    record = model.signature.preprocess
+    if record is not None and record.volume is not None:
+        raise InputError(
+            f"model {model.name!r} is of volumes, and no picture is one",
+            seen="×".join(map(str, record.input_shape)),
+            fix=f"send arrays of this shape to /v2/models/{model.name}/infer, or segment files "
+            "with: tessella run PLAN volume.nii.gz --out labels.nii.gz",
+        )
     if model.signature.image_input is None or len(inputs) != 1:
         raise InputError(
             f"model {model.name!r} does not take one image",

@@ -75,7 +75,7 @@ def signature(
     """
     of(task)
     image_input = None
-    if preprocess is not None:
+    if preprocess is not None and preprocess.volume is None:
         kinds = {("float32", preprocess.input_shape), ("uint8", preprocess.pixel_shape)}
         fits = [s.name for s in inputs if (s.dtype, s.at(1)[1:]) in kinds]
         image_input = fits[0] if fits else None

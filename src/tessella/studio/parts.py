@@ -334,6 +334,18 @@ def ago(moment: float) -> str:
     return f"{int(seconds // 60)} min ago"
 
 
+def sides_of(written: str) -> tuple[int, int, int]:
+    """``64`` or ``64x128x128`` as (slices, height, width).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    first, _, rest = written.lower().replace("×", "x").partition("x")
+    slices = size_of(first)[0]
+    height, width = size_of(rest or first)
+    return slices, height, width
+
+
 def size_of(written: str) -> tuple[int, int]:
     """``224`` or ``224x320`` as (height, width).
 

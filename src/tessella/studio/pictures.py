@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import APIRouter
@@ -24,12 +24,14 @@ from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode, to_depth
 from tessella.core.record import canonical_json, from_plain, parse_json, to_plain
+from tessella.core.volumes import middle_slice
+from tessella.data.blocks import Located, seen_block
 from tessella.data.joining import check_joins, drawn_pieces, made_of
 from tessella.studio import parts
 from tessella.studio.boxes import boxed
 from tessella.studio.uploads import Uploads
 from tessella.studio.workspace import Workspace, open_dataset
-from tessella.tasks import of, targets_of
+from tessella.tasks import Block, Moves, of, targets_of
 
 # An SVG is a program: as an image its scripts do not run, and opened alone this keeps them still.
 _STILL = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
@@ -50,7 +52,7 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached."""
         opened = open_dataset(workspace.path(dataset))
         content = stored_file(opened, split, index)
-        pixels = decoder(content, opened.preprocess, name=f"image {index}")
+        pixels = shown_of(content, opened.preprocess, index, decoder)
         return _png(to_depth(pixels, 8), _KEEP)
 
     @routes.get("/trained")
@@ -102,6 +104,13 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     return routes
 
 
+def shown_of(content: bytes, record: Preprocess, index: int, decoder: Decoder) -> Pixels:
+    """A stored picture, or the middle slice of a stored volume."""
+    if record.volume is not None:
+        return middle_slice(content)
+    return decoder(content, record, name=f"image {index}")
+
+
 def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
     """The URL of an image of a dataset."""
     stamp = dataset.info.content_hash[:12]
@@ -137,11 +146,17 @@ def seen_in_training(
     def pixels_of(number: int) -> Pixels:
         return decoder(split[number].content, record, name=f"image {number}")
 
-    pieces = drawn_pieces(settings, record, drawn_from, index, targets)
-    pixels, moves = made_of(index, pieces, pixels_of, settings, record, drawn_from)
+    moves: Moves | Block
+    if record.volume is not None:
+        located = cast(Located, targets)
+        pixels, moves = seen_block(split.view(index), located, index, record, settings, drawn_from)
+        pixels = pixels[len(pixels) // 2]
+    else:
+        pieces = drawn_pieces(settings, record, drawn_from, index, targets)
+        pixels, moves = made_of(index, pieces, pixels_of, settings, record, drawn_from)
     shown = to_depth(pixels, 8)
     shown = np.repeat(shown[:, :, :1], 3, axis=2) if shown.shape[2] < 3 else shown[:, :, :3]
-    target = targets.batch(np.array([index], np.int64), [moves])[0]
+    target = targets.batch(np.array([index], np.int64), cast("list[Moves]", [moves]))[0]
     return task.answers.taught(shown, target, dataset.classes)
 
 

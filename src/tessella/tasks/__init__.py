@@ -1,4 +1,4 @@
-"""The room of tasks: what a network can be asked about a picture.
+"""The room of tasks: what a network can be asked about a picture, or about a volume.
 
 A task is a folder with the same files: ``examples`` (targets on disk and in a dataset), ``head``
 (outputs of the network and the plan), ``loss``, ``metrics``, ``answers`` (what a server and a
@@ -7,6 +7,7 @@ terminal say) and ``charts`` (what the studio may draw); and
 it. docs/tasks.md describes the parts.
 """
 
+from tessella.tasks.block import Block
 from tessella.tasks.folders import named, names, of, verbs
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves, still, turn
@@ -16,7 +17,7 @@ from tessella.tasks.task import LossSettings, Query, Report, Targets, Task
 from tessella.tasks.view import View
 
 __all__ = [
-    "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source", "Targets",
-    "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of", "turn",
-    "verbs",
+    "Block", "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source",
+    "Targets", "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of",
+    "turn", "verbs",
 ]  # fmt: skip

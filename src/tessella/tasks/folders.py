@@ -28,7 +28,8 @@ def named(name: str) -> Task:
         raise UsageError("there is no such task", seen=name, fix=f"use {', '.join(names())}")
     package = f"tessella.tasks.{name}"
     folder = importlib.import_module(package)
-    return Task(name=name, title=folder.TITLE, score=folder.SCORE, package=package)
+    volumes = getattr(folder, "VOLUMES", False)
+    return Task(name=name, title=folder.TITLE, score=folder.SCORE, package=package, volumes=volumes)
 
 
 @functools.cache

@@ -377,12 +377,15 @@ class Task:
         title: what the task is, for people: ``TITLE`` of the folder.
         score: the measure of which a better network has more: ``SCORE`` of the folder.
         package: the folder as a module.
+        volumes: whether its examples are volumes: ``VOLUMES`` of the folder, if it says so;
+            otherwise they are pictures.
     """
 
     name: str
     title: str
     score: str
     package: str
+    volumes: bool = False
 
     def _part(self, name: str) -> Any:
         return importlib.import_module(f"{self.package}.{name}")

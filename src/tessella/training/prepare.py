@@ -81,13 +81,13 @@ def smooths(dataset: str | Path) -> bool:
 
 
 def _network(dataset: Dataset, recipe: Recipe) -> Network:
-    channels, height, width = dataset.preprocess.input_shape
+    channels, *sides = dataset.preprocess.input_shape
     head = of(dataset.info.task).head
     return zoo.network(
         recipe.network,
         classes=head.width(len(dataset.classes)),
         channels=channels,
-        size=(height, width),
+        size=tuple(sides),
         options=recipe.network_options,
         answers=head.ANSWERS,
     )
@@ -139,9 +139,9 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
             fix="leave mixup and cutmix out",
         )
     check_joins(recipe.augment, task)
-    if task.head.ANSWERS == "pixels" and recipe.grow_from < 1:
+    if task.head.ANSWERS in ("pixels", "voxels") and recipe.grow_from < 1:
         raise UsageError(
-            f"images of {task.name} cannot grow: each pixel has a class of its own",
+            f"images of {task.name} cannot grow: each place has a class of its own",
             seen=f"grow_from={recipe.grow_from}",
             fix="leave grow_from out",
         )

@@ -18,6 +18,7 @@ from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, zoo
+from tessella.nn.windows import over_windows
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
@@ -33,7 +34,7 @@ from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
-from tessella.training.ways import Choice, called, usual_way
+from tessella.training.ways import Choice, called, called_loss, usual_way
 
 
 class Trainer:
@@ -75,7 +76,8 @@ class Trainer:
         self.kept: dict[str, str] = {}
         module = self._built(start) if network is None else network
         on_gpu = world.device.type == "cuda"
-        layout = torch.channels_last if on_gpu else torch.contiguous_format
+        last = torch.channels_last if info.preprocess.volume is None else torch.channels_last_3d
+        layout = last if on_gpu else torch.contiguous_format
         decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
@@ -92,6 +94,7 @@ class Trainer:
             recompute_blocks(self.module)
         self.way = way or usual_way(recipe, world.device)
         self._called = called(self.module, self.way.way)
+        self._loss_of = called_loss(self._task.loss.loss, self.way.way, self._task.head.ANSWERS)
         self._parallel: nn.Module = self._called
         self._captured: Captured | None = None
         self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
@@ -163,7 +166,11 @@ class Trainer:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""
         module = self.evaluated.eval()
         with torch.inference_mode(), self.mixed.autocast():
-            outputs: Tensor = module(self.feed(batch).images).float()
+            images = self.feed(batch).images
+            if self._info.preprocess.volume is None:
+                outputs: Tensor = module(images).float()
+            else:
+                outputs = over_windows(module, images, self._info.preprocess.sides)
             answers = self._task.head.finish(outputs, self._info.task.numbers)
         self._freezing.train()
         return answers
@@ -181,7 +188,7 @@ class Trainer:
         """A batch of black images on the device."""
         record, classes = self._info.preprocess, len(self._info.labels)
         dtype = torch.uint8 if record.depth == 8 else torch.uint16
-        labels = self._task.examples.blank(count, classes, record.pixel_shape[:2])
+        labels = self._task.examples.blank(count, classes, record.sides)
         return self.feed(
             Batch(
                 pixels=torch.zeros(count, *record.pixel_shape, dtype=dtype),
@@ -255,7 +262,7 @@ class Trainer:
 
     def _measured(self, outputs: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
         """The loss, and what the task measures at a step."""
-        loss = self._task.loss.loss(outputs, labels, self._loss)
+        loss = self._loss_of(outputs, labels, self._loss)
         return loss, self._task.loss.step_measure(outputs.detach(), labels, self._loss.numbers)
 
     def _out_of_memory(self, seen: str, failed: int) -> OutOfMemory:

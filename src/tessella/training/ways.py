@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tessella.artifacts.checkpoint import Answering
 from tessella.artifacts.run import Recipe
 from tessella.nn.fused import can_fuse, compiled, fused
+from tessella.tasks import LossSettings
 
+Loss = Callable[[Tensor, Any, LossSettings], Tensor]
 Way = Literal["eager", "compile", "fused"]
 WAYS: tuple[Way, ...] = ("eager", "fused", "compile")  # in the order in which they are told
 NAMES: dict[Way, str] = {
@@ -73,6 +77,14 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
         if recipe.recompute:
             return "recompute does not keep all values"
     return None if can_fuse() else "Triton is not installed"
+
+
+def called_loss(loss: Loss, way: Way, answers: Answering) -> Loss:
+    """What a step calls for its loss: one of many places is torch.compile's code where the network
+    is, since it is large. Of volumes of 128³ it takes 25 passes over memory otherwise."""
+    if way != "compile" or answers not in ("pixels", "voxels"):
+        return loss
+    return cast(Loss, torch.compile(loss, dynamic=False))
 
 
 def called(module: nn.Module, way: Way) -> nn.Module:

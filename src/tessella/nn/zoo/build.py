@@ -24,15 +24,18 @@ from tessella.nn.zoo import (
     user_module,
 )
 from tessella.nn.zoo import dense as pixelwise
-from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, MASKS, STANDARD, describe
+from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, MASKS, STANDARD, VOLUMES, describe
 from tessella.nn.zoo.lenet import LeNet
+from tessella.nn.zoo.unet3d import LEVELS, UNet3d
 from tessella.tasks.instances.head import CELLS
 
 TIMM = "timm/"
-_ANSWERS: dict[str, Answering] = {"dense": "pixels", "boxes": "boxes", "masks": "masks"}  # by kind
+_ANSWERS: dict[str, Answering] = {  # by kind
+    "dense": "pixels", "boxes": "boxes", "masks": "masks", "volumes": "voxels"
+}  # fmt: skip
 _FOR = {
     "picture": "for the picture", "pixels": "for each pixel", "boxes": "for boxes",
-    "masks": "for boxes with masks",
+    "masks": "for boxes with masks", "voxels": "for each voxel of a volume",
 }  # fmt: skip
 CLASSES = 1000  # of a network that nobody trained
 CLASSES_OF_BOXES = 80  # of one that answers with boxes
@@ -44,7 +47,7 @@ def network(
     *,
     classes: int,
     channels: int | None = None,
-    size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, ...] | None = None,
     options: dict[str, Scalar] | None = None,
     answers: Answering = "picture",
 ) -> Network:
@@ -55,7 +58,8 @@ def network(
             a file is read now and its text becomes part of the record.
         classes: number of outputs.
         channels: channels of the input.
-        size: height and width of the input in pixels, or one number for both.
+        size: height and width of the input in pixels, or one number for both; of volumes slices,
+            height and width.
         options: further keyword arguments of the network.
         answers: what the outputs are wanted for: see ``artifacts.checkpoint.Network``.
 
@@ -65,7 +69,10 @@ def network(
     """
     source = _read_source(name)
     usual = _usual_input(name, source)
-    height, width = usual[1:] if size is None else (size, size) if isinstance(size, int) else size
+    sides = usual[1:] if size is None else (size, size) if isinstance(size, int) else size
+    if answers == "voxels" and len(sides) == 2:
+        sides = (sides[0], *sides)
+    *slices, height, width = sides
     record = Network(
         name=name,
         classes=classes,
@@ -77,13 +84,15 @@ def network(
         dense=answers == "pixels",
         boxes=answers == "boxes",
         masks=answers == "masks",
+        slices=slices[0] if slices else None,
     )
     _check(record)
     return record
 
 
 def build(network: Network, *, pretrained: bool = False, trust_code: bool = False) -> nn.Module:
-    """The module of a record, in training mode: ``[N, channels, height, width]`` to logits.
+    """The module of a record, in training mode: ``[N, channels, height, width]`` to logits, or
+    with ``slices`` ``[N, channels, slices, height, width]``.
 
     Logits are ``[N, classes]``, or those of each pixel where the record is ``dense``; with
     ``boxes`` or ``masks`` it answers with these, and with its loss where it is given targets, too.
@@ -102,8 +111,11 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     sizes = {"classes": network.classes, "channels": network.channels}
     area = {"height": network.height, "width": network.width}
     kind = _kind(network.name)
-    if pretrained and kind in ("python", "prototxt", "lenet"):
+    if pretrained and kind in ("python", "prototxt", "lenet", "volumes"):
         raise pixelwise.unpublished(network.name)
+    if kind == "volumes":
+        options: dict[str, Any] = network.options
+        return UNet3d(**sizes, **options)
     if kind == "lenet":
         return LeNet(**sizes, **area)
     if network.name in smp_network.NETWORKS:
@@ -143,9 +155,7 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
     return module
 
 
-def untrained(
-    name: str, shape: tuple[Any, ...] | None = None
-) -> tuple[nn.Module, tuple[int, int, int]]:
+def untrained(name: str, shape: tuple[Any, ...] | None = None) -> tuple[nn.Module, tuple[int, ...]]:
     """A network by its name, or what a function of a user's file makes: in evaluation mode.
 
     A network gets 1,000 classes, and weights that are the same each time. A function, as a class,
@@ -157,15 +167,17 @@ def untrained(
     Returns:
         The module, and the shape of the image that it usually takes.
     """
-    shape = shape if shape and len(shape) == 3 and all(isinstance(n, int) for n in shape) else None
-    channels, size = (None, None) if shape is None else (shape[0], shape[1:])
     answers = answering(name)
+    axes = 4 if answers == "voxels" else 3
+    known = shape and len(shape) == axes and all(isinstance(n, int) for n in shape)
+    shape = shape if known else None
+    channels, size = (None, None) if shape is None else (shape[0], shape[1:])
     classes = CLASSES_OF_BOXES if answers in ("boxes", "masks") else CLASSES
     record = network(name, classes=classes, channels=channels, size=size, answers=answers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = user_module.call(record) if _kind(name) == "python" else build(record)
-    return made.eval(), (record.channels, record.height, record.width)
+    return made.eval(), (record.channels, *record.sides)
 
 
 def answering(name: str) -> Answering:
@@ -184,6 +196,8 @@ def _kind(name: str) -> str:
         return "boxes"
     if name in MASKS:
         return "masks"
+    if name in VOLUMES:
+        return "volumes"
     if name.startswith(TIMM):
         return "timm"
     if name.endswith(".prototxt"):
@@ -195,7 +209,7 @@ def _kind(name: str) -> str:
 
 def _unknown(name: str) -> UsageError:
     others = timm_network.names()
-    ours = [*STANDARD, *DENSE, *BOXES, *MASKS]
+    ours = [*STANDARD, *DENSE, *BOXES, *MASKS, *VOLUMES]
     known = [*ours, *(TIMM + n for n in others)]
     near = [TIMM + name] if name in others else []
     near += difflib.get_close_matches(name.lower().replace("-", ""), known, n=4, cutoff=0.7)
@@ -236,11 +250,11 @@ def _usual_input(name: str, source: str | None) -> tuple[int, int, int]:
 
 
 def _check(network: Network) -> None:
-    if min(network.classes, network.channels, network.height, network.width) < 1:
+    if min(network.classes, network.channels, *network.sides) < 1:
         raise UsageError(
             "classes, channels and size of a network are at least 1",
             seen=f"classes={network.classes}, channels={network.channels}, "
-            f"size={network.height}×{network.width}",
+            f"size={'×'.join(map(str, network.sides))}",
         )
     kind = _kind(network.name)
     own = _ANSWERS.get(kind, "picture")
@@ -250,7 +264,7 @@ def _check(network: Network) -> None:
             seen=network.name,
             fix=f"use {', '.join(ANSWERING[network.answers])}, or a network of your own",
         )
-    if kind in ("lenet", "standard", "dense", "boxes", "masks"):
+    if kind in ("lenet", "standard", "dense", "boxes", "masks", "volumes"):
         _check_standard(network)
     elif kind == "prototxt" and network.options:
         raise UsageError(
@@ -266,6 +280,13 @@ def _check_standard(network: Network) -> None:
             seen=", ".join(unknown),
             fix=f"it takes {', '.join(known.options) or 'none'}",
         )
+    unit = 1 << (int(network.options.get("levels") or LEVELS) - 1)
+    if network.slices is not None and any(side % unit for side in network.sides):
+        raise UsageError(
+            f"the sides of an input of {known.title} are multiples of {unit}",
+            seen="×".join(map(str, network.sides)),
+            fix="import with another size, or give network_options={'levels': 4} or less",
+        )
     if min(network.height, network.width) < known.smallest_size:
         raise UsageError(
             f"the input is too small for {known.title}",
@@ -277,7 +298,7 @@ def _check_standard(network: Network) -> None:
 def _check_output(module: nn.Module, network: Network) -> None:
     """Check that a module from outside returns logits for one black input."""
     first = next(module.parameters(), None)
-    x = torch.zeros(1, network.channels, network.height, network.width)
+    x = torch.zeros(1, network.channels, *network.sides)
     x = x if first is None else x.to(first.device)
     training = module.training
     try:
@@ -299,7 +320,8 @@ def _check_output(module: nn.Module, network: Network) -> None:
         fix = "return x0 y0 x1 y1 in fractions of the input and a probability a class for each box"
         fix += f", and {masks} of its cells" if masks else ""
     else:
-        tail = [network.classes, *([network.height, network.width] if network.dense else [])]
+        each = network.dense or network.slices is not None
+        tail = [network.classes, *(network.sides if each else [])]
     if shape != [1, *tail]:
         kind = "masks" if network.masks else "boxes" if network.boxes else "logits"
         wanted = ", ".join(map(str, ["N", *tail]))

@@ -15,7 +15,7 @@ class Description:
     Attributes:
         title: what people call it.
         year, paper: when it appeared, and where.
-        size: height and width of its usual input, in pixels.
+        size: height and width of its usual input, in pixels; of volumes slices, too.
         channels: channels of its usual input.
         smallest_size: the smallest height and width that its layers can take.
         options: what ``Network.options`` may hold.
@@ -219,9 +219,23 @@ MASKS: dict[str, Description] = {
     )
 }
 
+# Networks of volumes, which answer for each voxel.
+VOLUMES: dict[str, Description] = {
+    "unet3d": Description(
+        title="U-Net of volumes",
+        year=2016,
+        paper="Çiçek et al., 3D U-Net, arXiv:1606.06650; Isensee et al., nnU-Net, arXiv:1809.10486",
+        size=128,
+        channels=1,
+        smallest_size=4,
+        options=("levels", "width"),
+    )
+}
+
 # The networks by what their outputs are for.
 ANSWERING: dict[Answering, dict[str, Description]] = {
-    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES, "masks": MASKS
+    "picture": STANDARD, "pixels": DENSE, "boxes": BOXES, "masks": MASKS,
+    "voxels": VOLUMES,
 }  # fmt: skip
 
 
@@ -232,7 +246,7 @@ def names() -> tuple[str, ...]:
 
 def describe(name: str) -> Description:
     """The description of a standard network; raises ``UsageError`` with the known names."""
-    known = {**STANDARD, **DENSE, **BOXES, **MASKS}
+    known = {**STANDARD, **DENSE, **BOXES, **MASKS, **VOLUMES}
     if name not in known:
         raise UsageError(
             "only the standard networks have a description",

@@ -147,7 +147,7 @@ def _arguments(cls: Callable[..., Any], network: Network) -> dict[str, Any]:
         "channels": network.channels,
         "height": network.height,
         "width": network.width,
-        "size": (network.height, network.width),
+        "size": network.sides,
     }
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

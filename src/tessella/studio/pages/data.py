@@ -17,7 +17,7 @@ from nicegui.events import ValueChangeEventArguments
 from tessella.artifacts.dataset import Dataset
 from tessella.core.count import counted
 from tessella.core.errors import TessellaError, UsageError
-from tessella.core.preprocess import Preprocess, ResizeMode, Store
+from tessella.core.preprocess import Preprocess, ResizeMode, Store, Volume
 from tessella.jobs import commands
 from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
@@ -28,7 +28,7 @@ from tessella.studio.path_field import PathField
 from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, plain_name
-from tessella.tasks import of, targets_of
+from tessella.tasks import named, of, targets_of
 
 PAGE_SIZE = 60
 MISSING = "Choose a dataset at the left, or import the images again."
@@ -137,7 +137,7 @@ class _Settings:
         return cls(
             source=info.source,
             name=f"{info.name}-2",
-            size=_written(record.height, record.width),
+            size=_written(*(record.sides if record.volume else (record.height, record.width))),
             channels=record.channels,
             depth=record.depth,
             resize=record.resize,
@@ -146,21 +146,31 @@ class _Settings:
             **split,
         )
 
+    def check_size(self) -> None:
+        """Refuse a size that the task's examples do not have."""
+        (parts.sides_of if named(self.task).volumes else parts.size_of)(self.size)
+
+    def _record(self) -> Preprocess:
+        if named(self.task).volumes:
+            slices, height, width = parts.sides_of(self.size)
+            volume = Volume(slices=slices)
+            return Preprocess(height=height, width=width, channels=1, depth=16, volume=volume)
+        height, width = parts.size_of(self.size)
+        return Preprocess(
+            height=height,
+            width=width,
+            channels=int(self.channels),
+            depth=int(self.depth),
+            resize=self.resize,
+            crop=parts.size_of(self.crop) if self.crop.strip() else None,
+        )
+
     def spec(self, source: str, out: str) -> JobSpec:
         """The import with these settings."""
-        height, width = parts.size_of(self.size)
-        crop = parts.size_of(self.crop) if self.crop.strip() else None
         return commands.import_images(
             source,
             out,
-            Preprocess(
-                height=height,
-                width=width,
-                channels=int(self.channels),
-                depth=int(self.depth),
-                resize=self.resize,
-                crop=crop,
-            ),
+            self._record(),
             name=self.name.strip() or None,
             holdout=float(self.holdout or 0.0),
             test=float(self.test or 0.0),
@@ -172,8 +182,8 @@ class _Settings:
         )
 
 
-def _written(height: int, width: int) -> str:
-    return str(height) if height == width else f"{height}x{width}"
+def _written(*sides: int) -> str:
+    return str(sides[0]) if len(set(sides)) == 1 else "x".join(map(str, sides))
 
 
 class _New:
@@ -299,7 +309,7 @@ class _New:
         values = self._values
         problem = line = ""
         try:
-            parts.size_of(values.size)  # also while there is no folder yet
+            values.check_size()  # also while there is no folder yet
             if values.source.strip() and self._source().exists():
                 line = commands.shown(self._request())
         except TessellaError as error:
@@ -551,7 +561,7 @@ class _Dataset:
 
 def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
     info, record = dataset.info, dataset.preprocess
-    shape = f"{record.height} × {record.width} × {record.channels}"
+    shape = " × ".join(map(str, record.pixel_shape))
     counts = [(f"{name} images", f"{s.count:,}") for name, s in info.splits.items()]
     disk = sum(m.nbytes for s in info.splits.values() for m in s.shards.values())
     return [

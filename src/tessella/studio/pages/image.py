@@ -45,7 +45,8 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
         with parts.box("stack"):
             with parts.card():
                 text("h2", label).style("overflow-wrap:anywhere")
-                shape = f"{record.height} × {record.width} × {record.channels}, {record.depth} bits"
+                sides = " × ".join(map(str, record.pixel_shape))
+                shape = f"{sides}, {record.depth} bits"
                 rows = [
                     ("dataset", context.labels.title(ref, dataset.info.name)),
                     ("split", split),

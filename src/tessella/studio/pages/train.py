@@ -255,14 +255,13 @@ class _Train:
         """Let the command line draw the network, once for each network and size."""
         await asyncio.sleep(DRAW_AFTER_S)
         network, dataset = self._network(), self._datasets[self._dataset.value]
-        channels, height, width = dataset.preprocess.input_shape
-        self._summary.text = (
-            f"{network} for {len(dataset.classes)} classes, input {channels} × {height} × {width}"
-        )
+        channels, *sides = dataset.preprocess.input_shape
+        shape = " × ".join(map(str, (channels, *sides)))
+        self._summary.text = f"{network} for {len(dataset.classes)} classes, input {shape}"
         if not network or network == "timm/":
             self._show_drawing(None, "Name a network to see it drawn.")
             return
-        key = digest([network, len(dataset.classes), channels, height, width])[:24]
+        key = digest([network, len(dataset.classes), channels, *sides])[:24]
         target = self._context.workspace.own("networks", key) / "network.svg"
         own = self._source.value == "file"
         if not target.exists() or own:
@@ -272,7 +271,7 @@ class _Train:
                     network,
                     classes=len(dataset.classes),
                     channels=channels,
-                    size=(height, width),
+                    size=tuple(sides),
                     svg=target,
                 )
                 await ask(spec.argv, folder=self._context.workspace.root)

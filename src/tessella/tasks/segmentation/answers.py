@@ -59,7 +59,8 @@ def lines(answer: Any) -> list[tuple[str, ...]]:
 
 
 def same(one: Outputs, other: Outputs, record: TaskRecord) -> npt.NDArray[np.bool_]:
-    return np.asarray((one.argmax(1) == other.argmax(1)).mean(axis=(1, 2)) >= ALIKE)
+    equal = one.argmax(1) == other.argmax(1)
+    return np.asarray(equal.reshape(len(equal), -1).mean(axis=1) >= ALIKE)
 
 
 def said(output: Outputs, labels: tuple[str, ...], record: TaskRecord) -> str:

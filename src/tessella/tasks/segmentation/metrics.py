@@ -67,7 +67,7 @@ def width(classes: int) -> int:
 def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
     """Of each image and class the pixels in common, predicted and true; and the mean loss.
 
-    float32 counts to 2²⁴ pixels exactly.
+    float32 holds counts of up to 2²⁴ pixels exactly, and larger ones to 6 · 10⁻⁸ of them.
     """
     truth_BP = targets.flatten(1).long().to(outputs.device)
     logits = outputs.float()
@@ -86,8 +86,9 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
 
 
 def _counted(numbers_BP: Tensor, chosen_BP: Tensor, classes: int) -> Tensor:
-    zeros = torch.zeros(len(numbers_BP), classes, device=numbers_BP.device)
-    return zeros.scatter_add_(1, numbers_BP, chosen_BP.float())
+    pairs = zip(numbers_BP, chosen_BP, strict=True)
+    counts = [torch.bincount(n[chosen], minlength=classes) for n, chosen in pairs]
+    return torch.stack(counts).float()
 
 
 def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluation:

@@ -1,0 +1,9 @@
+"""Loss, IoU and Dice over the training, and volumes in which each class occurs."""
+
+from __future__ import annotations
+
+from tessella.tasks.segmentation.charts import CONFUSION, CURVES, PERCENT
+
+CLASS_COUNTS = "volumes in which each occurs, by split"
+
+__all__ = ["CLASS_COUNTS", "CONFUSION", "CURVES", "PERCENT"]
