@@ -1,6 +1,4 @@
-"""Cross entropy of each pixel, and how far each class covers its own; pixels without a class count
-nothing.
-"""
+"""Cross entropy of each pixel, and how much of each class is missed; some pixels have no class."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def balanced(counts: Sequence[int], images: int) -> Tensor:
 
 
 def loss(outputs: Tensor, targets: Tensor, settings: LossSettings) -> Tensor:
-    """The mean over the images of cross entropy, a mean of pixels, and ``uncovered``, in float32."""
+    """The mean over the images of their cross entropy and of what is ``uncovered``, in float32."""
     wanted = targets.long()
     logits = outputs.float()
     losses = F.cross_entropy(
