@@ -103,6 +103,7 @@ def page() -> str:
         *_scattered(),
         *_detection(),
         *_boxes_and_masks(),
+        *_volumes(),
         *_serving(),
         *_gpu_serving(),
         *_coverage(),
@@ -388,6 +389,27 @@ def _boxes_and_masks() -> Iterator[str]:
     )  # fmt: skip
     yield markdown(head, lines) + "\n"
     yield from origins
+
+
+def _volumes() -> Iterator[str]:
+    """Steps and plans of a 3-D U-Net, beside PyTorch and torch.compile."""
+    yield "## Volumes on a GPU: `volumes-sm_90.json`\n"
+    yield (
+        "A 3-D U-Net of five levels, 32 channels in the first, on crops that stay on the GPU: steps"
+        " of training, forward, loss, backward and AdamW, and plans. Plans are behind: group norms"
+        " of five axes have no kernel of ours yet.\n"
+    )
+    runs = _runs("volumes-sm_90.json")
+    lines = [
+        (row["part"], row["what"], row["who"], f"{row['ms']:.2f} ms",
+         _optional(row.get("crops/s"), "{}"), f"{row['share of the best peer']:.3f}", number)
+        for number, run in enumerate(runs, 1)
+        for row in run["rows"]
+    ]  # fmt: skip
+    head = ("part", "what", "who", "time", "crops/s", "ratio to the best peer", "run")
+    yield markdown(head, lines) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}\n"
 
 
 # --- over HTTP ------------------------------------------------------------------------------------

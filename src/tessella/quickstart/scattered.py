@@ -71,7 +71,8 @@ def write_scattered(
                 things.append({"id": len(things) + 1, "image_id": i,
                                "category_id": int(found.target[digit]), "iscrowd": 0,
                                "bbox": box, "area": int(mask.sum()),
-                               "segmentation": {"size": [size, size], "counts": counts}})  # fmt: skip
+                               "segmentation": {"size": [size, size], "counts": counts},
+                               })  # fmt: skip
         categories = [{"id": k, "name": str(k)} for k in digits]
         plain = {"images": images, "annotations": things, "categories": categories}
         paths.append(folder / f"{split}.json")
