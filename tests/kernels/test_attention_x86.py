@@ -36,6 +36,7 @@ CASES = {
     "padding": Case(queries=8, mask=(2, 1, 1, 45)),
     "padding of all images": Case(n=3, keys=32, hidden="end", mask=(1, 1, 1, 32)),
     "numbers": Case(mask=(2, 1, 1, 45), mask_dtype="float32"),
+    "a hidden key behind the rest": Case(mask=(2, 1, 1, 45), hidden="end", scale=18.0),
     "hidden by a large number": Case(mask=(2, 1, 1, 45), mask_dtype="float32", lowest=-3.4e38),
 }
 
@@ -62,7 +63,9 @@ def test_agrees_with_float64(name: str) -> None:
     for _ in range(2):
         made = call(*inputs)
         assert problem.output.matches(made)
-        torch.testing.assert_close(made.double(), right, rtol=0, atol=1e-5)
+        # a power of a score of a hundred is off by as many roundings
+        atol = 5e-5 if name == "a hidden key behind the rest" else 1e-5
+        torch.testing.assert_close(made.double(), right, rtol=0, atol=atol)
     assert all(map(torch.equal, inputs, before))
 
 
@@ -79,7 +82,7 @@ def test_threads_share_the_heads() -> None:
 def test_the_strides_of_a_call_are_those_that_count() -> None:
     problem, inputs = draw(Case(dtype="float32"))
     call, right = bound(problem), exact(problem, inputs)
-    for order in ((0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3)):
+    for order in ((0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3), (0, 1, 3, 2)):
         back = torch.tensor(order).argsort().tolist()
         moved = [t.permute(order).contiguous().permute(back) for t in inputs]
         torch.testing.assert_close(call(*moved).double(), right, rtol=0, atol=1e-5)
@@ -121,8 +124,7 @@ def test_tensors_that_were_not_promised_are_refused() -> None:
     problem, (q, k, v) = draw(Case(dtype="float32"))
     call = bound(problem)
     call(q, k, v)
-    spread = torch.empty(*k.shape[:3], 2 * k.shape[3])[..., ::2]
-    for wrong in (spread, k[:, :, 1:], k.double(), k > 0, k.expand(3, *k.shape)):
+    for wrong in (k[:, :, 1:], k.double(), k > 0, k.expand(3, *k.shape)):
         with pytest.raises(KernelError, match="channels lie together"):
             call(q, wrong, v)
     shorter = torch.empty_like(k)

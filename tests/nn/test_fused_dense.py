@@ -130,6 +130,26 @@ def test_a_block_beside_float64(name, lowered, monkeypatch):
         assert ours < 1.5 * theirs + bound
 
 
+class Written(nn.Module):
+    """A sum before a norm, written into through a view between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        self.requires_grad_(False)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.layer(x)
+        y[:, 0].zero_()
+        return self.head(self.norm(y))
+
+
+def test_what_is_written_through_a_view_is_written_before_it_is_read() -> None:
+    net, x = Written(), torch.randn(3, 9, 64)
+    torch.testing.assert_close(compiled(net, "aot_eager")(x), net(x))
+
+
 def spied(told, function):
     def call(*given, **named):
         told.append(function.__name__)

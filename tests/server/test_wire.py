@@ -91,3 +91,10 @@ class Unparsed:
 def test_much_of_little_is_refused_before_it_is_parsed(kind: str) -> None:
     with pytest.raises(InputError):
         parsed(Unparsed, MUCH[kind])
+
+
+def test_a_negative_number_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = request(0)
+    message.inputs[0].contents.int64_contents.extend([-1] * 2000)
+    monkeypatch.setattr(wire, "MOST_NUMBERS", 2200)
+    assert parsed(ModelInferRequest, message.SerializeToString()) == message

@@ -21,6 +21,7 @@ from tessella.core.pictures import Pixels, read_pixels
 from tessella.core.preprocess import (
     Preprocess,
     centre_crop,
+    darkest,
     denormalize,
     fitted_and_size,
     in_rgb,
@@ -71,7 +72,7 @@ def whole(
     """A function of the record's inputs as one of whole volumes, if it is of volumes."""
     if record.volume is None:
         return predict
-    return lambda images: over_windows(predict, images, record.sides)
+    return lambda images: over_windows(predict, images, record.sides, outside=darkest(record))
 
 
 def _predictor(

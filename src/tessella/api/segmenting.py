@@ -75,6 +75,9 @@ def segment_each(
         try:
             values, header = read_values(path)
             pixels = scaled(values, record.volume.window)
+        except MemoryError:
+            yield path, DataError("there is not enough memory for it", seen=path)
+            continue
         except DataError as error:
             yield path, DataError(error.wrong, seen=error.seen or path, fix=error.fix)
             continue

@@ -14,7 +14,7 @@ from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import encode
 from tessella.core.record import canonical_json
-from tessella.core.volumes import suffix_of
+from tessella.core.volumes import WRITTEN, suffix_of
 from tessella.tasks import Query
 
 
@@ -74,7 +74,10 @@ def run(
                 require_place(place)
         opened = api.open_model(model, compiled=not recompile)
         if images and api.task_of(opened)[0].volumes:
-            _segment(out_, opened, images, out, trust_code)
+            if draw is not None:
+                raise UsageError("volumes are not drawn", seen=draw, fix="--out labels.nii.gz")
+            query = Query(top=top, threshold=threshold)
+            _segment(out_, opened, images, query, out, trust_code)
         elif images:
             query = Query(top=top, threshold=threshold)
             _answer(out_, opened, api.pictures(images), query, draw, trust_code)
@@ -119,12 +122,21 @@ def _answer(
 
 
 def _segment(
-    out_: Output, model: api.Model, volumes: list[Path], out: Path | None, trust_code: bool
+    out_: Output,
+    model: api.Model,
+    volumes: list[Path],
+    query: Query,
+    out: Path | None,
+    trust_code: bool,
 ) -> None:
     """The classes of each volume, and its labels in files. Errors as in ``_answer``."""
     task, _ = api.task_of(model)
     files = api.pictures(volumes, is_one=suffix_of)
     several = len(files) > 1 or (out is not None and suffix_of(out) is None)
+    if out is not None and not several and suffix_of(out) not in WRITTEN:
+        raise UsageError(
+            f"labels are written as {', '.join(WRITTEN)}", seen=out.name, fix="give such a name"
+        )
     plain: list[dict[str, Any]] = []
     rows: list[tuple[object, ...]] = []
     failed: list[TessellaError] = []
@@ -133,7 +145,7 @@ def _segment(
             failed.append(told)
             plain.append({"volume": str(path), **told.to_json()})
             continue
-        answer = told.answer()
+        answer = told.answer(query)
         plain.append({"volume": str(path), "answer": answer})
         if out is not None:
             suffix = suffix_of(path) or ".npy"

@@ -42,6 +42,7 @@ def frame_of(content: bytes) -> Frame | None:
     That is: one scan of 8 bits by Huffman's code; grey, 4:4:4, 4:2:2 or 4:2:0, in YCbCr as libjpeg
     reads the markers; no EXIF block, which may turn the picture; at most ``PLAIN_PIXELS``.
     """
+    content = bytes(content)  # a view cannot be looked up; bytes are taken as they are
     for nbytes in _heads.lengths:
         if (known := _heads.frames.get(content[:nbytes])) is not None:
             return known

@@ -443,6 +443,11 @@ def gain_and_offset(record: Preprocess) -> tuple[npt.NDArray[np.float32], npt.ND
     return gain, (-np.asarray(record.mean, np.float64) / std).astype(np.float32)
 
 
+def darkest(record: Preprocess) -> float:
+    """The pixel 0 of the first channel as a network sees it: what lies outside of a volume."""
+    return float(gain_and_offset(record)[1][0])
+
+
 def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
     """The integers that ``normalize`` was given: NCHW float32 to NHWC, exactly."""
     gain, offset = (t.astype(np.float64) for t in gain_and_offset(record))

@@ -15,6 +15,7 @@ import os
 import stat
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,9 @@ IGNORED = 255  # the number of a voxel without a class
 FULL = 65535
 OUTER = 0.5  # percent of the values that lie below, and above, the window of a volume of its own
 LOOKED_AT = 1 << 20  # values that say where that window is
+NPY_HEADER = 1 << 14  # bytes in which a header of NumPy's ends
 HEAD_BYTES = 4096  # in which the header of a stored array ends
+NOT_COMPRESSED, DEFLATED = 1, (8, 32946)  # of TIFF
 NIFTI_BYTES = 544  # of the longer one of the two headers, and four that say whether more follows
 NIFTI_OFFSET = 1 << 20  # where values begin at the latest: what lies before is read into memory
 GREY = "one value for each voxel, [D, H, W], is read"
@@ -161,7 +164,10 @@ def scaled(values: Values, window: tuple[float, float] | None) -> Pixels:
 
 def _own_window(values: Values) -> tuple[float, float]:
     flat = values.reshape(-1)
-    some = flat[:: max(1, len(flat) // LOOKED_AT)].astype(np.float64)
+    step = max(1, len(flat) // LOOKED_AT)
+    while math.gcd(step, values.shape[-1] * values.shape[-2]) > 1:  # not the same columns each row
+        step += 1
+    some = flat[::step].astype(np.float64)
     low, high = np.percentile(some, [OUTER, 100 - OUTER]).tolist()
     return (low, high) if high > low else (low, low + 1.0)
 
@@ -186,13 +192,13 @@ def array_in(content: bytes | memoryview, dtype: str) -> Values:
     head = io.BytesIO(bytes(view[:HEAD_BYTES]))
     try:
         shape, by_columns, found = _npy_header(head)
-    except ValueError as error:
+    except Exception as error:  # NumPy evaluates the header as a literal of Python
         raise DataError(
             "this is no stored volume", seen=str(error)[:80], fix="import the dataset again"
         ) from error
     begin = head.tell()
     fits = len(view) == begin + math.prod(shape) * found.itemsize
-    if by_columns or found != np.dtype(dtype) or not fits or len(shape) < 3:
+    if by_columns or found != np.dtype(dtype) or not fits or len(shape) < 3 or min(shape) < 1:
         seen = f"{found} {shape} in {len(view):,} bytes"
         raise DataError("this is no stored volume", seen=seen, fix="import the dataset again")
     return np.frombuffer(view, found, offset=begin).reshape(shape)
@@ -205,6 +211,9 @@ def middle_slice(content: bytes | memoryview) -> Pixels:
 
 
 # --- written --------------------------------------------------------------------------------------
+
+
+WRITTEN = (".npy", ".nii", ".nii.gz")
 
 
 def write_labels(file: str | Path, labels: Pixels, like: str | Path) -> None:
@@ -233,12 +242,18 @@ def write_labels(file: str | Path, labels: Pixels, like: str | Path) -> None:
 
 
 def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(file)
+    """Sides, order and type; NumPy would read as many bytes as the header says that it has."""
+    start = file.tell()
+    head = io.BytesIO(file.read(NPY_HEADER))
+    version = np.lib.format.read_magic(head)
     if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"version {version} of NumPy's form")
+        made = np.lib.format.read_array_header_1_0(head)
+    elif version == (2, 0):
+        made = np.lib.format.read_array_header_2_0(head)
+    else:
+        raise ValueError(f"version {version} of NumPy's form")
+    file.seek(start + head.tell())
+    return made
 
 
 def _three(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -310,11 +325,33 @@ def _of_nifti(path: Path, _: int) -> Header:
 
 def _of_tiff(path: Path, _: int) -> Header:
     tifffile = importlib.import_module("tifffile")
-    with tifffile.TiffFile(path) as file:
+    # `_multifile`: an OME header may name other files, which need not be the user's to show
+    with tifffile.TiffFile(path, _multifile=False) as file:
         series = file.series[0]
+        for page in series.pages:
+            if page is not None:
+                _require_strips(file, page)
         if "S" in series.axes:
             raise DataError("its pages have several channels", seen=series.axes, fix=GREY)
         return Header(shape=_three(series.shape), dtype=np.dtype(series.dtype))
+
+
+def _require_strips(file: Any, page: Any) -> None:
+    """Refuse a page with strips that unpack to more than its pixels: nothing bounds them later."""
+    form = page.keyframe  # of the series: its other pages are as this one
+    if form.compression == NOT_COMPRESSED:
+        return
+    if form.compression not in DEFLATED:
+        raise DataError(
+            "its compression is not read", seen=form.compression, fix="save it without, or deflated"
+        )
+    limit = form.imagewidth * form.imagelength * form.samplesperpixel * form.dtype.itemsize
+    for begin, nbytes in zip(page.dataoffsets, page.databytecounts, strict=True):
+        file.filehandle.seek(begin)
+        inflater = zlib.decompressobj()
+        inflater.decompress(file.filehandle.read(min(nbytes, MAX_FILE)), limit)
+        if inflater.unconsumed_tail:
+            raise DataError("a strip is larger than its page", seen=f"more than {limit:,} bytes")
 
 
 _READERS = {
@@ -330,7 +367,7 @@ def _values(path: Path, suffix: str | None) -> Values:
         with np.load(path, allow_pickle=False) as packed:
             made = packed[_member([f"{name}.npy" for name in packed.files]).removesuffix(".npy")]
     elif suffix in (".tif", ".tiff"):
-        made = importlib.import_module("tifffile").imread(path)
+        made = importlib.import_module("tifffile").imread(path, _multifile=False)
     else:  # float32 whatever is stored: labels are small whole numbers
         made = _nibabel().load(path).get_fdata(caching="unchanged", dtype=np.float32).transpose()
     return np.asarray(made).reshape(_three(made.shape))

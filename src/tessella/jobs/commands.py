@@ -68,6 +68,9 @@ def import_images(
         argv += [f"--name={name}"]
     if preprocess.volume is not None:
         argv += ["--size", _size(*preprocess.sides)]
+        if preprocess.volume.window is not None:
+            low, high = preprocess.volume.window
+            argv += [f"--window={low!r}:{high!r}"]
     else:
         argv += ["--size", _size(preprocess.height, preprocess.width)]
         argv += ["--channels", str(preprocess.channels), "--depth", str(preprocess.depth)]

@@ -195,7 +195,7 @@ def _biased(node: Any, reader: fx.Node) -> tuple[Any, ...] | None:
 
 def _gelu_at(graph: fx.Graph, node: fx.Node) -> None:
     """A GELU of a linear layer's result takes the layer's bias."""
-    x: Any = node.args[0]
+    x: Any = node.args[0] if node.args else node.kwargs.get("input")
     layer = _biased(x, node)
     if layer is None:
         return
@@ -215,14 +215,14 @@ def _norm_at(graph: fx.Graph, node: fx.Node, places: dict[fx.Node, int]) -> None
         not known
         or len(width) != 1
         or any(changes(user, read) for read in (node, x) for user in read.users)
-    ):
+    ) or {_storage(x), _storage(node)} & _written(graph):
         return
     at, parts = node, (x, None, None)
     if x in places and (found := _sum_of(x)) is not None:
         at, parts = x, found
     keeps = [user for user in x.users if user is not node and places.get(user, 0) > places[at]]
     lowering = {_LINEAR, _calls().heads_of, _calls().heads_attended}
-    lower = [user for user in node.users if user.target in lowering and user.args[0] is node]
+    lower = [user for user in node.users if user.target in lowering and user.args[:1] == (node,)]
     full = [user for user in node.users if user not in lower]
     with graph.inserting_before(at):
         made = graph.call_function(
@@ -257,6 +257,18 @@ def _sum_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
             added.args = layer[:2]
             return x, added, layer[2]
     return one, other, None
+
+
+def _storage(node: fx.Node) -> int | None:
+    """What a node's value lies in, where it is known."""
+    seen = node.meta.get("example_value")
+    return seen.untyped_storage()._cdata if isinstance(seen, Tensor) else None
+
+
+def _written(graph: fx.Graph) -> set[int | None]:
+    """The storages that a graph writes into, also through views."""
+    first = [(n, n.args[0]) for n in graph.nodes if n.args and isinstance(n.args[0], fx.Node)]
+    return {_storage(given) for n, given in first if changes(n, given)} - {None}
 
 
 def changes(node: fx.Node, given: fx.Node) -> bool:

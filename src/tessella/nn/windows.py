@@ -24,12 +24,14 @@ SIGMA = 1 / 8  # of a side
 LEAST = 1e-3  # of the largest weight: nothing is divided by zero
 
 
-def over_windows(predict: Predict, images: Tensor, sides: Sequence[int]) -> Tensor:
+def over_windows(
+    predict: Predict, images: Tensor, sides: Sequence[int], *, outside: float
+) -> Tensor:
     """The scores of a network of ``[N, C, *sides]`` for whole volumes.
 
     Args:
         predict: gives ``[N, K, *sides]``.
-        images: ``[N, C, D, H, W]`` of any size; smaller ones are filled up with their least value.
+        images: ``[N, C, D, H, W]`` of any size; smaller ones are filled up with ``outside``.
 
     Returns:
         ``[N, K, D, H, W]`` in float32, on the device of what ``predict`` gives.
@@ -40,7 +42,7 @@ def over_windows(predict: Predict, images: Tensor, sides: Sequence[int]) -> Tens
     less = [max(0, side - n) for side, n in zip(sides, shape, strict=True)]
     edges = [edge for n in reversed(less) for edge in (n // 2, n - n // 2)]
     if any(less):
-        images = F.pad(images, edges, value=float(images.min()))
+        images = F.pad(images, edges, value=outside)
     starts = [_starts(n, side) for n, side in zip(images.shape[2:], sides, strict=True)]
     sums: Tensor | None = None
     weights: Tensor | None = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tessella.core.errors import InputError
 
 SMALL_BYTES = 1 << 16  # so much is parsed as it is: it has 32,768 fields at most
@@ -52,7 +54,12 @@ class _Count:
                 if field is not None and field.message_type is not None:
                     self.add(content, start, position, field.message_type)
                 elif field is not None and field.type not in (field.TYPE_BYTES, field.TYPE_STRING):
-                    self._numbers += length // _width(field)
+                    width = _width(field)
+                    if width > 1:
+                        self._numbers += length // width
+                    else:  # a number ends with its only byte below 128
+                        ends = np.frombuffer(content, np.uint8, length, start) < 128
+                        self._numbers += int(np.count_nonzero(ends))
                     if self._numbers > MOST_NUMBERS:
                         raise _too_many(f"more than {MOST_NUMBERS:,} numbers in contents")
             elif wire in (_FIXED64, _FIXED32):

@@ -40,6 +40,7 @@ def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator
     before = [s.fp32_precision for s in settings]
     benchmark = torch.backends.cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     try:
         if deterministic:
@@ -60,7 +61,7 @@ def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator
             fix="train without deterministic, or with another operation",
         ) from error
     finally:
-        torch.use_deterministic_algorithms(strict)
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills
         for s, value in zip(settings, before, strict=True):
             s.fp32_precision = value

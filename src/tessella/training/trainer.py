@@ -16,6 +16,7 @@ from tessella.artifacts.run import RunInfo
 from tessella.artifacts.shards import SplitInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
+from tessella.core.preprocess import darkest
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, zoo
 from tessella.nn.windows import over_windows
@@ -170,7 +171,8 @@ class Trainer:
             if self._info.preprocess.volume is None:
                 outputs: Tensor = module(images).float()
             else:
-                outputs = over_windows(module, images, self._info.preprocess.sides)
+                record = self._info.preprocess
+                outputs = over_windows(module, images, record.sides, outside=darkest(record))
             answers = self._task.head.finish(outputs, self._info.task.numbers)
         self._freezing.train()
         return answers

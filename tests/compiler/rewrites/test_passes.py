@@ -122,6 +122,7 @@ def test_fold_batch_norm_into_linear_only_over_its_features() -> None:
         (lambda m, x: F.gelu(m.conv(x).flatten(2).transpose(1, 2)) * 2, 1,
          ["conv2d", "reshape", "permute", "mul"]),
         (lambda m, x: F.relu(m.conv(x).flatten(2)), 0, ["conv2d", "reshape", "relu"]),
+        (lambda m, x: m.conv(x).flatten(2).chunk(2, 1)[1] * 2, 0, None),  # a reader of two results
         # residual in either order, then the activation
         (lambda m, x: F.relu(m.conv(x) + F.max_pool2d(m.other(x), 1)), 2, None),
         (lambda m, x: F.relu(F.max_pool2d(m.other(x), 1) + m.conv(x)), 2, None),

@@ -214,7 +214,8 @@ class _Program:
         """
         choice = self.choices[index]
         if choice.node.op == "cat":
-            return (self._joined(index, problem),)
+            before = self._before[index]
+            return before.trials if problem == before.problem else (self._joined(index, problem),)
         node, row, config = choice.node, catalog.kernel(choice.kernel), choice.config
         sliced = problem.outputs[0].strides is not None and node.op != "cat"
         if not sliced or row.refusal(problem) or config not in row.configs(problem):

@@ -28,7 +28,7 @@ def apply(graph: Graph) -> int:
             node.op, node.attrs = "reshape", {"shape": node.output.shape}
             node.inputs = node.inputs[:1]
             dropped += 1
-        _merge_pair(graph, node)
+        dropped += _merge_pair(graph, node)
         if _changes_nothing(node) and node.output not in graph.outputs:
             graph.replace_uses(node.output, node["input"])
             graph.nodes.remove(node)
@@ -36,14 +36,15 @@ def apply(graph: Graph) -> int:
     return dropped
 
 
-def _merge_pair(graph: Graph, node: Node) -> None:
-    """A reshape of a reshape reads the first one's input, a permute of a permute too."""
+def _merge_pair(graph: Graph, node: Node) -> bool:
+    """Whether a reshape of a reshape, or a permute of a permute, reads the first's input now."""
     before = graph.producer(node["input"]) if node.op in ("reshape", "permute") else None
     if before is None or before.op != node.op:
-        return
+        return False
     node.inputs = before.inputs
     if node.op == "permute":
         node.attrs["dims"] = tuple(before.attrs["dims"][d] for d in node.attrs["dims"])
+    return True
 
 
 def _changes_nothing(node: Node) -> bool:

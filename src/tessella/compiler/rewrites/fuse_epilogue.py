@@ -42,7 +42,9 @@ def _fuse_behind_views(graph: Graph, layer: Node) -> int:
     value = layer.output
     while (reader := graph.only_reader(value)) is not None and reader.op in VIEWS:
         value = reader.output
-    if reader is None or value is layer.output or reader.output in graph.outputs:
+    if reader is None or value is layer.output:
+        return 0
+    if any(made in graph.outputs for made in reader.outputs):
         return 0
     if not _fuse_activation(layer, reader):
         return 0

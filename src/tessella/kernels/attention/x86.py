@@ -113,6 +113,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
                 seen=f"{workspace.nbytes} bytes",
                 fix=f"{needed} bytes",
             )
+        # a permuted view is seldom, and copied: what a search tried lay in rows
+        query, key, value = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
+        )
         rows = (query, key, value)
         require_rows(rows, mask, metas)
         strides = tuple(t.stride() for t in rows)
@@ -181,10 +185,12 @@ def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
     """What is added to the scores of each image's keys, in whole panels, and behind it a vector of
     ones, or of zeros where no key is seen: then the result is 0, as torch's.
     """
-    rows = torch.zeros(len(mask), panels * WIDTH + LANES)
+    # the last panel is filled up with its last key, which must not count where it is hidden
+    shape = (len(mask), panels * WIDTH + LANES)
+    rows = torch.full(shape, HIDDEN, dtype=torch.float32, device="cpu")
     of_keys, seen = rows[:, : mask.shape[3]], mask[:, 0, 0]
     if mask.dtype == torch.bool:
-        of_keys.masked_fill_(~seen, HIDDEN)
+        of_keys.zero_().masked_fill_(~seen, HIDDEN)
     else:
         torch.clamp(seen, min=HIDDEN, out=of_keys)
         seen = seen != -torch.inf

@@ -21,6 +21,8 @@ from tessella.kernels.shared.axes import tile_width
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
+NARROWEST = 64  # columns of a tile, of rows that are not narrower
+MOST_TILES = 65535  # along the second axis of a grid
 MAX_PARTS = 8
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 
@@ -76,6 +78,10 @@ def fits(problem: Problem) -> str | None:
         return "makes dense results"
     if any(_row(problem, meta) is None for meta in problem.given):
         return "parts lie in the result's order, their rows in equal distances"
+    if any(meta.extent // meta.itemsize > MAX_ELEMENTS for meta in problem.given):
+        return "a part lies over more than 32 bits of indices"
+    if sum(-(-width // NARROWEST) for width in _rows(problem)[0]) > MOST_TILES:
+        return "more tiles of columns than a grid has"
     return None
 
 

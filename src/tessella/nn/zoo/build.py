@@ -287,6 +287,12 @@ def _check_standard(network: Network) -> None:
             seen="×".join(map(str, network.sides)),
             fix="import with another size, or give network_options={'levels': 4} or less",
         )
+    if network.slices is not None and all(side == unit for side in network.sides):
+        raise UsageError(
+            "the last level would have one voxel, of which an instance norm learns nothing",
+            seen="×".join(map(str, network.sides)),
+            fix="import with a larger size, or give network_options={'levels': ...} one less",
+        )
     if min(network.height, network.width) < known.smallest_size:
         raise UsageError(
             f"the input is too small for {known.title}",

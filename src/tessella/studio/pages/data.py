@@ -123,6 +123,7 @@ class _Settings:
     task: str = "classification"
     val_folder: str | None = None
     test_folder: str | None = None
+    window: tuple[float, float] | None = None  # of volumes
 
     @classmethod
     def of(cls, dataset: Dataset) -> _Settings:
@@ -137,6 +138,7 @@ class _Settings:
         return cls(
             source=info.source,
             name=f"{info.name}-2",
+            window=record.volume.window if record.volume else None,
             size=_written(*(record.sides if record.volume else (record.height, record.width))),
             channels=record.channels,
             depth=record.depth,
@@ -153,7 +155,7 @@ class _Settings:
     def _record(self) -> Preprocess:
         if named(self.task).volumes:
             slices, height, width = parts.sides_of(self.size)
-            volume = Volume(slices=slices)
+            volume = Volume(slices=slices, window=self.window)
             return Preprocess(height=height, width=width, channels=1, depth=16, volume=volume)
         height, width = parts.size_of(self.size)
         return Preprocess(

@@ -132,14 +132,21 @@ def _named(root: Path) -> tuple[str, ...]:
             seen=f"{str(labels)[:200]} in {where}",
             fix="give each class one number; regions of several classes are not read",
         )
-    return tuple(str(name) for _, name in sorted(pairs, key=lambda pair: pair[0] or 0))
+    names = tuple(str(name) for _, name in sorted(pairs, key=lambda pair: pair[0] or 0))
+    if "ignore" in names:
+        raise DataError(
+            "dataset.json has the label 'ignore', which would be learned as a class",
+            seen=f"{str(labels)[:200]} in {where}",
+            fix=f"write {IGNORED} for voxels without a class, and leave the label out",
+        )
+    return names
 
 
 def _number(value: Any) -> int | None:
     """A class number, as nnU-Net has it (1) or MSD ("1")."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 6 else None
 
 
 def _counted(files: Sequence[Path]) -> tuple[str, ...]:
