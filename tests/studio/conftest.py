@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -46,37 +47,19 @@ def client(studio: Served) -> Iterator[httpx.Client]:
     client.close()
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    """Headless Chromium; its console and its network are recorded."""
+@pytest.fixture
+def chromium(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+    """Headless Chromium with a fresh profile; its console and its network are recorded."""
     driver, browser = shutil.which("chromedriver"), shutil.which("chromium")
     if driver is None or browser is None:
         missing = "chromedriver" if driver is None else "chromium"
         pytest.skip(f"{missing} is not installed (apt-get install chromium chromium-driver)")
     options = Options()
     options.binary_location = browser
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chrome = webdriver.Chrome(options=options, service=Service(driver))
     chrome.set_page_load_timeout(60)
     yield chrome
     chrome.quit()
-
-
-@pytest.fixture
-def chromium(browser: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
-    """The browser, which keeps nothing of another test but its cache.
-
-    A browser for each test took seconds of each to start, and to read the pages' scripts anew.
-    """
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)
-    yield browser
-    browser.execute_script("sessionStorage.clear()")
-    kept = {"origin": browser.execute_script("return origin"), "storageTypes": "all"}
-    browser.get("about:blank")
-    browser.execute_cdp_cmd("Storage.clearDataForOrigin", kept)
-    browser.execute_cdp_cmd("Network.clearBrowserCookies", {})
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
