@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tessella.device.cuda import CudaKernel
 from tessella.device.launch import launch
 from tessella.kernels import catalog
 from tessella.kernels.sparse import wgmma as sparse
@@ -55,6 +56,8 @@ def asked(row: catalog.Kernel) -> Problem:
         return product(row.op, "int8", "int8", m=4 if row.algorithm == "skinny" else 48)
     if row.id == "conv2d.direct.sm90":
         return image(2, "int8", channels=3)
+    if row.id == "conv2d.direct.sm80":
+        return image(2, "float16", channels=4)
     dtype = "float16" if row.algorithm == "direct" else "int8"
     return image(int(row.op[4]), dtype, taps=1 if row.algorithm == "pointwise" else 3)
 
@@ -74,6 +77,7 @@ def test_these_know_it() -> None:
         )),
         "conv2d.avx2", "conv2d.avx512", "conv2d.avx2_int8", "linear.avx2_int8",
         "conv2d.implicit_gemm.sm90", "conv2d.pointwise.sm90", "conv2d.direct.sm90",
+        "conv2d.implicit_gemm.sm80", "conv2d.direct.sm80",
         "linear.sparse.sm90", "conv2d.sparse.sm90", "linear.cusparselt", "conv2d.cusparselt",
     }  # fmt: skip
 
@@ -118,6 +122,10 @@ def test_the_number_reaches_the_gpu(row: catalog.Kernel, monkeypatch: pytest.Mon
     def watch(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
         launches.append(flat([*args, *named.values()]))
 
+    def watch_cuda(self: Any, grid: Any, block: Any, args: Any, **named: Any) -> None:
+        launches.append(flat(args))
+
+    monkeypatch.setattr(CudaKernel, "launch", watch_cuda)
     for other in KNOW:  # one kernel may call another
         other.load()
     for name, module in list(sys.modules.items()):
