@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tessella.core.architectures import is_gpu
 from tessella.core.errors import CorruptArtifact, UnknownVersion, UsageError
 from tessella.core.record import to_plain
 from tessella.device.machine import aimed_at
@@ -47,7 +48,9 @@ def test_every_kernel_takes_one_of_the_problems(target: str) -> None:
             and (row.source != "cusparselt" or torch.backends.cusparselt.is_available())
             and all(row.op != p.op or row.refusal(p) for p in problems.values())
         }
-    assert missed - {RANKED} == WITHOUT, "give search/kernel_report/problems.py one that they take"
+    assert missed == WITHOUT | ({RANKED} if is_gpu(target) else set()), (
+        "give search/kernel_report/problems.py one that they take"
+    )
     assert all(name.split()[0] == problem.op for name, problem in problems.items())
 
 

@@ -324,5 +324,5 @@ def test_what_a_header_promises_takes_no_memory(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "full.tif").read_bytes())
     content[at : at + len(bomb)] = bomb
     (tmp_path / "full.tif").write_bytes(content)
-    with pytest.raises(DataError, match=r"larger than its page|cannot be read"):
+    with pytest.raises(DataError, match="larger than its page"):
         read_header(tmp_path / "full.tif")
