@@ -274,15 +274,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
             bias,
             scale,
             residual,
-            geometry.batch * geometry.out[0] * across * vectors,
-            vectors,
-            tiles_of_filters,
-            across,
-            strip.rows,
-            *geometry.image[1:],
-            *geometry.out[1:],
-            *geometry.padding[1:],
-            *(s[axis] for s in steps for axis in (0, 1, 3, 4)),
+            (geometry.batch * geometry.out[0] * across * vectors, vectors, tiles_of_filters,
+             across, strip.rows),
+            (*geometry.image[1:], *geometry.out[1:]),
+            tuple(geometry.padding[1:]),
+            *(tuple(s[axis] for axis in (0, 1, 3, 4)) for s in steps),
             ending["factors"],
             WINDOW=(geometry.filter, geometry.stride, geometry.dilation),
             TAP=(tap[0], *tap[2:]),
@@ -299,7 +295,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], strip: Strip) 
             ),
             ENDING=ending["ENDING"],
             num_warps=strip.warps,
-        )
+        )  # fmt: skip
         return out
 
     return convolve

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tessella.device.grouped_numbers import unspecialized
 from tessella.kernels.epilogue.triton_device import cast, finish
 
 
@@ -39,15 +40,10 @@ class StripOfThread(NamedTuple):
     Y_COLUMN: int | None
 
 
-@triton.jit(do_not_specialize=[
-    "threads", "vectors", "tiles", "across", "rows", "height", "width", "out_height", "out_width",
-    "above", "before", "x_image", "x_channel", "x_row", "x_column", "y_image", "y_channel", "y_row",
-    "y_column", "added_image", "added_channel", "added_row", "added_column",
-])  # fmt: skip
+@unspecialized
+@triton.jit(do_not_specialize=["work", "size", "padding", "x_steps", "y_steps", "added_steps"])
 def channelwise_sums(
-    x, w, y, bias, scale, residual, threads, vectors, tiles, across, rows, height, width,
-    out_height, out_width, above, before, x_image, x_channel, x_row, x_column, y_image, y_channel,
-    y_row, y_column, added_image, added_channel, added_row, added_column, factors,
+    x, w, y, bias, scale, residual, work, size, padding, x_steps, y_steps, added_steps, factors,
     WINDOW: tl.constexpr, TAP: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr,
     STRIP: tl.constexpr, ENDING: tl.constexpr,
 ):  # fmt: skip
@@ -58,12 +54,13 @@ def channelwise_sums(
     float32: there are twice as many units as for int32, and MOST_TAPS products of int8 are exact.
 
     Args:
-        threads: of a tile and strip: images · across · vectors.
-        vectors, tiles: of VALUES filters; blocks with neighbouring tiles are neighbours.
-        across: items of COLUMNS in a row.
-        rows: of the output in a strip.
-        above, before: padding.
-        x_image … added_column: strides, in VALUES elements, but of channels; added: residual's.
+        work: threads of a tile and strip, images · across · vectors; vectors of VALUES filters;
+            tiles, whose blocks are neighbours where they are; across, items of COLUMNS in a row;
+            rows of the output in a strip.
+        size: height and width of the input, and of the output.
+        padding: above and before.
+        x_steps, y_steps, added_steps: strides of images, channels, rows and columns, in VALUES
+            elements, but of channels; added: the residual's.
         DEPTH: of the first of three spatial axes: image, out, padding, strides of x, y and
             residual; None where there are two.
         EACH: filters that read the same channel.
@@ -74,6 +71,12 @@ def channelwise_sums(
     LINES: tl.constexpr = STRIP.LINES
     ACTIVATION: tl.constexpr = ENDING.ACTIVATION
     alpha, beta, gamma = factors
+    threads, vectors, tiles, across, rows = work
+    height, width, out_height, out_width = size
+    above, before = padding
+    x_image, x_channel, x_row, x_column = x_steps
+    y_image, y_channel, y_row, y_column = y_steps
+    added_image, added_channel, added_row, added_column = added_steps
     STRIDE: tl.constexpr = WINDOW[1]
     LAG: tl.constexpr = (WINDOW[0][1] - 1) * WINDOW[2][1] // STRIDE[1]  # rows of sums begun before
     strip, tile = divided(tl.program_id(0), tiles)

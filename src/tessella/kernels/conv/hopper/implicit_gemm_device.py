@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tessella.device.grouped_numbers import unspecialized
 from tessella.device.hopper import (
     barrier,
     fence_async_shared,
@@ -237,18 +238,10 @@ def _in_order(
     return acc
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "C", "H", "W", "R", "S", "pad_h", "pad_w", "dil_h", "dil_w",
-        "chunks", "tiles_k", "tiles_q", "tiles_p", "step_k", "step_q", "step_p", "step_n", "splits",
-        "images", "items", "group_k", "group_c",
-    ]
-)  # fmt: skip
+@unspecialized
+@gluon.jit(do_not_specialize=["geometry", "walk", "counts", "group"])
 def convolve(
-    x0, x1, x2, x3, w, y, residual, epilogue,
-    C, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w,
-    tiles_k, tiles_q, tiles_p, step_k, step_q, step_p, step_n, splits, last_k, images, items,
-    group_k, group_c,
+    x0, x1, x2, x3, w, y, residual, epilogue, geometry, walk, last_k, counts, group,
     TILE: gl.constexpr, RING: gl.constexpr, PRODUCT: gl.constexpr, ENDING: gl.constexpr,
     REGISTERS: gl.constexpr, CONSTANT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -260,14 +253,13 @@ def convolve(
         w: descriptor of the weights; with INTERLEAVE, of their rows in the epilogue's order.
         y, residual: descriptors of the result and of what is added to it, [P, N, Q, K].
         epilogue: bias, scale, alpha, beta, gamma, and K or None.
-        C: input channels of x, or those that a tile of output channels reads of its groups.
-        chunks: stages that a tap's channels take.
-        step_k … step_n: the number of blocks, written in digits of tiles_k, tiles_q, tiles_p.
-        splits: with SPLIT, parts that the sum is cut into, a block each; part i goes to image
-            i · images of y.
+        geometry: C, the input channels of x, or those that a tile of output channels reads of its
+            groups; chunks, the stages that a tap's channels take; H, W; R, S; padding; dilation.
+        walk: tiles of channels, columns and rows; the number of blocks, written in digits of these;
+            splits: with SPLIT, parts that the sum is cut into, a block each.
         last_k: where the last tile of channels begins.
-        items: tiles × splits.
-        group_k, group_c: output and input channels of a group; None if there is one group.
+        counts: images of y between the results of one part and of the next; tiles × splits.
+        group: output and input channels of a group; None and None if there is one group.
         REGISTERS: of a thread that multiplies, and of one that loads.
         CONSTANT: no kernel just before this one may have written the weights.
     """
@@ -276,9 +268,8 @@ def convolve(
     STAGES: gl.constexpr = RING.STAGES
     SLOTS: gl.constexpr = RING.GROUPS * RING.SLOTS
     x = (x0, x1, x2, x3)
-    group = (group_k, group_c)
-    geometry = (C, chunks, H, W, R, S, pad_h, pad_w, dil_h, dil_w)
-    grid = ((tiles_k, tiles_q, tiles_p), (step_k, step_q, step_p, step_n), splits, last_k)
+    grid = (walk[0], walk[1], walk[2], last_k)
+    images, items = counts
     if TILE.TAPS == 1:
         x_ring = gl.allocate_shared_memory(x0.dtype, [STAGES] + x0.block_type.shape, x0.layout)
     else:  # a row of pixels at a time: BN · BW ≥ 8 of them keep the swizzle's phase
