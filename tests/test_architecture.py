@@ -31,7 +31,7 @@ FORBIDDEN = {
     if contract["type"] == "forbidden"
     for source in contract["source_modules"]
 }
-MOST_PARAMETERS = 20  # of a function for the GPU
+MOST_PARAMETERS = 20
 TESTS = Path(__file__).parent
 VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
 
@@ -191,25 +191,45 @@ def test_functions_beside_device_code_are_typed(room: str) -> None:
     assert untyped == []
 
 
-def device_functions() -> Iterator[tuple[str, ast.FunctionDef, int]]:
-    """Functions for the GPU, and how many of their parameters Triton must not specialize for."""
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = function.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return len([*named, *filter(None, (given.vararg, given.kwarg))])
+
+
+def cuda_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Functions of CUDA C++ for the GPU, in a file or in Python's text, and their parameters."""
+    text = re.sub(r"__launch_bounds__\([^()]*\)", "", text)
+    for found in re.finditer(r"__(?:global|device)__[^;{}()]*?(\w+)\s*\(", text):
+        given, depth = "", 1
+        for letter in text[found.end() :]:
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+            if depth == 0:
+                break
+            given += letter if depth == 1 else ""
+        yield found[1], given.count(",") + bool(given.strip())
+
+
+def functions_with_parameters() -> Iterator[tuple[str, str, int]]:
+    """Functions by their language, with how many parameters each takes."""
     for path in MODULES:
+        where = path.relative_to(SOURCE)
         for node in ast.walk(tree_of(path)):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            for decorator in map(ast.unparse, node.decorator_list):
-                if decorator.startswith(("triton.jit", "gluon.jit")):
-                    apart = re.findall(r"'(\w+)'", decorator)
-                    yield f"{path.relative_to(SOURCE)}:{node.name}", node, len(apart)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                language = "Triton" if is_device_code(node) else "Python"
+                yield language, f"{where}:{node.name}", parameters_of(node)
+    for path in (p for p in SOURCE.rglob("*") if p.suffix in (".cu", ".cuh", ".py")):
+        for name, count in cuda_functions(path.read_text()):
+            yield "CUDA", f"{path.relative_to(SOURCE)}:{name}", count
 
 
-def test_device_functions_take_their_arguments_in_groups() -> None:
-    """Numbers in ``do_not_specialize`` stand apart: in a tuple Triton specializes for them."""
-    found = list(device_functions())
-    assert len(found) > 100
-    for name, node, apart in found:
-        count = len(node.args.args) - apart
-        assert count <= MOST_PARAMETERS, f"{name} takes {count} arguments: group them"
+def test_functions_take_their_arguments_in_groups() -> None:
+    """A verb of the command line aside, whose parameters are its options, each by its name."""
+    found = list(functions_with_parameters())
+    for language, least in (("Triton", 200), ("CUDA", 50), ("Python", 5000)):
+        assert len([name for spoken, name, _ in found if spoken == language]) > least
+    many = [f"{name} takes {count}" for _, name, count in found if count > MOST_PARAMETERS]
+    assert [name for name in many if not name.startswith("cli/")] == []
 
 
 # Where an input is found by its number, outside of a kernel's ``bind`` and code for the GPU: how

@@ -6,6 +6,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,6 +203,7 @@ def inverse_kernel(x_ptr, out_ptr, N: tl.constexpr):
         ('extern "C" __global__ void f(float* x) {}', "g", "no such kernel"),
         ("__global__ void f(float* x) {}", "f", "no such kernel"),
         ('extern "C" __global__ void f(float3 x) {}', "f", "cannot hand over"),
+        ('struct S { float x; }; extern "C" __global__ void f(struct S s) {}', "f", "hand over"),
     ],
 )
 def test_cuda_source_that_cannot_be_called(source, name, error):
@@ -223,6 +225,12 @@ def test_cuda_arguments_are_checked():
     broken = cuda('extern "C" __global__ void f(int n) { oops; }', "f")
     with pytest.raises(KernelError, match=r"does not compile(.|\n)*oops"):
         broken.cubin("sm_90")
+
+
+def test_a_struct_of_ints_is_a_tuple():
+    kernel = cuda('struct S { int a, b; }; extern "C" __global__ void f(struct S s, int c) {}', "f")
+    given = [np.frombuffer(value, "int32").tolist() for value in kernel._values(((1, 2), 3))]
+    assert given == [[1, 2], [3]]
 
 
 def test_functions_that_cannot_be_operators():

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +66,8 @@ def cuda(
     Args:
         source: the code. Parameters are pointers, which take tensors, and numbers: ``float``,
             ``double``, ``bool``, ``int``, ``unsigned``, ``long long``, ``size_t``. Python's numbers
-            become what the parameter list says. A ``CUtensorMap`` comes from ``Driver.tensor_map``.
+            become what the parameter list says. A ``struct NAME``, whose fields are ints, takes a
+            tuple of them. A ``CUtensorMap`` comes from ``Driver.tensor_map``.
         name: the ``__global__`` function, declared ``extern "C"``.
         options: of nvrtc, such as ``--use_fast_math``.
         one_architecture: it uses what only this GPU's architecture has (``sm_90a``).
@@ -206,20 +207,23 @@ def _parameters(source: str, name: str) -> list[_Parameter]:
             seen=name,
             fix=f'declare it as extern "C" __global__ void {name}(…)',
         )
-    return [_parameter(name, " ".join(p.split())) for p in found[1].split(",") if p.strip()]
+    structs = re.findall(r"\b(struct \w+)\s*{\s*int [\w,\s]*;\s*}", code)
+    numbers = _NUMBERS | dict.fromkeys(structs, lambda ints: (ctypes.c_int * len(ints))(*ints))
+    parameters = [" ".join(p.split()) for p in found[1].split(",") if p.strip()]
+    return [_parameter(name, p, numbers) for p in parameters]
 
 
-def _parameter(kernel: str, text: str) -> _Parameter:
+def _parameter(kernel: str, text: str, numbers: Mapping[str, Any]) -> _Parameter:
     words = re.sub(r"\b(const|__restrict__|volatile|__grid_constant__)\b", " ", text)
     if "*" in words:
         kind = " ".join(words.split("*")[0].split())
         pointers_to_pointers = words.count("*") > 1
         return _Parameter(text=text, dtype=None if pointers_to_pointers else _POINTERS.get(kind))
     kind = " ".join(words.split()[:-1])
-    if kind not in _NUMBERS:
+    if kind not in numbers:
         raise UsageError(
             f"a parameter of {kernel} is of a type that Python cannot hand over",
             seen=text,
             fix=f"use a pointer, or one of {', '.join(_NUMBERS)}",
         )
-    return _Parameter(text=text, number=_NUMBERS[kind])
+    return _Parameter(text=text, number=numbers[kind])

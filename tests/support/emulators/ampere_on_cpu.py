@@ -106,12 +106,21 @@ def run(
     grid: int,
     tensors: Sequence[torch.Tensor | None],
     factors: Sequence[float],
-    numbers: Sequence[int],
+    numbers: Sequence[int | tuple[int, ...]],
     folder: Path,
 ) -> None:
-    """Call a kernel with pointers, floats and ints, in this order; it is compiled in a folder."""
+    """Call a kernel with pointers, floats and ints, in this order; it is compiled in a folder.
+
+    A tuple of ints is a struct of them.
+    """
     taken = [f"(void*)p[{i}]" for i in range(len(tensors))]
-    taken += [f"f[{i}]" for i in range(len(factors))] + [f"n[{i}]" for i in range(len(numbers))]
+    taken += [f"f[{i}]" for i in range(len(factors))]
+    ints: list[int] = []
+    for number in numbers:
+        group = number if isinstance(number, tuple) else (number,)
+        places = [f"n[{len(ints) + i}]" for i in range(len(group))]
+        taken.append(f"{{{', '.join(places)}}}")
+        ints += group
     code = source.replace("extern __shared__ __align__(128) char memory[];", "")
     text = HEAD + _HEAD + code + _TAIL.replace("KERNEL", f"{name}({', '.join(taken)})")
     library = folder / "kernel.so"
@@ -122,5 +131,5 @@ def run(
         grid,
         (ctypes.c_void_p * len(pointers))(*pointers),
         (ctypes.c_float * len(factors))(*factors),
-        (ctypes.c_int * len(numbers))(*numbers),
+        (ctypes.c_int * len(ints))(*ints),
     )

@@ -43,11 +43,20 @@ __device__ __forceinline__ void write_pair(u32 at, float x, float y) {
   else write_half(at, to_byte(x) | to_byte(y) << 8);
 }
 
+struct Window {
+  int height, width, out_h, out_w, taps_h, taps_w, stride_h, stride_w, padding_h, padding_w, dilation_h,
+      dilation_w;
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm(
     const void* x, const void* weight, const void* bias, const void* residual, const void* scale,
     void* out, float alpha, float beta, float gamma, int pixels, int filters, int channels,
-    int pitch, int out_pitch, int height, int width, int out_h, int out_w, int taps_h, int taps_w, int stride_h,
-    int stride_w, int padding_h, int padding_w, int dilation_h, int dilation_w, int across, int tiles, int blocks) {
+    int pitch, int out_pitch, struct Window window, int across, int tiles, int blocks) {
+  const int height = window.height, width = window.width, out_h = window.out_h, out_w = window.out_w;
+  const int taps_h = window.taps_h, taps_w = window.taps_w;
+  const int stride_h = window.stride_h, stride_w = window.stride_w;
+  const int padding_h = window.padding_h, padding_w = window.padding_w;
+  const int dilation_h = window.dilation_h, dilation_w = window.dilation_w;
   extern __shared__ __align__(128) char memory[];
   const u32 shared = address(memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;

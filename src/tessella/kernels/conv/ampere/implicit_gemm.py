@@ -207,19 +207,19 @@ def _operands(problem: Problem) -> tuple[TensorMeta | None, ...]:
     return added.bias, None if added.beta == 0 else added.residual, added.scale
 
 
-def launch_of(problem: Problem, tile: Tile) -> tuple[int, tuple[float, ...], tuple[int, ...]]:
-    """Blocks, and the kernel's numbers behind its pointers: floats, then ints."""
+def launch_of(problem: Problem, tile: Tile) -> tuple[int, tuple[float, ...], tuple[Any, ...]]:
+    """Blocks, and the kernel's numbers behind its pointers: floats, then ints and a window's."""
     geometry, epilogue = Geometry.of(problem), problem.epilogue
     across = ceil_div(geometry.filters, tile.filters)
     count = across * ceil_div(geometry.pixels, tile.pixels)
     blocks = min(count, multiprocessors() * tile.blocks) if tile.persistent else count
     factors = float(epilogue.alpha), float(epilogue.beta), float(epilogue.gamma)
     pitches = problem["input"].pixel_pitch or 0, problem.output.pixel_pitch or 0
-    window = (geometry.filter, geometry.stride, geometry.padding, geometry.dilation)
+    axes = (geometry.image, geometry.out, geometry.filter, geometry.stride, geometry.padding,
+            geometry.dilation)  # fmt: skip
+    window = tuple(n for sizes in axes for n in sizes[1:])
     numbers = (
-        geometry.pixels, geometry.filters, geometry.channels, *pitches, *geometry.image[1:],
-        *geometry.out[1:], *(n for axes in window for n in axes[1:]), across,
-        count, blocks,
+        geometry.pixels, geometry.filters, geometry.channels, *pitches, window, across, count, blocks,
     )  # fmt: skip
     return blocks, factors, numbers
 

@@ -278,9 +278,7 @@ def _run(
         (channels, chunks, shape.H, shape.W, 1 if taps > 1 else shape.R, shape.S,
          *shape.padding, *shape.dilation),
         (tuple(tiles[:3]), tuple(_digits(blocks, tiles[:3])), splits),
-        max(0, weight.shape[0] - tile_k),
-        (target.shape[1] // splits, items),
-        group,
+        max(0, weight.shape[0] - tile_k), (target.shape[1] // splits, items), group,
         TILE=Tile(
             BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
             DILATED=shape.dilation != (1, 1), SPLIT=not whole, TAPS=taps, INTERLEAVE=interleave,
