@@ -217,11 +217,9 @@ def launch_of(problem: Problem, tile: Tile) -> tuple[int, tuple[float, ...], tup
     pitches = problem["input"].pixel_pitch or 0, problem.output.pixel_pitch or 0
     axes = (geometry.image, geometry.out, geometry.filter, geometry.stride, geometry.padding,
             geometry.dilation)  # fmt: skip
-    window = tuple(n for sizes in axes for n in sizes[1:])
-    numbers = (
-        geometry.pixels, geometry.filters, geometry.channels, *pitches, window, across, count, blocks,
-    )  # fmt: skip
-    return blocks, factors, numbers
+    window = tuple(n for each in axes for n in each[1:])
+    sizes = geometry.pixels, geometry.filters, geometry.channels, *pitches
+    return blocks, factors, (*sizes, window, across, count, blocks)
 
 
 @functools.lru_cache(maxsize=512)
