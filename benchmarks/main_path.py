@@ -5,7 +5,7 @@ Import, training, compilation and one request of LeNet on digits run as processe
 each tells the files of which a function was called; what runs only while a module is imported does
 not count. Passes (``compiler/rewrites`` and ``choices``) and families (``kernels/FAMILY``,
 ``operations/reference``) are counted apart. Of the rest, files touch the image in which a function
-takes or returns bytes, an array or a tensor.
+takes or returns bytes, an array or a tensor; and docs/tour.md leads through some.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tessella
 from tessella.quickstart.classification import write_digits
 
 SOURCE = Path(tessella.__file__).parent
+TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
 APART = re.compile(r"compiler/(rewrites|choices)/|kernels/\w+/|operations/reference/")
 # Imported by every Python that finds it on its path; a file is told when it is first seen.
 HOOK = """
@@ -81,6 +82,9 @@ def main() -> int:
         where = " ".join(name for name, files in stages.items() if path in files)
         print(f"{'*' if together[path] else ' '} {path}: {where}")
     print(f"together: {counted(together)}")
+    stops = set(re.findall(r"`([\w/]+\.py)", TOUR.read_text()))
+    on_tour = sorted(p for p in together if p in stops and not APART.match(p))
+    print(f"{len(on_tour)} of these are on the path of docs/tour.md: {', '.join(on_tour)}")
     return 0
 
 
