@@ -114,18 +114,8 @@ def conv2d_dgrad(
         dy: gradient of the result [N, K, P, Q].
         input_size: [N, C, H, W].
     """
-    dy, weight = _dense(dy), _dense(weight)
-    problem = problems.conv_dgrad(
-        meta_of(dy),
-        meta_of(weight),
-        input_size,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        math=math,
-    )
-    return _run(problem, [dy, weight], algorithm, None)
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _gradient(problems.conv_dgrad, dy, weight, input_size, algorithm, math=math, **window)
 
 
 def conv2d_wgrad(
@@ -149,19 +139,23 @@ def conv2d_wgrad(
         kernel_size: R and S.
         out_dtype: default x's.
     """
-    dy, x = _dense(dy), _dense(x)
-    problem = problems.conv_wgrad(
-        meta_of(dy),
-        meta_of(x),
-        kernel_size,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        out_dtype=_name(out_dtype),
-        math=math,
-    )
-    return _run(problem, [dy, x], algorithm, None)
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    made = {"out_dtype": _name(out_dtype), "math": math, **window}
+    return _gradient(problems.conv_wgrad, dy, x, kernel_size, algorithm, **made)
+
+
+def _gradient(
+    make: Callable[..., Problem],
+    dy: Tensor,
+    other: Tensor,
+    size: Sizes,
+    algorithm: str | None,
+    **asked: Any,
+) -> Tensor:
+    """The gradient, of that size, of the operand that is not ``other``."""
+    dy, other = _dense(dy), _dense(other)
+    problem = make(meta_of(dy), meta_of(other), size, **asked)
+    return _run(problem, [dy, other], algorithm, None)
 
 
 def matmul(
