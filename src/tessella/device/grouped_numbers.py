@@ -1,9 +1,9 @@
-"""Numbers that a kernel takes in tuples, and for which it is not compiled again.
+"""Integers that a kernel takes in tuples, and whose values it is not compiled for.
 
 Triton makes other machine code where an integer is one or divisible by 16, unless
-``do_not_specialize`` names the parameter; integers in a tuple it always looks at (3.6 to 3.9).
-Where sizes and strides are to be arguments, so that the layers of a network share a kernel, they
-would have to be parameters of their own, 24 of them.
+``do_not_specialize`` names its parameter; of the integers in a tuple it does so always (3.6 to
+3.9). Where sizes and strides are to be arguments, so that the layers of a network share a kernel,
+each would have to be a parameter of its own: 24 of them in one case.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ def launch(
         kernel: the decorated function.
         grid: blocks, one to three numbers.
         args: tensors, descriptors and numbers, or tuples of tensors and numbers. Triton specializes
-            for every number in a tuple, and version 3.6 cannot launch a descriptor that is in one.
+            for every number in a tuple, unless ``grouped_numbers.unspecialized`` decorates the
+            kernel, and version 3.6 cannot launch a descriptor that is in one.
         num_warps: warps of 32 threads a block.
         fuse: let the compiler turn a product and a sum into one operation, which rounds once.
         constants: constexpr parameters, also named tuples, and options such as ``num_stages`` or
