@@ -16,7 +16,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tessella.core.integers import ceil_div
 from tessella.device.x86 import code
@@ -54,26 +53,11 @@ class Guarded(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {
-            _storage(t)
-            for t in tree_flatten((args, kwargs))[0]
-            if isinstance(t, torch.Tensor) and _is_plain(t)
-        }
-
-        def move(t: torch.Tensor) -> torch.Tensor:
-            if not _is_plain(t) or not t.numel() or _storage(t) in given:
-                return t
-            return placed(t, at_end=self.at_end)
-
-        return tree_map_only(torch.Tensor, move, func(*args, **(kwargs or {})))
-
-
-def _is_plain(t: torch.Tensor) -> bool:
-    return t.device.type == "cpu" and t.layout == torch.strided and not t.is_quantized
-
-
-def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr()
+        made = func(*args, **(kwargs or {}))
+        is_new = isinstance(made, torch.Tensor) and not func._schema.returns[0].alias_info
+        if not is_new or not made.numel() or made.device.type != "cpu" or made.is_mkldnn:
+            return made
+        return placed(made, at_end=self.at_end)
 
 
 @contextmanager
