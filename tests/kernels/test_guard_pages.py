@@ -119,13 +119,9 @@ def images() -> Iterator[Problem]:
         ((2, 40, 9, 7), 40, {**three, "groups": 40}),
         ((1, 24, 11, 6), 24, {**three, "groups": 24, "stride": (2, 2)}),
     ):
-        for residual in (False, True):
-            p = convolution(shape, channels, residual=residual, activation="silu", **window)
-            yield p
-            if residual:
-                yield replace(p, dying=(RESIDUALS,))
-                yield sliced(p)
-            yield in_int8(p)
+        p = convolution(shape, channels, activation="silu", **window)
+        added = convolution(shape, channels, residual=True, **window)
+        yield from (p, replace(added, dying=(RESIDUALS,)), sliced(added), in_int8(added))
     for op, window in pools.WINDOWS.values():
         for channels in (20, 43):
             yield pools.problem(op, (2, channels, 9, 14), window)

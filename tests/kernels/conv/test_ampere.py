@@ -173,18 +173,21 @@ def test_a_first_layer_on_a_processor(tmp_path: Path) -> None:
     ("asked", "rows", "lines"),
     [
         ({}, 3, 2),
-        ({"dtype": "bfloat16", "pool_padding": 0, "ceil_mode": True, "gamma": 0.5}, 4, 1),
-        ({"taps": 3, "padding": 0, "bias": None, "activation": None, "filters": 128}, 1, 1),
+        (
+            {"dtype": "bfloat16", "pool_padding": 0, "ceil_mode": True, "gamma": 0.5, "taps": 3,
+             "padding": 0, "bias": None, "activation": None, "filters": 128},
+            4, 1,
+        ),
     ],
-    ids=["ResNet's", "over the edge", "without a bias"],
-)
+    ids=["ResNet's", "over the edge"],
+)  # fmt: skip
 def test_a_pooled_first_layer_on_a_processor(
     asked: dict[str, Any], rows: int, lines: int, tmp_path: Path
 ) -> None:
     problem = problem_of((17, 40), N=1, **asked)
     operands = operands_of(problem, seed=0)
     operands[0][0, 1, 9, 11] = torch.nan
-    layer = direct.layer_of(problem, rows=rows, lines=lines, warps=2)
+    layer = direct.layer_of(problem, rows=rows, lines=lines, warps=lines)
     out = problem.output.empty(CPU).fill_(7)
     with aimed_at("sm_80"):
         assert direct.fits(problem) is None
