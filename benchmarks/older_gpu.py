@@ -30,6 +30,7 @@ import torch
 from tessella.core import cubin, device
 from tessella.core.architectures import ARCHITECTURES, capability
 from tessella.device import launch, machine
+from tessella.device.cuda import CudaKernel
 from tessella.search import compile_ahead, find
 
 OWN = ("tessella", "user")
@@ -60,6 +61,7 @@ def as_if(target: str, here: int | None = None) -> None:
     device.target_of = lambda *_: target  # type: ignore[attr-defined]
     machine._target_of.cache_clear()
     _accept_code(capability(target), here)
+    _compile_cuda(target, here)
     _compile(target, here)
     _in_new_processes(target, here)
     compile_ahead._running.clear()  # the compiling process knows nothing of it
@@ -89,6 +91,18 @@ def _accept_code(target: int, here: int) -> None:
     cubin.wrong = lambda code, name, asked: wrong(  # type: ignore[assignment]
         code, name, here if asked == target else asked
     )
+
+
+def _compile_cuda(target: str, here: int) -> None:
+    """Let CUDA C++ that is only compiled be so for the GPU here, where it will run."""
+    start = CudaKernel.launch
+
+    @functools.wraps(start)
+    def launched(self: Any, *args: Any, target: str | None = None, **given: Any) -> Any:
+        return start(self, *args, target=f"sm_{here}" if target == older else target, **given)
+
+    older = target
+    CudaKernel.launch = launched  # type: ignore[method-assign]
 
 
 def _compile(target: str, here: int) -> None:

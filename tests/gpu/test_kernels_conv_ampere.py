@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tessella.device.machine import aimed_at
 from tessella.kernels import catalog
+from tessella.kernels.conv.ampere import direct
 from tests.support.problems.convolutions import Case, check
+from tests.support.problems.pooled_convolutions import operands_of, problem_of, right
 from tests.support.problems.portable_convolutions import LAST
 
 pytestmark = pytest.mark.skipif(
@@ -49,3 +52,16 @@ def test_first_layers(dtype: str) -> None:
         for config in kernel.configs(case.problem):
             check(kernel, case, config, device="cuda", integers=True)
             check(kernel, case, config, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("window", [{}, {"pool_padding": 0, "ceil_mode": True}], ids=str)
+def test_pooled_first_layers(window: dict[str, Any], dtype: str) -> None:
+    problem = problem_of((64, 72), N=5, filters=128, dtype=dtype, **window)
+    operands = operands_of(problem, seed=0)
+    x, constants = operands[0].cuda(), {i: operands[i].cuda() for i in (1, 2)}
+    with aimed_at("sm_80"):
+        for config in direct.configs(problem):
+            out = problem.output.empty(x.device).fill_(7)
+            direct.bind(problem, constants, **config)(x, out=out)
+            assert torch.equal(out.cpu(), right(problem, operands)), config

@@ -18,6 +18,7 @@ from tessella.core.record import to_plain
 from tessella.device.machine import aimed_at
 from tessella.device.x86 import code
 from tessella.kernels import catalog
+from tessella.kernels.shared import onednn
 from tessella.search.kernel_report import record, survey, trying
 from tessella.search.kernel_report.privacy import Privacy
 from tessella.search.kernel_report.problems import draw, problems_of
@@ -61,6 +62,8 @@ def test_numbers_of_a_problem_are_as_it_says(target: str) -> None:
             continue
         constants, inputs = draw(problem, CPU)
         problem.require_constants(constants)
+        if (weight := constants.get(1)) is not None and weight.dtype == torch.int8:
+            assert weight.abs().max() == (onednn.NARROW if onednn.saturates() else 127)
         assert len(constants) + len(inputs) == len(problem.given), name
         rest = [m for i, m in enumerate(problem.inputs) if m and i not in problem.constant]
         for meta, tensor in zip(rest, inputs, strict=True):

@@ -163,7 +163,7 @@ def test_a_gpu_that_is_not_there_is_told_with_those_that_are(driver, monkeypatch
     with pytest.raises(UsageError, match=r"cuda:1. Seen: cuda:0 \(NVIDIA B\)"):
         seeing_only("cuda:1")
     driver(driver=None)
-    with pytest.raises(UsageError, match="no GPU"):
+    with pytest.raises(UsageError, match=r"Seen: no GPU\. To do: use cpu"):
         seeing_only("cuda")
     with pytest.raises(UsageError, match=r"no device. Seen: gpu1"):
         seeing_only("gpu1")

@@ -114,7 +114,9 @@ def no_such_gpu(device: str, names: Sequence[str | None]) -> UsageError:
     """The error for a GPU that is not there. ``names``: of those that are, by their number."""
     here = ", ".join(f"cuda:{index} ({name})" for index, name in enumerate(names))
     return UsageError(
-        f"this machine has no GPU {device}", seen=here or "no GPU", fix="use one of these, or cpu"
+        f"this machine has no GPU {device}",
+        seen=here or "no GPU",
+        fix="use one of these, or cpu" if here else "use cpu",
     )
 
 

@@ -20,9 +20,13 @@ from tessella.kernels import catalog
 from tessella.kernels.conv import tiles
 from tessella.kernels.conv.ampere import direct, implicit_gemm
 from tessella.kernels.conv.ampere.implicit_gemm_device import Tile
+from tessella.operations.problem import Problem
 from tests.support.emulators import ampere_on_cpu
 from tests.support.problems.convolutions import Case, draw, right
+from tests.support.problems.pooled_convolutions import operands_of, problem_of
+from tests.support.problems.pooled_convolutions import right as pooled
 
+CPU = torch.device("cpu")
 LAST: Any = "channels_last"
 LAYER = Case(x=(2, 16, 9, 7), w=(72, 16, 3, 3), padding=1, dtype="float16", x_format=LAST)
 FIRST = Case(
@@ -52,11 +56,14 @@ FIRST = Case(
         (direct, replace(FIRST, x=(2, 3, 15, 39)), "16 bytes"),
         (direct, replace(FIRST, x=(2, 8, 32, 40), w=(64, 8, 7, 7)), "few channels"),
         (direct, replace(FIRST, x=(2, 3, 32, 2**15)), "shared memory"),
+        (direct, problem_of(), None),
+        (direct, problem_of(pool=(2, 2), pool_padding=0), "windows of 3×3"),
+        (direct, problem_of(out="int8"), "makes float16 or bfloat16"),
     ],
 )  # fmt: skip
-def test_refuses_what_it_cannot_do(kernel: Any, case: Case, reason: str | None) -> None:
+def test_refuses_what_it_cannot_do(kernel: Any, case: Case | Problem, reason: str | None) -> None:
     with aimed_at("sm_80"):
-        refused = kernel.fits(case.problem)
+        refused = kernel.fits(case if isinstance(case, Problem) else case.problem)
     assert (refused is None) if reason is None else reason in str(refused)
 
 
@@ -100,18 +107,23 @@ needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
             (32, 64, 64, 1, 2, 4, 2, True, True),
         ),
         (
+            Case(x=(2, 40, 9, 7), w=(72, 40, 1, 1), residual=True, scale=True, bias="float32",
+                 gamma=4.0, dtype="float16", x_format=LAST),
+            (32, 64, 64, 1, 2, 3, 1, True, True, 0, 2),
+        ),
+        (
             Case(x=(1, 48, 6, 7), w=(80, 48, 2, 3), stride=(2, 1), dilation=2, padding=2,
                  residual=True, scale=True, bias="float32", activation="relu", dtype="int8",
                  x_format=LAST),
             (32, 64, 64, 2, 1, 3, 1, False),
         ),
     ],
-    ids=["taps", "patches", "residual first", "int8, residual last"],
+    ids=["taps", "patches", "residual first", "filters held", "int8, residual last"],
 )  # fmt: skip
 def test_its_text_on_a_processor(
     case: Case, tile: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(implicit_gemm, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(implicit_gemm, "multiprocessors", lambda: 2 if tile[10:] else 1)
     problem, cut, operands = case.problem, Tile(*tile), draw(case, integers=True)
     out, want = nothing(case), right(case, operands)
     blocks, factors, numbers = implicit_gemm.launch_of(problem, cut)
@@ -154,6 +166,43 @@ def test_a_first_layer_on_a_processor(tmp_path: Path) -> None:
         tmp_path,
     )
     assert torch.equal(out.nan_to_num(7, 8, 9), want.to(out.dtype).nan_to_num(7, 8, 9))
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("asked", "rows", "lines"),
+    [
+        ({}, 3, 2),
+        (
+            {"dtype": "bfloat16", "pool_padding": 0, "ceil_mode": True, "gamma": 0.5, "taps": 3,
+             "padding": 0, "bias": None, "activation": None, "filters": 128},
+            4, 1,
+        ),
+    ],
+    ids=["ResNet's", "over the edge"],
+)  # fmt: skip
+def test_a_pooled_first_layer_on_a_processor(
+    asked: dict[str, Any], rows: int, lines: int, tmp_path: Path
+) -> None:
+    problem = problem_of((17, 40), N=1, **asked)
+    operands = operands_of(problem, seed=0)
+    operands[0][0, 1, 9, 11] = torch.nan
+    layer = direct.layer_of(problem, rows=rows, lines=lines, warps=lines)
+    out = problem.output.empty(CPU).fill_(7)
+    with aimed_at("sm_80"):
+        assert direct.fits(problem) is None
+    blocks, factors, numbers = direct.launch_of(problem, layer)
+    assert blocks == -(-problem.output.shape[2] // rows) * (problem.output.shape[1] // 64)
+    ampere_on_cpu.run(
+        direct.code_of(problem, layer, ampere_on_cpu.machine(out.dtype)),
+        "conv_direct",
+        blocks,
+        (operands[0], direct.pack(operands[1], layer), operands.get(2), out),
+        factors,
+        numbers,
+        tmp_path,
+    )
+    torch.testing.assert_close(out, pooled(problem, operands), rtol=0, atol=0, equal_nan=True)
 
 
 def nothing(case: Case) -> torch.Tensor:

@@ -46,6 +46,21 @@ inline void write_word(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
 inline u32 read_half(u32 at) { u16 x; memcpy(&x, memory + at, 2); return x; }
 inline void write_half(u32 at, u32 x) { memcpy(memory + at, &x, 2); }
 inline uint4 read_four(u32 at) { uint4 x; memcpy(&x, memory + at, 16); return x; }
+inline void write_four(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  if (at % 16) abort();
+  const u32 words[4] = {a, b, c, d};
+  memcpy(memory + at, words, 16);
+}
+inline float part_of(u32 word, int place);
+inline u32 larger_halves(u32 x, u32 y) {
+  u32 made = 0;
+  for (int i = 0; i < 2; ++i) {
+    const float one = part_of(x, i), two = part_of(y, i);
+    made |= (one != one || one > two ? x : y) & 0xffffu << 16 * i;
+  }
+  return made;
+}
+inline u32 larger_bfloats(u32 x, u32 y) { return larger_halves(x, y); }
 u32 asked[256], left[256][4], right[256][2];
 inline void read_blocks(u32& a, u32& b, u32& c, u32& d, u32 at) {
   const int t = threadIdx.x, first = t / 32 * 32, lane = t % 32;

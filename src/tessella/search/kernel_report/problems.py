@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tessella.core.architectures import is_gpu
+from tessella.kernels.shared import onednn
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations import problems, shapes
 from tessella.operations.problem import Problem
@@ -54,8 +55,10 @@ def draw(
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
     """Numbers for a problem: its constants by position, and its other inputs in order."""
     generator = torch.Generator().manual_seed(1)  # the inputs' is 0: weights must not be like them
+    # as a plan's weights are: 7 bits where the processor's sums of products have 16
+    largest = onednn.NARROW if device.type == "cpu" and onednn.saturates() else 127
     constants = {
-        i: _constant(problem, i, meta, generator).to(device)
+        i: _constant(problem, i, meta, generator, largest).to(device)
         for i, meta in enumerate(problem.inputs)
         if meta is not None and i in problem.constant
     }
@@ -66,19 +69,25 @@ def draw(
 
 
 def _constant(
-    problem: Problem, position: int, meta: TensorMeta, generator: torch.Generator
+    problem: Problem, position: int, meta: TensorMeta, generator: torch.Generator, largest: int
 ) -> torch.Tensor:
-    """Weights such that results are about 1 (in int8, about 40), and positive variances."""
+    """Weights such that results are about 1 (in int8, about 40), and positive variances.
+
+    Args:
+        largest: of int8 weights.
+    """
     dtype, operands = getattr(torch, meta.dtype), problem.operation.operands
     name = operands[position] if operands else ""
     depth = math.prod(meta.shape[1:])
     if name == "scale" and problem.flops is not None:  # of the sums of an int8 product
         sums = math.sqrt(math.prod(problem["weight"].shape[1:]))
-        return torch.full(meta.shape, 40 / (VARIANCE_OF_INT8 * sums), dtype=dtype)
+        deviations = VARIANCE_OF_INT8 * largest / 127  # of a weight times that of an input
+        return torch.full(meta.shape, 40 / (deviations * sums), dtype=dtype)
     if name in ("scale", "code_scale"):
         return torch.full(meta.shape, SCALE, dtype=dtype)
     if dtype == torch.int8:
-        made = torch.randint(-127, 128, meta.shape, generator=generator, dtype=dtype)
+        size = meta.shape
+        made = torch.randint(-largest, largest + 1, size, generator=generator, dtype=dtype)
     else:
         made = torch.randn(meta.shape, generator=generator) / math.sqrt(depth)
         made = (made.abs() + 0.5 if name == "running_var" else made).to(dtype)

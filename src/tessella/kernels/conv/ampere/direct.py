@@ -1,4 +1,5 @@
-"""A network's first layer, of few channels and channels_last, by ``mma.sync``.
+"""A network's first layer, of few channels and channels_last, by ``mma.sync``, and the maximum over
+its windows in the same kernel.
 
 The device code is in ``direct_device``.
 """
@@ -24,9 +25,11 @@ from tessella.operations.problem import Problem
 DTYPES = ("float16", "bfloat16")
 MOST_CHANNELS = 8  # 1×1 layers of 64 to 256 took 1.1 to 6 times as long as ``implicit_gemm``
 MOST_PRODUCTS = 16  # their code is unrolled
-TRIED = 4
+TRIED = 6
 # warps, tiles of a warp at a time, and blocks that share a multiprocessor
 _SHAPES = ((7, 4, 1), (7, 2, 2), (4, 4, 2), (4, 2, 3))
+# the same, and rows of windows that are pooled at a time
+_POOLED = ((7, 2, 2, 1), (14, 2, 1, 2), (7, 2, 1, 1), (4, 2, 2, 1))
 _ROWS = (1, 2, 4, 8, 16)
 
 
@@ -51,6 +54,8 @@ def fits(problem: Problem) -> str | None:
         return "one group, no dilation"
     if 0 in (*x.shape, *output.shape):
         return "empty"
+    if problem.op == "conv2d_pool" and (why := _not_pooled(problem)):
+        return why
     layer = layer_of(problem)
     if layer.stride_w * layer.channels % 2:
         return "a pixel of the result must begin with a whole word of the image"
@@ -59,6 +64,13 @@ def fits(problem: Problem) -> str | None:
     if layer.channels > MOST_CHANNELS or layer.products > MOST_PRODUCTS:
         return f"for few channels: {layer.products} times 16 values, at most {MOST_PRODUCTS}"
     return None if configs(problem) else "a row does not fit the shared memory"
+
+
+def _not_pooled(problem: Problem) -> str | None:
+    a = problem.attrs
+    if tuple(a["kernel_size"]) != (3, 3) or tuple(a["pool_stride"]) != (2, 2):
+        return "windows of 3×3 with stride 2"
+    return None if tuple(a["pool_dilation"]) == (1, 1) else "no dilation of windows"
 
 
 def outclassed(problem: Problem) -> str | None:
@@ -76,6 +88,16 @@ def layer_of(problem: Problem, **changes: int) -> Layer:
         "padding": a["padding"],
         "out": problem.output.shape[2:],
     }
+    if problem.op == "conv2d_pool":
+        window = (pairs["padding"], pairs["taps"], pairs["stride"])
+        pairs |= {
+            "out": [
+                (size + 2 * pad - taps) // stride + 1
+                for size, pad, taps, stride in zip((height, width), *window, strict=True)
+            ],
+            "pool": problem.output.shape[2:],
+            "pool_padding": a["pool_padding"],
+        }
     numbers = {
         f"{name}_{axis}": int(n)
         for name, two in pairs.items()
@@ -87,19 +109,21 @@ def layer_of(problem: Problem, **changes: int) -> Layer:
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Rows of a block and its warps, by the tiles that the busiest multiprocessor makes."""
     images = problem["input"].shape[0] * problem["weight"].shape[0] // FILTERS
-    found: dict[tuple[int, int, int, int], float] = {}
+    pooled = problem.op == "conv2d_pool"
+    names = ("warps", "mi", "blocks", "lines")[: 4 if pooled else 3]
+    found: dict[tuple[int, ...], float] = {}
     for rows in _ROWS:
-        for warps, mi, blocks in _SHAPES:
-            layer = layer_of(problem, rows=rows, warps=warps, mi=mi, blocks=blocks)
-            if layer.shared_bytes > gpu().shared_bytes_of_block(blocks):
+        for shape in _POOLED if pooled else _SHAPES:
+            layer = layer_of(problem, rows=rows, **dict(zip(names, shape, strict=True)))
+            if layer.shared_bytes > gpu().shared_bytes_of_block(layer.blocks):
                 continue
-            tiles = ceil_div(rows * ceil_div(layer.out_w, 16), warps * mi) * warps * mi
-            rounds = ceil_div(images * layer.bands, multiprocessors() * blocks) * blocks
-            read = (rows - 1) * layer.stride_h + layer.taps_h
-            found[rows, warps, mi, blocks] = rounds * (tiles * (1 + 1 / mi) + 2 * read)
-    names = ("rows", "warps", "mi", "blocks")
+            together = layer.warps * layer.mi
+            tiles = sum(ceil_div(n * ceil_div(layer.out_w, 16), together) for n in layer.parts)
+            rounds = ceil_div(images * layer.bands, multiprocessors() * layer.blocks)
+            work = tiles * together * (1 + 1 / layer.mi) + 2 * layer.read
+            found[rows, *shape] = rounds * layer.blocks * work
     best = sorted(found, key=found.__getitem__)[:TRIED]
-    return tuple(dict(zip(names, numbers, strict=True)) for numbers in best)
+    return tuple(dict(zip(("rows", *names), numbers, strict=True)) for numbers in best)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:

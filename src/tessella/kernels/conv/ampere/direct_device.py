@@ -4,6 +4,9 @@ A block has rows of the image in shared memory and makes some rows of the result
 are the runs of a pixel: under one row of the filter it reads one run of neighbouring values, whose
 words lie where a lane wants them, for any pixel. So nothing is rearranged, and a row of the image
 is read once a block.
+
+Where windows are pooled, a block keeps the rows that some of them read in shared memory, and stores
+the maxima: what the convolution makes never reaches memory.
 """
 
 from __future__ import annotations
@@ -24,10 +27,13 @@ class Layer:
 
     Attributes:
         height, width, channels: of the image.
-        out_h, out_w: of the result.
+        out_h, out_w: what it makes.
+        pool_h, pool_w: windows of 3×3 with stride 2 over that, whose maxima are the result; 0 if
+            there are none.
         rows: of the result that a block makes.
         warps, mi: of a block, and how many tiles of 16 pixels each multiplies at a time.
         blocks: of a multiprocessor: so many must find registers.
+        lines: rows of windows that are pooled at a time.
     """
 
     height: int
@@ -41,10 +47,15 @@ class Layer:
     padding_w: int
     out_h: int
     out_w: int
+    pool_h: int = 0
+    pool_w: int = 0
+    pool_padding_h: int = 0
+    pool_padding_w: int = 0
     rows: int = 4
     warps: int = 4
     mi: int = 2
     blocks: int = 2
+    lines: int = 1
 
     @property
     def run(self) -> int:
@@ -95,12 +106,31 @@ class Layer:
 
     @property
     def bands(self) -> int:
-        return -(-self.out_h // self.rows)
+        return -(-(self.pool_h or self.out_h) // self.rows)
+
+    @property
+    def made(self) -> int:
+        """Rows that a block makes, before any are pooled."""
+        return 2 * self.rows + 1 if self.pool_h else self.rows
+
+    @property
+    def parts(self) -> list[int]:
+        """Rows that a block makes between two waits of all its threads."""
+        if not self.pool_h:
+            return [self.rows]
+        lines = [min(self.lines, self.rows - line) for line in range(0, self.rows, self.lines)]
+        return [2 * n + (i == 0) for i, n in enumerate(lines)]
+
+    @property
+    def read(self) -> int:
+        """Rows of the image that a block reads."""
+        return (self.made - 1) * self.stride_h + self.taps_h
 
     @property
     def shared_bytes(self) -> int:
-        rows = (self.rows - 1) * self.stride_h + self.taps_h
-        return FILTERS * (self.weight_pitch + 4) + 4 * rows * self.pitch
+        pixel = FILTERS * 2 if self.pool_h else 0
+        kept = (2 * self.lines + 1) * self.out_w * pixel  # what windows read
+        return FILTERS * (self.weight_pitch + 4) + 4 * self.read * self.pitch + kept
 
 
 def source(

@@ -30,3 +30,14 @@ __device__ __forceinline__ uint4 read_four(u32 at) {
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
   return x;
 }
+__device__ __forceinline__ void write_four(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// of two pairs of float16 or bfloat16, or what is no number
+__device__ __forceinline__ u32 larger_halves(u32 x, u32 y) {
+  u32 z; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z;
+}
+__device__ __forceinline__ u32 larger_bfloats(u32 x, u32 y) {
+  u32 z; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z;
+}

@@ -1,0 +1,228 @@
+"""No machine code for a CPU reads or writes a byte beside its tensors and tables.
+
+Each kernel runs where the page behind them, and then the page before them, may not be touched. A
+byte beside one would end the process: so they run in one of its own, which says what it tries. At
+its end that process shows that such a byte does end it.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tessella.core.dtype import FLOATS
+from tessella.device.x86 import code
+from tessella.kernels import catalog
+from tessella.operations import problems
+from tessella.operations.problem import Problem
+from tessella.operations.table import operation
+from tessella.operations.tensor_meta import TensorMeta, meta_of
+from tessella.search.find import bind
+from tests.support.guard_pages import guarded
+from tests.support.problems import attentions, pools, recurrent
+from tests.support.problems.direct_convolutions import problem as convolution
+
+CPU = torch.device("cpu")
+RESIDUALS = 3  # the position of a convolution's residual
+Tensors = list[torch.Tensor | None]
+
+
+def main() -> None:
+    """Run every case on ordinary tensors, then between pages; at last leave a tensor."""
+    torch.set_num_threads(1)
+    for row, problem, given in cases():
+        print(row.id, *map(str, problem.given), flush=True)
+        assert row.refusal(problem) is None, row.refusal(problem)
+        configs = row.configs(problem)
+        for config in (configs[0], *configs[1:][-1:]):
+            right = answers(row, problem, given, config)
+            for at_end in (True, False):
+                with guarded(at_end=at_end):
+                    moved = [None if t is None else copied(t) for t in given]
+                    made = answers(row, problem, moved, config)
+                assert all(map(torch.equal, made, right)), (config, at_end)
+    with guarded(at_end=True):
+        problem = gelu(64)
+        row = catalog.kernel(f"gelu.{code.require_instructions().name}")
+        call, buffers = bind(row, problem, {}, CPU)
+        print("beyond", flush=True)
+        call(torch.zeros(63), **buffers)
+
+
+def answers(
+    row: catalog.Kernel, problem: Problem, given: Tensors, config: dict[str, Any]
+) -> list[torch.Tensor]:
+    constants = {i: t for i in problem.constant if (t := given[i]) is not None}
+    call, buffers = bind(row, problem, constants, CPU, config)
+    inputs = [copied(t) for i, t in enumerate(given) if t is not None and i not in constants]
+    made = call(*inputs, **buffers)
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+def copied(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
+
+
+def cases() -> Iterator[tuple[catalog.Kernel, Problem, Tensors]]:
+    """Every kernel of the widest instruction set here, with rests of its vectors and tiles."""
+    here = code.require_instructions().name
+    for problem, given in asked():
+        for row in catalog.candidates(problem.op, "cpu"):
+            if row.isa == here and row.refusal(problem) is None:
+                yield row, problem, given
+
+
+def asked() -> Iterator[tuple[Problem, Tensors]]:
+    drawn = [*images(), *products(), *programs()]
+    yield from ((p, [None if m is None else numbers(m) for m in p.inputs]) for p in drawn)
+    yield quantization(16 * 1024 + 5)
+    for case in (
+        attentions.Case(dtype="float32", fused=True, queries=19),
+        attentions.Case(dtype="float32", queries=7, keys=17, value_width=48, mask=(2, 1, 1, 17)),
+        attentions.Case(dtype="float32", n=1, queries=6, keys=5, mask=(1, 1, 1, 5),
+                        mask_dtype="float32"),
+    ):  # fmt: skip
+        problem, tensors = attentions.draw(case)
+        yield problem, [*tensors]
+    for op, attrs in recurrent.ATTRS.items():
+        for ways, samples in ((1, 1), (2, 5)):
+            row = operation(op)
+            named = recurrent.operands(op, ways, samples, 48, "bias_ih", "bias_hh")
+            given = row.ordered(**named)
+            both = {"direction": ("forward", "bidirectional")[ways - 1], **attrs[0]}
+            made = row.call(given, both)
+            metas = (tuple(None if t is None else meta_of(t) for t in ts) for ts in (given, made))
+            constant = row.positions(name for name in recurrent.WEIGHTS if name in named)
+            inputs, outputs = metas
+            yield Problem(
+                op=op, inputs=inputs, outputs=tuple(m for m in outputs if m is not None),
+                attrs=both, constant=constant,
+            ), [*given]  # fmt: skip
+
+
+def images() -> Iterator[Problem]:
+    """Convolutions, whole and as slices of wider images, and pools."""
+    three = {"kernel": (3, 3), "padding": (1, 1)}
+    for shape, channels, window in (
+        ((2, 12, 5, 7), 37, {}),
+        ((1, 20, 13, 11), 40, {"kernel": (5, 3), "padding": (2, 0), "stride": (2, 2)}),
+        ((1, 32, 9, 10), 48, three),
+        ((1, 64, 3, 3), 67, {}),
+        ((2, 40, 9, 7), 40, {**three, "groups": 40}),
+        ((1, 24, 11, 6), 24, {**three, "groups": 24, "stride": (2, 2)}),
+    ):
+        p = convolution(shape, channels, activation="silu", **window)
+        added = convolution(shape, channels, residual=True, **window)
+        yield from (p, replace(added, dying=(RESIDUALS,)), sliced(added), in_int8(added))
+    for op, window in pools.WINDOWS.values():
+        for channels in (20, 43):
+            yield pools.problem(op, (2, channels, 9, 14), window)
+    for dtype in ("int8", "uint8", "bfloat16"):
+        p = pools.problem("max_pool2d", (2, 51, 9, 14), pools.maximum(), dtype)
+        yield replace(p, attrs={**p.attrs, "non_negative": True})
+
+
+def sliced(p: Problem) -> Problem:
+    """The same, with the last channels of wider images."""
+
+    def part(meta: TensorMeta) -> TensorMeta:
+        images, channels, *rest = meta.shape
+        return replace(meta, shape=(images, channels + 16, *rest)).part(1, channels)
+
+    x, weight, bias, residual = p.inputs
+    assert x is not None
+    assert residual is not None
+    return replace(p, inputs=(part(x), weight, bias, part(residual)), outputs=(part(p.output),))
+
+
+def in_int8(p: Problem) -> Problem:
+    """The same of codes, which makes codes."""
+    x, weight, bias, residual = p.inputs
+    assert x is not None
+    assert weight is not None
+    scale = TensorMeta(shape=weight.shape[:1], dtype="float32")
+    codes = [None if m is None else replace(m, dtype="int8") for m in (x, weight, residual)]
+    return replace(
+        p,
+        inputs=(codes[0], codes[1], bias, codes[2], scale),
+        outputs=(replace(p.output, dtype="int8"),),
+        attrs={**p.attrs, "dtype": "int8"},
+        constant=(1, 2, 4),
+    )
+
+
+def products() -> Iterator[Problem]:
+    for rows, channels, made in (((1,), 40, 48), ((3, 7), 772, 91), ((5,), 8, 1000)):
+        for dtype in ("float32", "int8"):
+            x, weight = (TensorMeta(shape=s, dtype=dtype) for s in ((*rows, channels),
+                                                                   (made, channels)))  # fmt: skip
+            vector = TensorMeta(shape=(made,), dtype="float32")
+            if dtype == "float32":
+                yield problems.linear(x, weight, vector, activation="gelu", constant=(1, 2))
+            else:
+                yield problems.linear(x, weight, vector, None, vector, constant=(1, 2, 4))
+
+
+def programs() -> Iterator[Problem]:
+    program = (("add", (0, 1), {"alpha": 1}), ("mul", (3, 2), {}), ("tanh", (4,), {}))
+    for columns in (1, 7, 8, 43):
+        plain = TensorMeta(shape=(5, columns), dtype="float32")
+        for second in ((5, columns), (1, columns), (5, 1)):
+            inputs = plain, TensorMeta(shape=second, dtype="float32"), plain
+            yield Problem(
+                op="pointwise", inputs=inputs, outputs=(plain,),
+                attrs={"program": program, "results": (5,)},
+            )  # fmt: skip
+        yield gelu(5, columns)
+
+
+def gelu(*shape: int) -> Problem:
+    x = TensorMeta(shape=shape, dtype="float32")
+    return Problem(op="gelu", inputs=(x,), outputs=(x,), attrs={"approximate": "none"})
+
+
+def quantization(count: int) -> tuple[Problem, Tensors]:
+    x, scale = (TensorMeta(shape=s, dtype="float32") for s in ((count,), ()))
+    p = Problem(
+        op="quantize", inputs=(x, scale, None), outputs=(replace(x, dtype="int8"),),
+        attrs={"axis": 0, "dtype": "int8"}, constant=(1,),
+    )  # fmt: skip
+    return p, [numbers(x), torch.tensor(0.02), None]
+
+
+def numbers(meta: TensorMeta) -> torch.Tensor:
+    """Small numbers: sums of int8 stay in 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(meta.shape, generator=generator)
+    if meta.dtype not in FLOATS:
+        drawn = (drawn * 15).round().abs().clamp(max=60)
+    return meta.empty(CPU).copy_(drawn)
+
+
+@pytest.mark.instructions
+def test_nothing_beside_tensors_and_tables_is_touched() -> None:
+    if (here := code.instructions()) is None or (why := code.refusal(here.name)):
+        pytest.skip(f"no machine code of ours runs here: {why if here else ''}")
+    ran = subprocess.run(
+        [sys.executable, "-m", __name__],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    tried = ran.stdout.splitlines()
+    assert tried[-1:] == ["beyond"], (tried[-1:], ran.returncode, ran.stderr[-1500:])
+    assert ran.returncode == -signal.SIGSEGV
+    modules = {row.module for row in catalog.KERNELS if row.isa == here.name}
+    assert {catalog.kernel(line.split()[0]).module for line in tried[:-1]} == modules
+
+
+if __name__ == "__main__":
+    main()
