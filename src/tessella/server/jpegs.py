@@ -6,7 +6,6 @@ host: from there on they are a request's like any other.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import threading
 from collections import deque
@@ -175,30 +174,6 @@ class JpegQueue:
                 )
             self._waiting.append(_Waiting(files, frames, done))
             self._changed.notify()
-
-    async def decoded(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
-        """The inputs of a request's files.
-
-        Raises:
-            InputError: a file is damaged. ServeError: as ``submit``.
-        """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[np.ndarray] = loop.create_future()
-
-        def settle(made: np.ndarray | None, error: Exception | None) -> None:
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            elif made is not None:
-                answer.set_result(made)
-
-        def told(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(settle, made, error)
-
-        self.submit(files, frames, told)
-        return await answer
 
     def close(self) -> None:
         """Decode what waits, and end."""
