@@ -475,7 +475,7 @@ class _Engine(asyncio.Protocol):
         """As ``start``, for JPEG files, one behind the other."""
         if self.lost.is_set():
             raise _no_engine()
-        content = np.frombuffer(b"".join(files), np.uint8)
+        content = np.frombuffer(files[0] if len(files) == 1 else b"".join(files), np.uint8)
         start = self._place(flight, aligned(len(content)), len(files))
         np.copyto(self._lane.array(start, content.shape, content.dtype), content)
         self._send(flight, deadline_ns, priority, tuple(map(len, files)), b"p")
