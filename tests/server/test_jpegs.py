@@ -132,7 +132,13 @@ def test_what_no_gpu_decodes_is_the_hosts(
     assert decoding.sizes == []
 
 
-PATHS = ("classify", "classify?top=2", "classify?top=0", "classify?timeout=1&top=1", "segment")
+PATHS = (
+    "classify",
+    "classify?top=2",
+    "classify?top=0",
+    "classify?timeout=60000000&top=1",
+    "segment",
+)
 
 
 def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +169,7 @@ def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ShortPicture, "run", runs)
     short = told()
-    assert ran.count(True) == 9, "tall, damaged, x and tall of classify and top=2, and …"
+    assert ran.count(True) == 9, "of three paths: the tall one, the damaged one, the tall one"
     monkeypatch.setattr(ShortWay, "learn", lambda *_: None)
     ran.clear()
     assert told() == short
