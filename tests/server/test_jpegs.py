@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from PIL import Image
 
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
+from tessella.core.task import TaskRecord
 from tessella.server import Server
 from tessella.server.jpegs import MOST_TOGETHER, JpegQueue, decoder_for, frames_of
 from tessella.server.short_way import ShortPicture, ShortWay
@@ -154,7 +156,8 @@ def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.Mon
         return ran[-1]
 
     def told() -> tuple[list[Any], Any]:
-        models = repository({"flowers": Scores()}, decoder_for=lambda engine: Decoding())
+        engines = {"flowers": Scores()}
+        models = repository(engines, decoder_for=lambda engine: Decoding())
         with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as http:
             said = [
                 http.post(f"/v2/models/flowers/{path}", content=content)
@@ -163,6 +166,13 @@ def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.Mon
             ]
             form = [http.post("/v2/models/flowers/classify", files={"a": whole}) for _ in range(3)]
             stats = http.get("/v2/models/flowers/stats").json()["model_stats"][0]
+            engines["flowers"] = other = Scores()
+            numbers = {"means": (0.0,) * 4, "deviations": (1.0,) * 4}
+            task = TaskRecord(name="regression", score="r2", numbers=numbers)
+            other.manifest = replace(other.manifest, task=task)
+            assert http.post("/v2/repository/models/flowers/load").status_code == 200
+            form.append(http.post("/v2/models/flowers/classify", content=whole))
+            assert form[-1].status_code == 404
         kept = [(a.status_code, sorted(a.headers), a.text) for a in (*said, *form)]
         counts = {k: stats["inference_stats"][k]["count"] for k in ("success", "fail", "queue")}
         return kept, counts

@@ -59,7 +59,7 @@ class Known:
         body_bytes: its ``Content-Length``.
         json_length: its ``Inference-Header-Content-Length``.
         accept_encoding: if the client takes compressed answers.
-        asked: what the query of a picture asks; None where tensors are sent.
+        verb, asked: what a picture's task is to do, and the query; None where tensors are sent.
     """
 
     head: bytes
@@ -68,6 +68,7 @@ class Known:
     body_bytes: int
     json_length: bytes | None
     accept_encoding: bytes
+    verb: str = ""
     asked: Asked | None = None
 
 
@@ -150,7 +151,8 @@ class ShortWay:
             asked = parse_query(scope["query_string"]) if verb else None
         except (ServeError, InputError):
             return None
-        if asked is not None and not _is_quick(model, verb, asked, headers):
+        is_form = headers.get(b"content-type", b"").lower().startswith(MULTIPART.encode())
+        if asked is not None and (asked.draws or is_form or not _says_soon(model, verb)):
             return None
         accept = headers.get(b"accept-encoding", b"")
         return Known(
@@ -160,6 +162,7 @@ class ShortWay:
             body_bytes=nbytes,
             json_length=headers.get(b"inference-header-content-length"),
             accept_encoding=accept if accepted(accept) is not None else b"",
+            verb=verb,
             asked=asked,
         )
 
@@ -192,11 +195,12 @@ def _model_of(path: str) -> tuple[str, str | None, str] | None:
     return (name, version, verb) if verb in verbs() else None
 
 
-def _is_quick(model: ServedModel, verb: str, asked: Asked, headers: Headers) -> bool:
-    """Whether nothing about a picture's answer would hold up others."""
-    answers = model.signature.answers
-    is_form = headers.get(b"content-type", b"").lower().startswith(MULTIPART.encode())
-    return model.decodes and verb == answers.VERB and not (answers.SLOW or asked.draws or is_form)
+def _says_soon(model: ServedModel, verb: str) -> bool:
+    """Whether a model answers this about a picture, and holds up no others with that."""
+    answers, spec = model.signature.answers, next(iter(model.signature.outputs.values()))
+    sizes = [d.max if isinstance(d, DimRange) else d for d in spec.shape[1:]]
+    is_long = 8 * math.prod(sizes) > LONG_ANSWER
+    return model.decodes and verb == answers.VERB and not (answers.SLOW or is_long)
 
 
 def _length(text: bytes) -> int | None:
@@ -247,7 +251,7 @@ class Quick(ABC):
         self._model = model.__enter__()
         try:
             request = self._parsed(model)
-            if isinstance(request, Unread) or not self._may_be_quick(model, request):
+            if not isinstance(request, InferRequest) or request.place_bytes > BRIEF_BYTES:
                 model.__exit__()
                 return False
             self._request = request
@@ -282,12 +286,8 @@ class Quick(ABC):
         """What all requests of a process share."""
 
     @abstractmethod
-    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
-        """The checked request."""
-
-    def _may_be_quick(self, model: ServedModel, request: InferRequest) -> bool:
-        """Whether nothing about the request would hold up others."""
-        return request.place_bytes <= BRIEF_BYTES and not request.images
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
+        """The checked request; None if it is for the long way."""
 
     def _made(self, outputs: Arrays) -> Answer:
         """The answer with the outputs; all stages of the request are over with it."""
@@ -380,10 +380,11 @@ class ShortRequest(Quick):
     def _inference(self) -> Inference:
         return self._way.inference
 
-    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
         request = self._way.inference.parse(self.content, self.known.json_length, model)
         if isinstance(request, InferRequest) and request.images:
             self._way.refuse(self.known)
+            return None
         return request
 
     def _answer(self, answer: Answer) -> None:
@@ -397,17 +398,14 @@ class ShortPicture(ShortRequest):
 
     __slots__ = ("_frames",)
 
-    def _parsed(self, model: ServedModel) -> InferRequest:
-        assert self.known.asked is not None
-        return self.known.asked.request(model, [bytes(self.content)], self._inference.limits)
-
-    def _may_be_quick(self, model: ServedModel, request: InferRequest) -> bool:
-        (files,) = request.images.values()
-        frames = frames_of(files) if model.decodes and _is_brief(model) else None
+    def _parsed(self, model: ServedModel) -> InferRequest | None:
+        files = [bytes(self.content)]
+        frames = frames_of(files) if _says_soon(model, self.known.verb) else None
         if frames is None or (model.route is not None and model.route.shadow is not None):
-            return False
+            return None
         self._frames = frames
-        return True
+        assert self.known.asked is not None
+        return self.known.asked.request(model, files, self._inference.limits)
 
     def _begin(self, model: ServedModel, request: InferRequest, timeout_us: int | None) -> None:
         (files,) = request.images.values()
@@ -428,10 +426,3 @@ class ShortPicture(ShortRequest):
         views = (View(height=frame.height, width=frame.width, record=record),)
         said = in_words(model, scores_of(outputs), views, self.known.asked.query)
         return answer_of(model, said, self._watch)
-
-
-def _is_brief(model: ServedModel) -> bool:
-    """Whether the scores of a picture are put into words in no time."""
-    spec = next(iter(model.signature.outputs.values()))
-    sizes = [d.max if isinstance(d, DimRange) else d for d in spec.shape[1:]]
-    return 8 * math.prod(sizes) <= LONG_ANSWER
