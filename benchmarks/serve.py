@@ -9,6 +9,8 @@ one    one image a request, by HTTP, ``--clients`` connections
 jpeg   a JPEG of 500 × 375 a request, for the task's verb
 grpc   as ``one``, by gRPC
 shared as ``one``, in shared memory that requests name
+lone   one client that sends one image and waits, in turns with the engine alone: its row has what
+       is above the engine's own time, and the cores that the server takes for it, and for nobody
 ====== =========================================================================
 
 Clients are processes of their own (``--generators``) on the same cores, in a closed loop. The file
@@ -34,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
@@ -61,7 +63,8 @@ from tessella.server import serve
 from tessella.server.doors import Doors
 
 MODEL = "network"
-WORKS = ("raw", "one", "jpeg", "grpc", "shared")
+WORKS = ("raw", "one", "jpeg", "grpc", "shared", "lone")
+TURNS = 6  # of a lone client and the engine
 REGION = "tessella-benchmark"
 SIDES = 375, 500  # height and width of the picture
 
@@ -195,7 +198,10 @@ def server_rows(
                 try:
                     content = _content(work, target, (batch, *shape[1:]), folder, kept)
                     asked = replace(target, grpc=grpc) if work == "grpc" else target
-                    row |= _asked(process, asked, content, batch, clients, folder, args)
+                    if work == "lone":
+                        row |= _alone(process, path, target, content, args.seconds)
+                    else:
+                        row |= _asked(process, asked, content, batch, clients, folder, args)
                 except Exception as error:  # the next row can still be measured
                     row["failures"] = {f"{type(error).__name__}: {error}"[:300]: 1}
             yield row
@@ -281,6 +287,70 @@ def be_server() -> None:
 
 
 # --- clients --------------------------------------------------------------------------------------
+
+
+def _alone(
+    server: int, path: Path, target: loadtest.Target, content: bytes, seconds: float
+) -> dict[str, Any]:
+    """One client and the engine, in turns."""
+    host, port = target.url.removeprefix("http://").split(":")
+    with load(path) as engine, socket.create_connection((host, int(port))) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pixels = _pixels(engine.inputs[0].at(1))
+
+        def ask() -> None:
+            client.sendall(content)
+            told = client.recv(1 << 17)
+            head = told.partition(b"\r\n\r\n")[0]
+            if not head.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(f"the server refuses: {told[:200]!r}")
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            while len(told) < len(head) + 4 + length:
+                told += client.recv(1 << 17)
+
+        asked_s, alone_s, cores = list[float](), list[float](), list[float]()
+        for _ in range(TURNS):
+            before_s, begun_s = _processor_s(server), time.perf_counter()
+            asked_s += _timed(ask, seconds / TURNS)
+            passed_s = time.perf_counter() - begun_s
+            cores.append((_processor_s(server) - before_s) / passed_s)
+            alone_s += _timed(lambda: engine(pixels), seconds / TURNS)
+        time.sleep(0.1)  # what it looks for after the last one
+        before_s, begun_s = _processor_s(server), time.perf_counter()
+        time.sleep(seconds / TURNS)
+        idle = (_processor_s(server) - before_s) / (time.perf_counter() - begun_s)
+    (p50, p99), own = _percentiles_ms(asked_s), _percentiles_ms(alone_s)
+    return {
+        "clients": 1,
+        "images_per_s": round(1e3 / p50),
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "engine_p50_ms": own[0],
+        "engine_p99_ms": own[1],
+        "above_p50_ms": round(p50 - own[0], 3),
+        "above_p99_ms": round(p99 - own[1], 3),
+        "server_cores": round(statistics.mean(cores), 2),
+        "idle_cores": round(idle, 3),
+        "failures": {},
+    }
+
+
+def _timed(call: Callable[[], object], seconds: float) -> list[float]:
+    """How long each of the calls took that had time, but for the first few."""
+    for _ in range(20):
+        call()
+    taken_s: list[float] = []
+    until_s = time.perf_counter() + seconds
+    while not taken_s or time.perf_counter() < until_s:
+        begun_s = time.perf_counter()
+        call()
+        taken_s.append(time.perf_counter() - begun_s)
+    return taken_s
+
+
+def _percentiles_ms(taken_s: list[float]) -> tuple[float, float]:
+    ranked = sorted(taken_s)
+    return tuple(round(1e3 * ranked[int(part * len(ranked))], 3) for part in (0.5, 0.99))  # type: ignore[return-value]
 
 
 def _asked(

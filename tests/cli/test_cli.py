@@ -21,6 +21,7 @@ from tessella import api
 from tessella.artifacts.plan import load_plan
 from tessella.cli import VERBS, bench, main
 from tessella.core.architectures import TARGETS
+from tessella.core.errors import UsageError
 from tessella.core.events import read_events
 from tessella.search.timing import Timing
 from tests.support.cli import Tessella
@@ -421,3 +422,10 @@ def test_an_onnx_file_becomes_a_plan(tessella: Tessella, tmp_path: Path) -> None
     x = np.random.default_rng(1).normal(size=(3, 3, 8, 8)).astype(np.float32)
     (expected,) = InferenceSession(str(path)).run(None, {"image": x})
     np.testing.assert_allclose(ts.load(plan)(image=x)["scores"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_load_is_told_what_an_address_is_for(tessella: Tessella) -> None:
+    refused = tessella("load", "http://127.0.0.1:1/")
+    assert refused.code == UsageError.exit_code
+    assert "load MODEL --url http://127.0.0.1:1/" in refused.err.replace("\n", " ")
+    assert "http://127.0.0.1:1/v2/models" in refused.err.replace("\n", " ")

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from PIL import Image
 
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
+from tessella.core.task import TaskRecord
 from tessella.server import Server
 from tessella.server.jpegs import MOST_TOGETHER, JpegQueue, decoder_for, frames_of
+from tessella.server.short_way import ShortPicture, ShortWay
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
 
@@ -129,6 +132,58 @@ def test_what_no_gpu_decodes_is_the_hosts(
     else:
         assert is_right(answer, content)
     assert decoding.sizes == []
+
+
+PATHS = (
+    "classify",
+    "classify?top=2",
+    "classify?top=0",
+    "classify?timeout=60000000&top=1",
+    "segment",
+)
+
+
+def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second with a head on, whatever their lengths are; what is unusual does not."""
+    tall, whole = jpeg(7, (31, 12, 3)), jpeg(8)
+    out = io.BytesIO()
+    Image.open(io.BytesIO(whole)).save(out, "PNG")
+    bodies = [whole, tall, damaged(1), whole[:-40], out.getvalue(), b"", b"x", tall]
+    ran, run = list[bool](), ShortPicture.run
+
+    def runs(self: ShortPicture) -> bool:
+        ran.append(run(self))
+        return ran[-1]
+
+    def told() -> tuple[list[Any], Any]:
+        engines = {"flowers": Scores()}
+        models = repository(engines, decoder_for=lambda engine: Decoding())
+        with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+            said = [
+                http.post(f"/v2/models/flowers/{path}", content=content)
+                for path in PATHS
+                for content in bodies
+            ]
+            form = [http.post("/v2/models/flowers/classify", files={"a": whole}) for _ in range(3)]
+            stats = http.get("/v2/models/flowers/stats").json()["model_stats"][0]
+            engines["flowers"] = other = Scores()
+            numbers = {"means": (0.0,) * 4, "deviations": (1.0,) * 4}
+            task = TaskRecord(name="regression", score="r2", numbers=numbers)
+            other.manifest = replace(other.manifest, task=task)
+            assert http.post("/v2/repository/models/flowers/load").status_code == 200
+            form.append(http.post("/v2/models/flowers/classify", content=whole))
+            assert form[-1].status_code == 404
+        kept = [(a.status_code, sorted(a.headers), a.text) for a in (*said, *form)]
+        counts = {k: stats["inference_stats"][k]["count"] for k in ("success", "fail", "queue")}
+        return kept, counts
+
+    monkeypatch.setattr(ShortPicture, "run", runs)
+    short = told()
+    assert ran.count(True) == 9, "of three paths: the tall one, the damaged one, the tall one"
+    monkeypatch.setattr(ShortWay, "learn", lambda *_: None)
+    ran.clear()
+    assert told() == short
+    assert not ran
 
 
 def test_no_more_wait_than_may() -> None:

@@ -264,6 +264,31 @@ def test_a_known_head_takes_the_short_way_to_the_same_answer(name: str, taken: l
     run(test())
 
 
+def test_only_the_length_of_a_body_may_differ(taken: list[bool]) -> None:
+    async def test() -> None:
+        there, here = Place(is_short=False), Place()
+        for place in (there, here):
+            await say(place.connect(), raw())
+        bodies = [raw(np.repeat(IMAGE, count, axis=0)) for count in (3, 1, 4, 2, 3)]
+        for body in bodies:
+            assert await say(here.connect(), body) == await say(there.connect(), body)
+        assert len(taken) == len(bodies)
+        length = len(IMAGE.tobytes())
+        for told in (
+            b"0%d", b" %d", b"%d ", b"+%d", b"-%d", b"%d, %d", b"%d\r\nContent-Length: %d", b"0x%x",
+            b"%d\r\n x", b"%d0000000000", b"%d\n", b"", b"%d\r\nTransfer-Encoding: chunked",
+        ):  # fmt: skip
+            said = told % ((length,) * told.count(b"%"))
+            content = raw().replace(b"Content-Length: %d" % length, b"Content-Length: " + said, 1)
+            assert content != raw()
+            both = [await say(place.connect(), content + LAST) for place in (there, here)]
+            assert both[0] == both[1], told
+        assert here.counts() == there.counts()
+        assert here.held_bytes == there.held_bytes == 0
+
+    run(test())
+
+
 @pytest.mark.parametrize("name", [*OTHER, *ENDING])
 def test_whatever_is_unusual_is_answered_as_by_the_long_way(name: str) -> None:
     async def test() -> None:

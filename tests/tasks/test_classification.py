@@ -6,7 +6,9 @@ import torch
 from sklearn import metrics
 from sklearn.utils.class_weight import compute_class_weight
 
-from tessella.tasks import LossSettings
+from tessella.core.task import CLASSIFICATION
+from tessella.tasks import LossSettings, Query
+from tessella.tasks.classification import answers
 from tessella.tasks.classification.loss import balanced
 from tessella.tasks.classification.loss import loss as loss_of
 from tessella.tasks.classification.metrics import measured
@@ -97,3 +99,16 @@ def test_of_equal_scores_the_first_class_wins():
     found = measured(np.zeros((4, 3), np.float32), np.array([0, 1, 2, 0]), ("a", "b", "c"))
     assert found.accuracy == 0.5
     assert found.predictions.tolist() == [0, 0, 0, 0]
+
+
+def test_the_best_classes_are_those_of_a_sort(noise):
+    """Equal scores keep their order, and no number is behind all."""
+    for count in (1, 4, 9, 300):
+        few = noise.integers(0, max(2, count // 4), (40, count)).astype(np.float32)
+        few[::5, noise.integers(count)] = np.inf
+        few[::3, : count // 2] = np.nan
+        for top in (1, 5, 400):
+            with np.errstate(invalid="ignore"):  # of infinity less infinity
+                told = answers.answer(few, (), CLASSIFICATION, Query(top=top))
+            expected = np.argsort(-few.astype(np.float64), axis=1, kind="stable")[:, :top]
+            assert [[one["index"] for one in row] for row in told] == expected.tolist()

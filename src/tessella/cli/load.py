@@ -45,6 +45,13 @@ def load(
     Example: tessella load flowers --rate 500 --slo-ms 20
     """
     with output(events=events) as out:
+        if "://" in model:
+            models = f"{model.rstrip('/')}/v2/models"
+            raise UsageError(
+                "the address of a server is no name of a model",
+                seen=model,
+                fix=f"write load MODEL --url {model}; its models: {models}",
+            )
         if (body == "grpc") != (grpc is not None):
             raise UsageError("gRPC needs its address", fix="give --body grpc --grpc HOST:PORT")
         if rate is not None and trace is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +66,14 @@ class Function:
 
 
 class Driver:
-    """The installed CUDA driver; every call is for the calling thread's current device."""
+    """The installed CUDA driver; every call is for the calling thread's current device.
 
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+    Args:
+        library: ``ctypes.PyDLL`` keeps Python's lock while a call lasts.
+    """
+
+    def __init__(self, library: Callable[[str], Any] = ctypes.CDLL) -> None:
+        self._cuda = library("libcuda.so.1")
         self._copy_in = self._cuda.cuMemcpyHtoDAsync_v2
         self._copy_in.argtypes = [
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
@@ -204,6 +208,13 @@ class Driver:
         self._require_success("cuMemcpyHtoDAsync", code)
         return True
 
+    def copy_out(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from a GPU's memory to locked memory of the host, in a stream."""
+        self.call(
+            "cuMemcpyDtoHAsync_v2", ctypes.c_void_p(target), ctypes.c_uint64(source),
+            ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
+        )  # fmt: skip
+
     def lock_pages(self, address: int, nbytes: int) -> bool:
         """Lock memory of the host, for all GPUs; False where the driver does not.
 
@@ -288,3 +299,11 @@ class Driver:
 def cuda_driver() -> Driver:
     """The process's one driver."""
     return Driver()
+
+
+@functools.cache
+def brief_driver() -> Driver:
+    """One whose calls keep Python's lock, for those that return at once: a thread that lets go of
+    it waits to have it again, while another one reads requests.
+    """
+    return Driver(ctypes.PyDLL)

@@ -91,32 +91,47 @@ class JpegDecoder:
         Raises:
             KernelError: one of the files is damaged.
         """
-        count = len(files)
         starts, pitches, nbytes = places(frames)
         with torch.cuda.device(self._device):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            addresses = (ctypes.c_char_p * count)(*files)
-            images = np.zeros(count, _IMAGE)
-            images["plane"][:, :3] = (starts + memory.data_ptr()).astype(np.uint64)
-            images["pitch"][:, :3] = pitches[:, [0, 1, 1]]
-            if count != self._size:
-                status = self._library.nvjpegDecodeBatchedInitialize(
-                    self._handle, self._state, count, 1, _PLANES
-                )
-                _check(status, "nvJPEG takes no batch of this size")
-                self._size = count
-            status = self._library.nvjpegDecodeBatched(
-                self._handle,
-                self._state,
-                addresses,
-                (ctypes.c_size_t * count)(*map(len, files)),
-                images.ctypes.data_as(ctypes.c_void_p),
-                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            )
-            if status != _SUCCESS:
-                self._size = 0  # the state may hold half of a batch
-            _check(status, "nvJPEG cannot decode a picture of this batch")
+            stream = torch.cuda.current_stream().cuda_stream
+            self.decode(files, starts + memory.data_ptr(), pitches, stream)
         return Planes(memory, starts, pitches)
+
+    def decode(
+        self,
+        files: Sequence[bytes],
+        addresses: np.ndarray[Any, np.dtype[np.int64]],
+        pitches: np.ndarray[Any, np.dtype[np.int64]],
+        stream: int,
+    ) -> None:
+        """Decode files to planes at these addresses, as ``Planes`` has them, in a stream of the
+        current device.
+
+        Raises:
+            KernelError: one of the files is damaged.
+        """
+        count = len(files)
+        images = np.zeros(count, _IMAGE)
+        images["plane"][:, :3] = addresses.astype(np.uint64)
+        images["pitch"][:, :3] = pitches[:, [0, 1, 1]]
+        if count != self._size:
+            status = self._library.nvjpegDecodeBatchedInitialize(
+                self._handle, self._state, count, 1, _PLANES
+            )
+            _check(status, "nvJPEG takes no batch of this size")
+            self._size = count
+        status = self._library.nvjpegDecodeBatched(
+            self._handle,
+            self._state,
+            (ctypes.c_char_p * count)(*files),
+            (ctypes.c_size_t * count)(*map(len, files)),
+            images.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_void_p(stream),
+        )
+        if status != _SUCCESS:
+            self._size = 0  # the state may hold half of a batch
+        _check(status, "nvJPEG cannot decode a picture of this batch")
 
 
 def _destroy(library: Any, handle: ctypes.c_void_p, state: ctypes.c_void_p) -> None:

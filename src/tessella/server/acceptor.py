@@ -45,7 +45,7 @@ from tessella.server.statistics import Stages, Statistics
 from tessella.server.tickets import Ticket
 from tessella.server.traffic import Route, Traffic, settled
 from tessella.server.versions import unknown_model, unknown_version
-from tessella.server.waiting import DEFAULT_PRIORITY, Arrays, Infers, Waiter
+from tessella.server.waiting import DEFAULT_PRIORITY, Arrays, Infers, InfersFiles, Waiter
 
 COUNTED_S = 0.5  # how old an acceptor's counts may be in the engine's statistics
 RETRY_S = 0.05  # between attempts to reach an engine that is being started
@@ -222,7 +222,7 @@ def _when_unused(models: list[RemoteModel], then: Callable[[], None]) -> None:
     used[0].on_unused.append(lambda: _when_unused(used[1:], then))
 
 
-class RemoteModel(Infers):
+class RemoteModel(Infers, InfersFiles):
     """A model in the engine's process. Takes what an app asks of a model and of its batcher.
 
     Attributes:
@@ -283,21 +283,19 @@ class RemoteModel(Infers):
         flight = _Flight(self, answer, Stages() if stages is None else stages)
         self._engine.start(flight, arrays, deadline_ns, priority)
 
-    async def infer_files(
+    def begin_files(
         self,
         files: Sequence[bytes],
         frames: Sequence[Frame],
+        answer: Waiter,
         *,
         timeout_us: int | None,
         priority: int,
         stages: Stages,
-    ) -> Arrays:
-        """As ``ServedModel.infer_files``; the engine's process reads the frames itself."""
-        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+    ) -> None:
+        """As ``InfersFiles.begin_files``; the engine's process reads the frames itself."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
-        flight = _Flight(self, answer, stages)
-        self._engine.start_files(flight, files, deadline_ns, priority)
-        return await answer
+        self._engine.start_files(_Flight(self, answer, stages), files, deadline_ns, priority)
 
 
 @dataclass(eq=False, slots=True)
@@ -477,7 +475,7 @@ class _Engine(asyncio.Protocol):
         """As ``start``, for JPEG files, one behind the other."""
         if self.lost.is_set():
             raise _no_engine()
-        content = np.frombuffer(b"".join(files), np.uint8)
+        content = np.frombuffer(files[0] if len(files) == 1 else b"".join(files), np.uint8)
         start = self._place(flight, aligned(len(content)), len(files))
         np.copyto(self._lane.array(start, content.shape, content.dtype), content)
         self._send(flight, deadline_ns, priority, tuple(map(len, files)), b"p")

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
+_text = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Answer:
 
 
 def json_answer(document: Any, status: int = 200) -> Answer:
-    return Answer(status=status, body=json.dumps(document, separators=(",", ":")).encode())
+    return Answer(status=status, body=_text(document).encode())
 
 
 def error_answer(error: Exception) -> Answer:

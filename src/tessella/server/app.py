@@ -7,41 +7,37 @@ network. Bodies are read within limits, and only a checked model name ever names
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import replace
 from typing import Any
-from urllib.parse import parse_qs
 
 import numpy as np
 
-from tessella.core.errors import InputError, ServeError
+from tessella.core.errors import InputError
 from tessella.core.jpeg import Frame
 from tessella.core.preprocess import encode
-from tessella.core.spec import TensorSpec
-from tessella.server.answers import JSON, Answer, Send, error_answer, json_answer, log, reply
+from tessella.server.answers import Answer, Send, error_answer, json_answer, log, reply
 from tessella.server.body import Disconnected, Headers, Receive, Scope, too_large
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.inference import Inference, Models, ServedModel, Watch, chosen
 from tessella.server.jpegs import frames_of
 from tessella.server.limits import Limits
-from tessella.server.protocol import (
-    NO_REGIONS,
-    InferRequest,
-    Signature,
-    check_tensor_bytes,
-    parse_priority,
-    parse_timeout,
-)
+from tessella.server.protocol import NO_REGIONS, InferRequest, Signature
 from tessella.server.shared_memory import Regions
 from tessella.server.short_way import ShortWay
-from tessella.server.tensors import require_finite
 from tessella.server.traffic import Route
-from tessella.tasks import Query, View, verbs
+from tessella.server.verbs import (
+    LONG_ANSWER,
+    MULTIPART,
+    answer_of,
+    in_words,
+    parse_query,
+    scores_of,
+    with_verb,
+)
+from tessella.tasks import View, verbs
 
 MANAGEMENT_BODY_BYTES = 1 << 20
-LONG_ANSWER = 1 << 20  # bytes of scores that any task puts into words in a thread
 
 
 class App:
@@ -141,7 +137,7 @@ class App:
                 return await self._infer(headers, receive, name, version)
             case [told] if told in verbs():
                 require_method(scope["method"], "POST")
-                query = parse_qs(scope["query_string"].decode("latin-1"))
+                query = scope["query_string"]
                 return await self._tell(headers, receive, name, version, told, query)
             case ["ready"]:
                 require_method(scope["method"], "GET")
@@ -267,42 +263,29 @@ class App:
         name: str,
         version: str | None,
         verb: str,
-        query: dict[str, list[str]],
+        query_string: bytes,
     ) -> Answer:
         """A task's answers to image files, for people and scripts without a client library."""
-        watch = Watch(_with_verb(self._models.get(name, version), verb))
+        watch = Watch(with_verb(self._models.get(name, version), verb))
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
-            default = _with_verb(self._models.get(name, version), verb)
+            default = with_verb(self._models.get(name, version), verb)
             model, route = chosen(default, version), None if version else default.route
             with model, watch.on(model):
-                spec = _only_image(model)
                 files = await _files(headers, body)
-                check_tensor_bytes(spec, len(files), self._limits)
-                request = InferRequest(
-                    id=None,
-                    outputs=(),
-                    timeout_us=parse_timeout(_whole(query, "timeout") or 0),
-                    priority=parse_priority(_whole(query, "priority") or 0),
-                    images={spec.name: files},
-                )
+                asked = parse_query(query_string)
+                request = asked.request(model, files, self._limits)
                 outputs, views = await self._run(model, request, watch, route)
-                first, scores = next(iter(outputs.items()))
-                require_finite(scores, name=first)
-                known = model.signature
-                asked = scores, known.labels, known.task, replace(_query(query), views=views)
-                if known.answers.SLOW or scores.nbytes > LONG_ANSWER:  # others should not wait
-                    predictions = await asyncio.to_thread(known.answers.answer, *asked)
+                scores = scores_of(outputs)
+                said = model, scores, views, asked.query
+                if model.signature.answers.SLOW or scores.nbytes > LONG_ANSWER:
+                    predictions = await asyncio.to_thread(in_words, *said)  # none should wait
                 else:
-                    predictions = known.answers.answer(*asked)
-                watch.lap("answer")
-                if "draw" in query:
-                    return await self._drawn(files, predictions, known)
-        answer = json_answer(
-            {"model_name": model.name, "model_version": model.version, "predictions": predictions}
-        )
-        return replace(answer, headers=(JSON, (b"server-timing", watch.stages.header())))
+                    predictions = in_words(*said)
+                if asked.draws:
+                    return await self._drawn(files, predictions, model.signature)
+        return answer_of(model, predictions, watch)
 
     async def _drawn(self, files: list[bytes], predictions: list[Any], known: Signature) -> Answer:
         """The picture of a request as PNG, with its answer drawn: for ``?draw``."""
@@ -343,67 +326,8 @@ class App:
             await reply(error_answer(error), headers, send)
 
 
-def _query(asked: dict[str, list[str]]) -> Query:
-    """``?top=5&threshold=0.3``, either or none."""
-    top = _whole(asked, "top")
-    if top == 0:
-        raise InputError("top is not a number of classes", seen=top, fix="use ?top=5")
-    threshold = None
-    if "threshold" in asked:
-        text = asked["threshold"][-1]
-        threshold = float(text) if re.fullmatch(r"[01]?\.?[0-9]{1,17}", text) else 2.0
-        if not 0 <= threshold <= 1:
-            raise InputError(
-                "threshold is not a probability", seen=text[:40], fix="use ?threshold=0.5"
-            )
-    return Query(top=top, threshold=threshold)
-
-
-def _whole(query: dict[str, list[str]], name: str) -> int | None:
-    """A whole number of the query, 0 or more, if there is one."""
-    if name not in query:
-        return None
-    text = query[name][-1]
-    if not text.isdecimal() or not text.isascii() or len(text) > 9:
-        raise InputError(f"{name} is not a number", seen=text[:40], fix=f"use ?{name}=5")
-    return int(text)
-
-
-def _with_verb(model: ServedModel, verb: str) -> ServedModel:
-    """The model, if this is the verb of its task."""
-    answers = model.signature.answers
-    if verb != answers.VERB:
-        raise ServeError(
-            f"model {model.name!r} does not {verb}",
-            status=404,
-            seen=f"its task: {model.signature.task.name}",
-            fix=f"send pictures to /v2/models/{model.name}/{answers.VERB}",
-        )
-    return model
-
-
 async def _files(headers: Headers, body: bytes | bytearray) -> list[bytes]:
     content_type = headers.get(b"content-type", b"").decode("latin-1")
-    if content_type.lower().startswith("multipart/form-data"):
+    if content_type.lower().startswith(MULTIPART):
         return await files_of_form(content_type, body)
     return [bytes(body)]
-
-
-def _only_image(model: ServedModel) -> TensorSpec:
-    """The image input of a model that takes nothing else."""
-    inputs = model.signature.inputs
-    record = model.signature.preprocess
-    if record is not None and record.volume is not None:
-        raise InputError(
-            f"model {model.name!r} is of volumes, and no picture is one",
-            seen="×".join(map(str, record.input_shape)),
-            fix=f"send arrays of this shape to /v2/models/{model.name}/infer, or segment files "
-            "with: tessella run PLAN volume.nii.gz --out labels.nii.gz",
-        )
-    if model.signature.image_input is None or len(inputs) != 1:
-        raise InputError(
-            f"model {model.name!r} does not take one image",
-            seen=", ".join(str(s) for s in inputs.values()),
-            fix=f"send its inputs to /v2/models/{model.name}/infer",
-        )
-    return inputs[model.signature.image_input]

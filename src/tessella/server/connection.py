@@ -176,7 +176,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_deadline()
         self._reading_head = False
-        self._request = ShortRequest(self.short_way, known, self._respond)
+        self._request = self.short_way.request(known, self._respond)
         self._gather(body)
 
     def _gather(self, body: memoryview) -> None:

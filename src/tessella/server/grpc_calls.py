@@ -367,9 +367,10 @@ class InferCall(Call, Quick):
     def _inference(self) -> Inference:
         return self.shared.inference
 
-    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
         assert self._known is not None
-        return self._inference.parse_parts(self._known.text, self._parts, model)
+        request = self._inference.parse_parts(self._known.text, self._parts, model)
+        return None if isinstance(request, InferRequest) and request.images else request
 
     def _made(self, outputs: Arrays) -> Answer:
         model, request, known = self._model, self._request, self._known

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from tessella.core.errors import TessellaError
-from tessella.core.jpeg import Frame
 from tessella.server.answers import JSON, Answer, status_of
 from tessella.server.body import BodyReader
 from tessella.server.limits import Limits
@@ -21,12 +20,12 @@ from tessella.server.shadow import Shadowing
 from tessella.server.shared_memory import Regions, make
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.traffic import Route
-from tessella.server.waiting import Arrays, Infers
+from tessella.server.waiting import Infers, InfersFiles
 
 OCTETS = (b"content-type", b"application/octet-stream")
 
 
-class ServedModel(Protocol):
+class ServedModel(InfersFiles, Protocol):
     """What an app asks of a model."""
 
     name: str
@@ -43,23 +42,6 @@ class ServedModel(Protocol):
     @property
     def decodes(self) -> bool:
         """Whether the engine's GPU decodes JPEG files."""
-        ...
-
-    async def infer_files(
-        self,
-        files: Sequence[bytes],
-        frames: Sequence[Frame],
-        *,
-        timeout_us: int | None,
-        priority: int,
-        stages: Stages,
-    ) -> Arrays:
-        """As ``Infers.infer``, of a model that takes one picture, for JPEG files that its engine's
-        GPU decodes.
-
-        Raises:
-            InputError: a file is damaged. ServeError: as ``Infers.infer``.
-        """
         ...
 
     def __enter__(self) -> ServedModel: ...

@@ -6,7 +6,6 @@ host: from there on they are a request's like any other.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import threading
 from collections import deque
@@ -20,10 +19,8 @@ import torch
 
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame, frame_of
-from tessella.core.preprocess import Preprocess, centre_crop
+from tessella.core.preprocess import Preprocess, normalize
 from tessella.device.nvjpeg import require_decoding
-from tessella.device.page_locked import locked_empty
-from tessella.device.scaling import Scaling
 from tessella.runtime import Engine
 
 # Files; an H200 decodes 27,700 pictures of 500 × 375 a second so, and no more in larger batches.
@@ -60,23 +57,15 @@ def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Dec
         UsageError: as ``require_decoding``.
     """
     require_decoding(record, device, fix="serve with decode='host' (--decode host)")
-    found = importlib.import_module("tessella.kernels.pictures.decode")
-    scaling, mine = Scaling(record, device), threading.local()
-    first = [found.PictureDecoder(record, device, host=False)]  # here it is seen whether it starts
+    found = importlib.import_module("tessella.kernels.pictures.to_host")
+    mine = threading.local()
+    first = [found.HostDecoder(record, device)]  # here it is seen whether it starts
 
     def decode(files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
         if not hasattr(mine, "decoder"):
-            mine.decoder = _another(first, lambda: found.PictureDecoder(record, device, host=False))
-            mine.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(mine.stream):
-            fitted: Any = centre_crop(mine.decoder(files, frames), record)
-            made: torch.Tensor = fitted if pixels else scaling(fitted)
-            # locked memory, from which the engine copies by itself; into ordinary memory 128
-            # pictures took as long as their decoding
-            host = locked_empty(made.shape, made.dtype)
-            host.copy_(made, non_blocking=True)
-            mine.stream.synchronize()
-            return host.numpy()
+            mine.decoder = _another(first, lambda: found.HostDecoder(record, device))
+        made: np.ndarray = mine.decoder(files, frames)
+        return made if pixels else normalize(made, record)
 
     return decode
 
@@ -175,30 +164,6 @@ class JpegQueue:
                 )
             self._waiting.append(_Waiting(files, frames, done))
             self._changed.notify()
-
-    async def decoded(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
-        """The inputs of a request's files.
-
-        Raises:
-            InputError: a file is damaged. ServeError: as ``submit``.
-        """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[np.ndarray] = loop.create_future()
-
-        def settle(made: np.ndarray | None, error: Exception | None) -> None:
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            elif made is not None:
-                answer.set_result(made)
-
-        def told(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(settle, made, error)
-
-        self.submit(files, frames, told)
-        return await answer
 
     def close(self) -> None:
         """Decode what waits, and end."""

@@ -11,9 +11,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns as now_ns
 from typing import Any, Literal
 
 import numpy as np
@@ -45,7 +46,7 @@ from tessella.server.versions import (
     unknown_model,
     unknown_version,
 )
-from tessella.server.waiting import Arrays
+from tessella.server.waiting import InfersFiles, Waiter
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
     return run
 
 
-class Model:
+class Model(InfersFiles):
     """A loaded engine with its batcher. ``with model:`` keeps the engine open for the block.
 
     Attributes:
@@ -145,27 +146,41 @@ class Model:
         """Whether the engine's GPU decodes JPEG files."""
         return self.jpegs is not None
 
-    async def infer_files(
+    def begin_files(
         self,
         files: Sequence[bytes],
         frames: Sequence[Frame],
+        answer: Waiter,
         *,
         timeout_us: int | None,
         priority: int,
         stages: Stages,
-    ) -> Arrays:
-        """As ``ServedModel.infer_files``."""
+    ) -> None:
+        """As ``InfersFiles.begin_files``."""
         assert self.jpegs is not None
         assert self.signature.image_input is not None
-        began_ns = perf_counter_ns()
-        made = await self.jpegs.decoded(files, frames)
-        spent_ns = perf_counter_ns() - began_ns
-        stages.decoded(spent_ns)
-        left_us = None if timeout_us is None else max(0, timeout_us - spent_ns // 1000)
-        arrays = {self.signature.image_input: made}
-        return await self.batcher.infer(
-            arrays, timeout_us=left_us, priority=priority, stages=stages
-        )
+        name, loop, began_ns = self.signature.image_input, asyncio.get_running_loop(), now_ns()
+
+        def go_on(made: np.ndarray | None, error: Exception | None) -> None:
+            if answer.done():
+                return
+            try:
+                if error is not None or made is None:
+                    raise error or ServeError("a picture was not decoded", status=500)
+                spent_ns = now_ns() - began_ns
+                stages.decoded(spent_ns)
+                left_us = None if timeout_us is None else max(0, timeout_us - spent_ns // 1000)
+                self.batcher.begin(
+                    {name: made}, answer, timeout_us=left_us, priority=priority, stages=stages
+                )
+            except Exception as error:
+                answer.set_exception(error)
+
+        def decoded(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(go_on, made, error)
+
+        self.jpegs.submit(files, frames, decoded)
 
     @property
     def is_used(self) -> bool:

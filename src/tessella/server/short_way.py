@@ -1,29 +1,43 @@
 """The short way of an inference request: without a parser and without ASGI.
 
 Clients send the same head again and again. One that the long way (uvicorn's parser, the guard, the
-app) has read and let in is remembered, byte for byte; a request with just these bytes as its head
-then needs nothing but its body. Whatever is unusual takes the long way, which alone decides what
-is allowed; both give the same answers and count the same.
+app) has read and let in is remembered, byte for byte but for the length of the body; a request with
+just these bytes as its head then needs nothing but its body. Whatever is unusual takes the long
+way, which alone decides what is allowed; both give the same answers and count the same.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any
 
-from tessella.core.errors import ServeError
+from tessella.core.errors import InputError, ServeError
+from tessella.core.spec import DimRange
 from tessella.server.answers import Answer, error_answer
 from tessella.server.body import Headers, accepted
 from tessella.server.guard import Guard, require_once
 from tessella.server.inference import Inference, ServedModel, Watch, chosen
+from tessella.server.jpegs import frames_of
 from tessella.server.protocol import InferRequest, Unread
 from tessella.server.shared_memory import BRIEF_BYTES
 from tessella.server.traffic import Route
+from tessella.server.verbs import (
+    LONG_ANSWER,
+    MULTIPART,
+    Asked,
+    answer_of,
+    in_words,
+    parse_query,
+    scores_of,
+)
 from tessella.server.waiting import Arrays
+from tessella.tasks import View, verbs
 
 MOST_HEADS, MOST_HEAD_BYTES = 256, 2048  # half a megabyte at most
 # That is put together here. The long way stops and goes on for each 64 kB of a body.
@@ -45,6 +59,7 @@ class Known:
         body_bytes: its ``Content-Length``.
         json_length: its ``Inference-Header-Content-Length``.
         accept_encoding: if the client takes compressed answers.
+        verb, asked: what a picture's task is to do, and the query; None where tensors are sent.
     """
 
     head: bytes
@@ -53,6 +68,12 @@ class Known:
     body_bytes: int
     json_length: bytes | None
     accept_encoding: bytes
+    verb: str = ""
+    asked: Asked | None = None
+
+
+# What of a head may differ from one that is known: how long the body is.
+_LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 
 
 class ShortWay:
@@ -61,8 +82,22 @@ class ShortWay:
     def __init__(self, inference: Inference, guard: Guard) -> None:
         self.inference = inference
         self._guard = guard
-        self._heads: dict[bytes, Known | None] = {}  # None: its bodies need the long way
-        self.find: Callable[[bytes], Known | None] = self._heads.get
+        self._most_bytes = min(MOST_BODY_BYTES, inference.limits.body_bytes)
+        # without their lengths; None: their bodies need the long way
+        self._heads: dict[bytes, Known | None] = {}
+        self._last: Known | None = None
+
+    def find(self, head: bytes) -> Known | None:
+        """What a head says, if one was learned that is the same but for the body's length."""
+        last = self._last
+        if last is not None and last.head == head:
+            return last
+        parts = _cut(head)
+        known = None if parts is None else self._heads.get(parts[0])
+        if parts is None or known is None or parts[1] > self._most_bytes:
+            return None
+        self._last = found = replace(known, head=head, body_bytes=parts[1])
+        return found
 
     def learn(self, head: bytes, url: bytes, scope: Mapping[str, Any]) -> None:
         """Remember a head, if requests like it can take the short way.
@@ -71,18 +106,26 @@ class ShortWay:
             head: the bytes that the parser was given, up to the first blank line.
             url, scope: what it read in the first head of them.
         """
-        if scope["method"] != "POST" or len(head) > MOST_HEAD_BYTES or head in self._heads:
+        parts = _cut(head)
+        if (
+            scope["method"] != "POST"
+            or len(head) > MOST_HEAD_BYTES
+            or parts is None
+            or parts[0] in self._heads
+        ):
             return
         known = self._known(head, url, scope)
         if known is not None:
             if len(self._heads) >= MOST_HEADS:
                 self._heads.clear()
-            self._heads[head] = known
+            self._heads[parts[0]] = known
 
     def refuse(self, known: Known) -> None:
         """Let the long way have the requests with this head."""
-        if known.head in self._heads:
-            self._heads[known.head] = None
+        self._last = None
+        parts = _cut(known.head)
+        if parts is not None and parts[0] in self._heads:
+            self._heads[parts[0]] = None
 
     def _known(self, head: bytes, url: bytes, scope: Mapping[str, Any]) -> Known | None:
         lines: Sequence[tuple[bytes, bytes]] = scope["headers"]
@@ -92,7 +135,7 @@ class ShortWay:
         if (
             place is None
             or nbytes is None
-            or nbytes > min(MOST_BODY_BYTES, self.inference.limits.body_bytes)
+            or nbytes > self._most_bytes
             or scope["http_version"] != "1.1"
             or headers.get(b"connection", b"keep-alive").lower() != b"keep-alive"
             or len(headers) < len(lines)
@@ -103,28 +146,61 @@ class ShortWay:
         try:
             require_once(lines, headers)
             self._guard.check(scope["method"], scope["path"], headers)
-            self.inference.models.get(*place)
-        except ServeError:
+            name, version, verb = place
+            model = self.inference.models.get(name, version)
+            asked = parse_query(scope["query_string"]) if verb else None
+        except (ServeError, InputError):
+            return None
+        is_form = headers.get(b"content-type", b"").lower().startswith(MULTIPART.encode())
+        if asked is not None and (asked.draws or is_form or not _says_soon(model, verb)):
             return None
         accept = headers.get(b"accept-encoding", b"")
         return Known(
             head=head,
-            name=place[0],
-            version=place[1],
+            name=name,
+            version=version,
             body_bytes=nbytes,
             json_length=headers.get(b"inference-header-content-length"),
             accept_encoding=accept if accepted(accept) is not None else b"",
+            verb=verb,
+            asked=asked,
         )
 
+    def request(self, known: Known, respond: Callable[[Answer], None]) -> ShortRequest:
+        """A request with a known head."""
+        return (ShortRequest if known.asked is None else ShortPicture)(self, known, respond)
 
-def _model_of(path: str) -> tuple[str, str | None] | None:
-    """Name and version of the model that a path runs; None if it does something else."""
+
+def _cut(head: bytes) -> tuple[bytes, int] | None:
+    """A head without its body's length, and the length."""
+    found = _LENGTH.search(head)
+    if found is None:
+        return None
+    return head[: found.start(1)] + head[found.end(1) :], int(found[1])
+
+
+def _model_of(path: str) -> tuple[str, str | None, str] | None:
+    """Name and version of the model that a path runs, and the verb of a task that it asks, if it
+    does; None if it does something else.
+    """
     match path.split("/")[1:]:
-        case ["v2", "models", name, "infer"]:
-            return name, None
-        case ["v2", "models", name, "versions", version, "infer"]:
-            return name, version
-    return None
+        case ["v2", "models", name, verb]:
+            version = None
+        case ["v2", "models", name, "versions", version, verb]:
+            pass
+        case _:
+            return None
+    if verb == "infer":
+        return name, version, ""
+    return (name, version, verb) if verb in verbs() else None
+
+
+def _says_soon(model: ServedModel, verb: str) -> bool:
+    """Whether a model answers this about a picture, and holds up no others with that."""
+    answers, spec = model.signature.answers, next(iter(model.signature.outputs.values()))
+    sizes = [d.max if isinstance(d, DimRange) else d for d in spec.shape[1:]]
+    is_long = 8 * math.prod(sizes) > LONG_ANSWER
+    return model.decodes and verb == answers.VERB and not (answers.SLOW or is_long)
 
 
 def _length(text: bytes) -> int | None:
@@ -175,7 +251,7 @@ class Quick(ABC):
         self._model = model.__enter__()
         try:
             request = self._parsed(model)
-            if isinstance(request, Unread) or request.place_bytes > BRIEF_BYTES or request.images:
+            if not isinstance(request, InferRequest) or request.place_bytes > BRIEF_BYTES:
                 model.__exit__()
                 return False
             self._request = request
@@ -187,16 +263,20 @@ class Quick(ABC):
             watch.lap("decode")
             if timeout_us is None or (request.timeout_us or timeout_us) < timeout_us:
                 timeout_us = request.timeout_us
-            model.batcher.begin(
-                request.arrays,
-                self,
-                timeout_us=timeout_us,
-                priority=request.priority,
-                stages=watch.stages,
-            )
+            self._begin(model, request, timeout_us)
         except Exception as error:
             self.set_exception(error)
         return True
+
+    def _begin(self, model: ServedModel, request: InferRequest, timeout_us: int | None) -> None:
+        """Have the outputs computed."""
+        model.batcher.begin(
+            request.arrays,
+            self,
+            timeout_us=timeout_us,
+            priority=request.priority,
+            stages=self._watch.stages,
+        )
 
     # --- what each door has of its own ------------------------------------------------------------
 
@@ -206,8 +286,8 @@ class Quick(ABC):
         """What all requests of a process share."""
 
     @abstractmethod
-    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
-        """The checked request."""
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
+        """The checked request; None if it is for the long way."""
 
     def _made(self, outputs: Arrays) -> Answer:
         """The answer with the outputs; all stages of the request are over with it."""
@@ -232,7 +312,7 @@ class Quick(ABC):
             self.set_exception(error)
             return
         self._end(None, answer)
-        if self._route is not None:
+        if self._route is not None and self._request.arrays:
             self._inference.shadowing.offer(self._route, self._request.arrays, outputs)
 
     def set_exception(self, error: Exception, /) -> None:
@@ -300,13 +380,49 @@ class ShortRequest(Quick):
     def _inference(self) -> Inference:
         return self._way.inference
 
-    def _parsed(self, model: ServedModel) -> InferRequest | Unread:
+    def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
         request = self._way.inference.parse(self.content, self.known.json_length, model)
         if isinstance(request, InferRequest) and request.images:
             self._way.refuse(self.known)
+            return None
         return request
 
     def _answer(self, answer: Answer) -> None:
         self._is_answered = True
         self.drop()
         self._respond(answer)
+
+
+class ShortPicture(ShortRequest):
+    """A picture that the engine's GPU decodes, for a task's verb."""
+
+    __slots__ = ("_frames",)
+
+    def _parsed(self, model: ServedModel) -> InferRequest | None:
+        files = [bytes(self.content)]
+        frames = frames_of(files) if _says_soon(model, self.known.verb) else None
+        if frames is None or (model.route is not None and model.route.shadow is not None):
+            return None
+        self._frames = frames
+        assert self.known.asked is not None
+        return self.known.asked.request(model, files, self._inference.limits)
+
+    def _begin(self, model: ServedModel, request: InferRequest, timeout_us: int | None) -> None:
+        (files,) = request.images.values()
+        model.begin_files(
+            files,
+            self._frames,
+            self,
+            timeout_us=timeout_us,
+            priority=request.priority,
+            stages=self._watch.stages,
+        )
+
+    def _made(self, outputs: Arrays) -> Answer:
+        model, (frame,) = self._model, self._frames
+        record = model.signature.preprocess
+        assert record is not None, "only a plan with a record has an image input"
+        assert self.known.asked is not None
+        views = (View(height=frame.height, width=frame.width, record=record),)
+        said = in_words(model, scores_of(outputs), views, self.known.asked.query)
+        return answer_of(model, said, self._watch)

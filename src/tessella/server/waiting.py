@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from tessella.core.jpeg import Frame
 from tessella.server.statistics import Stages
 
 Arrays = dict[str, np.ndarray]
@@ -115,3 +116,43 @@ class Infers(Protocol):
     def let_go(self) -> None:
         """Hold no request for which nobody waits; a process that hands them on holds none."""
         return
+
+
+class InfersFiles(Protocol):
+    """Computes requests whose one picture is a JPEG file, which the engine's GPU decodes."""
+
+    async def infer_files(
+        self,
+        files: Sequence[bytes],
+        frames: Sequence[Frame],
+        *,
+        timeout_us: int | None,
+        priority: int,
+        stages: Stages,
+    ) -> Arrays:
+        """As ``Infers.infer``, for files whose frames ``core.jpeg.frame_of`` read.
+
+        Raises:
+            InputError: a file is damaged. ServeError: as ``Infers.infer``.
+        """
+        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        self.begin_files(
+            files, frames, answer, timeout_us=timeout_us, priority=priority, stages=stages
+        )
+        return await answer
+
+    def begin_files(
+        self,
+        files: Sequence[bytes],
+        frames: Sequence[Frame],
+        answer: Waiter,
+        *,
+        timeout_us: int | None,
+        priority: int,
+        stages: Stages,
+    ) -> None:
+        """As ``infer_files``, for a waiter that the event loop tells the outputs or the error.
+
+        Raises:
+            ServeError: as ``Infers.infer``; the waiter is told nothing then.
+        """

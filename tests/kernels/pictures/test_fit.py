@@ -71,6 +71,16 @@ def test_pixels_are_the_hosts(resize, channels):
         assert np.array_equal(pixels.numpy(), fitted(content, record)), frame_of(content)
 
 
+def test_a_crop_is_made_alone():
+    files = [jpeg(13, 21, "4:2:0"), jpeg(9, 14, "4:4:4")]
+    record = Preprocess(height=9, width=11, channels=3, crop=(6, 4), resize="fill")
+    made = fit.fitted(*planes_of(files), record, cuts=True)
+    for content, pixels in zip(files, made, strict=True):
+        assert np.array_equal(
+            pixels.numpy(), preprocess.centre_crop(fitted(content, record), record)
+        )
+
+
 def test_taps_are_pillows():
     """Pictures of 2,000 shapes, each resized by our weights and by Pillow."""
     for _ in range(2000):

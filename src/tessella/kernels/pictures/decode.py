@@ -46,7 +46,7 @@ class PictureDecoder:
         Raises:
             DataError: the host cannot decode a file, either.
         """
-        parts = [self._some(files[few], frames[few]) for few in _few(frames)]
+        parts = [self._some(files[few], frames[few]) for few in few(frames)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
@@ -61,7 +61,7 @@ class PictureDecoder:
             return torch.from_numpy(made).to(self._device)
 
 
-def _few(frames: Sequence[Frame]) -> Iterator[slice]:
+def few(frames: Sequence[Frame]) -> Iterator[slice]:
     """Cuts a batch where its pictures together have ``MOST_PIXELS``."""
     first, pixels = 0, 0
     for place, frame in enumerate(frames):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,43 +23,89 @@ from tessella.device.launch import launch
 from tessella.device.nvjpeg import Planes
 from tessella.kernels.pictures.fit_device import colour_kernel, fit_kernel
 
-_BLOCK, _WARPS = 256, 2
+BLOCK, _WARPS = 256, 2
 _BITS = 22  # of Pillow's weights after the point
 Taps = npt.NDArray[np.int32]
 
 
-def fitted(planes: Planes, frames: Sequence[Frame], record: Preprocess) -> Tensor:
-    """Pixels of the record's height × width, uint8 [N, H, W, C]; of 8 bits, grey or RGB."""
-    sides, taps = _sides(frames, record)
-    count, device = len(frames), planes.memory.device
+class Tables(NamedTuple):
+    """What the kernels have to know of some pictures.
+
+    Attributes:
+        rows: int64 [N, 14], as ``fit_device`` reads them.
+        taps: int32, of all pictures.
+        pixels: of all pictures together.
+        blocks: that the first kernel needs for the largest picture.
+    """
+
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+    taps: Taps
+    pixels: int
+    blocks: int
+
+
+def tables(
+    starts: np.ndarray[Any, np.dtype[np.int64]],
+    pitches: np.ndarray[Any, np.dtype[np.int64]],
+    frames: Sequence[Frame],
+    record: Preprocess,
+    *,
+    cuts: bool = False,
+) -> Tables:
+    """The tables of pictures whose planes lie so (``device.nvjpeg.Planes``).
+
+    Args:
+        cuts: whether the record's crop is all that is made of them.
+    """
+    sides, taps = _sides(frames, record, record.crop if cuts else None)
     sizes = np.array(frames, np.int64)
     ends = np.cumsum(sizes[:, 0] * sizes[:, 1])
     firsts = np.concatenate([[0], ends[:-1]])[:, None]
-    table = np.concatenate([planes.starts, planes.pitches, firsts, sizes, sides], axis=1)
-    there, weights = (_moved(torch.from_numpy(t), device) for t in (table, taps))
-    pixels = torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
-    rows = int((sizes[:, 0] * -(-sizes[:, 1] // _BLOCK)).max())
+    rows = np.concatenate([starts, pitches, firsts, sizes, sides], axis=1)
+    blocks = int((sizes[:, 0] * -(-sizes[:, 1] // BLOCK)).max())
+    return Tables(rows, taps, int(ends[-1]), blocks)
+
+
+def fitted(
+    planes: Planes, frames: Sequence[Frame], record: Preprocess, *, cuts: bool = False
+) -> Tensor:
+    """Pixels of the record's height × width, uint8 [N, H, W, C]; of 8 bits, grey or RGB.
+
+    Args:
+        cuts: make the record's crop, if it has one.
+    """
+    made = tables(planes.starts, planes.pitches, frames, record, cuts=cuts)
+    count, device = len(frames), planes.memory.device
+    there, weights = (_moved(torch.from_numpy(t), device) for t in (made.rows, made.taps))
+    pixels = torch.empty(made.pixels, dtype=torch.int32, device=device)
     launch(
-        colour_kernel, (rows, count), planes.memory, there, pixels,
-        LUMA=record.channels == 1, BLOCK=_BLOCK, num_warps=_WARPS,
+        colour_kernel, (made.blocks, count), planes.memory, there, pixels,
+        LUMA=record.channels == 1, BLOCK=BLOCK, num_warps=_WARPS,
     )  # fmt: skip
-    shape = count, record.height, record.width, record.channels
-    out = torch.empty(shape, dtype=torch.uint8, device=device)
-    block = min(_BLOCK, power_of_two(record.width))
+    height, width = (cuts and record.crop) or (record.height, record.width)
+    out = torch.empty((count, height, width, record.channels), dtype=torch.uint8, device=device)
+    block = fit_block(width)
     launch(
-        fit_kernel, (record.height * ceil_div(record.width, block), count),
-        pixels, there, weights, out, record.height, record.width,
+        fit_kernel, (height * ceil_div(width, block), count),
+        pixels, there, weights, out, height, width,
         CHANNELS=record.channels, GREY=(full_scale(record.depth) + 1) // 2,
         BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
     return out
 
 
+def fit_block(width: int) -> int:
+    """Places of a row that a block of ``fit_kernel`` makes."""
+    return min(BLOCK, power_of_two(width))
+
+
 def _moved(data: Tensor, device: torch.device) -> Tensor:
     return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data
 
 
-def _sides(frames: Sequence[Frame], record: Preprocess) -> tuple[Any, Taps]:
+def _sides(
+    frames: Sequence[Frame], record: Preprocess, crop: tuple[int, int] | None
+) -> tuple[Any, Taps]:
     """How ``fit_kernel`` brings each picture to its size, int64 [N, 4]; and all taps.
 
     The four: where the taps of its columns and of its rows begin, and how many each place has.
@@ -69,6 +115,9 @@ def _sides(frames: Sequence[Frame], record: Preprocess) -> tuple[Any, Taps]:
     end = 0
     for size in {frame[:2]: None for frame in frames}:
         across, down = _passes(*size, record)
+        if crop is not None:
+            top, left = (record.height - crop[0]) // 2, (record.width - crop[1]) // 2
+            across, down = across[left : left + crop[1]], down[top : top + crop[0]]
         ways[size] = end, end + across.size, across.shape[1] - 1, down.shape[1] - 1
         parts += (across.reshape(-1), down.reshape(-1))
         end += across.size + down.size
