@@ -291,7 +291,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
-    *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
+    *_gpu("conv2d conv3d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
     *_hopper(
         "conv2d",
         "implicit_gemm",
@@ -324,6 +324,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("conv2d", "fft", "conv.fourier.fft", version=2),
     *_gpu("conv2d", "fft_tiling", "conv.fourier.fft_tiling", version=2),
     *_aten(_CONV, "conv.libraries.aten", **_NEW),
+    *_dot("conv_transpose2d conv_transpose3d", "spread", "conv.transposed", sliced_out=True),
+    *_aten("conv_transpose2d conv_transpose3d", "conv.libraries.transposed", **_NEW),
     # its gradients
     *_hopper("conv2d_dgrad", "implicit_gemm", "conv.hopper.dgrad"),
     *_hopper("conv2d_wgrad", "implicit_gemm", "conv.hopper.wgrad"),
@@ -366,6 +368,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
+    *_gpu("group_factors", "moments", "norm.group", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
     *_hopper(_ATTENTION, "flash", "attention.flash_sm90", version=3, gamma=True, **_NEW),

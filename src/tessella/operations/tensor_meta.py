@@ -55,7 +55,8 @@ class TensorMeta:
 
     def has(self, format: Format) -> bool:
         """Whether the format is this one, or the bytes are the same: one channel, or one pixel."""
-        one = len(self.shape) == 4 and (self.shape[1] == 1 or self.shape[2:] == (1, 1))
+        axes = len(self.shape)
+        one = axes in (4, 5) and (self.shape[1] == 1 or self.shape[2:] == (1,) * (axes - 2))
         return self.format == format or (one and self.format != "strided")
 
     @functools.cached_property
