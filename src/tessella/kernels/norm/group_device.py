@@ -69,7 +69,7 @@ def group_moments_kernel(
         mean += apart * (1.0 / seen)
         squares += apart * apart * (1.0 - 1.0 / seen)
     count = tl.maximum((end - start - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None]
-    total = (end - start).to(tl.float32)
+    total = tl.maximum(end - start, 1).to(tl.float32)
     middle = tl.sum(mean * count, 0) / total
     apart = mean - middle[None, :]
     squares = tl.sum(squares + count * apart * apart, 0)
