@@ -293,10 +293,10 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
     *_gpu("conv2d conv3d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
     *_hopper(
-        "conv2d",
+        "conv2d conv3d",
         "implicit_gemm",
         "conv.hopper.implicit_gemm",
-        version=4,
+        version=5,
         sliced_out=True,
         gamma=True,
     ),

@@ -44,9 +44,9 @@ def fits(problem: Problem) -> str | None:
     added = (epilogue.bias, epilogue.residual, epilogue.scale)
     if any(t is not None and t.dtype not in TYPES for t in added):
         return "the epilogue's tensors must be int8 or floating"
-    tensors = (x, epilogue.residual, problem.output)
-    if not all(t is None or t.has("channels_last") for t in tensors):
-        return "needs channels_last"
+    tensors = (epilogue.residual, problem.output)
+    if x.pixel_pitch is None or not all(t is None or t.has("channels_last") for t in tensors):
+        return "needs channels_last, or a slice of its channels to read"
     if 0 in (*x.shape, *problem.output.shape):
         return "empty"
     if importlib.util.find_spec("cudnn") is None:
@@ -113,7 +113,7 @@ def described(problem: Problem, **context: Any) -> tuple[Any, dict[str, Any], An
         **context,
     )
     tensors: dict[str, Any] = {
-        "input": _tensor(graph, "x", x.shape, _type(x)),
+        "input": _tensor(graph, "x", x.shape, _type(x), x.strides),
         "weight": _tensor(graph, "weight", weight.shape, _type(weight)),
     }
     if residual is not None and epilogue.beta != 0:
@@ -197,8 +197,11 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return list(TensorMeta(shape=shape, dtype="int8", format="channels_last").dense_strides)
 
 
-def _tensor(graph: Any, name: str, shape: tuple[int, ...], kind: Any) -> Any:
-    return graph.tensor(name=name, dim=list(shape), stride=_strides(shape), data_type=kind)
+def _tensor(
+    graph: Any, name: str, shape: tuple[int, ...], kind: Any, strides: tuple[int, ...] | None = None
+) -> Any:
+    steps = list(strides or _strides(shape))
+    return graph.tensor(name=name, dim=list(shape), stride=steps, data_type=kind)
 
 
 def _pixels_innermost(weight: torch.Tensor) -> torch.Tensor:
