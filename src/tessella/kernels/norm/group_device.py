@@ -54,7 +54,7 @@ def group_moments_kernel(
     image = (tl.program_id(0) // (CHUNKS * TILES)).to(tl.int64)
     channel, is_channel = _channels(tile, FORM)
     start = chunk * per_chunk
-    end = tl.minimum(start + per_chunk, pixels)
+    end = tl.maximum(tl.minimum(start + per_chunk, pixels), start)
     row = tl.arange(0, ROWS)
     x = x_pointer + image * STRIDES[0] + channel[None, :] * STRIDES[1]
     mean = tl.zeros([ROWS, PLACES], tl.float32)
@@ -122,7 +122,7 @@ def group_factors_kernel(
 @triton.jit
 def _size(chunk, pixels, per_chunk, CHUNKS: tl.constexpr):
     """Pixels of chunks, as a column."""
-    size = tl.minimum(pixels - chunk * per_chunk, per_chunk)
+    size = tl.maximum(tl.minimum(pixels - chunk * per_chunk, per_chunk), 0)
     return tl.where(chunk < CHUNKS, size, 0).to(tl.float32)[:, None]
 
 

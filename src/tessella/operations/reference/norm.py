@@ -57,7 +57,9 @@ def group_factors(
     num_groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """What ``group_norm`` multiplies channels by and adds then: float32 [N, C, 1, ...] each."""
+    """What ``group_norm`` multiplies channels by and adds then: [N, C, 1, ...] each, in float32
+    (of float64 in that).
+    """
     images, channels, *sides = input.shape
     grouped = input.reshape(images, num_groups, -1)
     grouped = grouped if input.dtype == torch.float64 else grouped.float()
@@ -67,7 +69,7 @@ def group_factors(
     factor = factor if weight is None else factor * weight
     shift = -mean * factor if bias is None else bias - mean * factor
     shape = (images, channels, *(1 for _ in sides))
-    return factor.float().reshape(shape), shift.float().reshape(shape)
+    return factor.reshape(shape), shift.reshape(shape)
 
 
 def rms_norm(

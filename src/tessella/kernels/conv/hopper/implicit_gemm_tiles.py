@@ -27,6 +27,7 @@ from tessella.operations.tensor_meta import TensorMeta
 SHARED_BYTES = {n: HOPPER.shared_bytes_of_block(n) - 2048 // n for n in (1, 2)}
 EIGHT_BITS = ("int8", *FP8)
 MAX_CONFIGS = 12
+MOST_SLICES = 8  # of a volume in a box: those of the next taps are read again, from the cache
 # groups of how many warps in a block, and blocks on a multiprocessor
 TEAMS = ((2, 4, 1), (1, 8, 1), (1, 4, 1), (1, 4, 2))
 
@@ -213,7 +214,7 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
         n = pixels // (h * w)
         if n == 0 or n > max(1, power_of_two(shape.N)) or n * h * w != pixels:
             continue
-        if h >= 2 * shape.P or w >= 2 * shape.Q:
+        if h >= 2 * shape.P or w >= 2 * shape.Q or (shape.T > 1 and n > MOST_SLICES):
             continue
         waste = round_up(shape.N, n) * round_up(shape.P, h) * round_up(shape.Q, w)
         boxes.append((waste, abs(math.log2(h / w)), (n, h, w)))
@@ -230,6 +231,8 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
         tall = [b for b in boxes if b[0] <= most * least and b[2][1] > 2 and b[2][0] * b[2][2] >= 8]
         if shape.groups > 1:  # of each height the narrowest
             tall = list({box[2][1]: box for box in reversed(tall)}.values())
+        if shape.T > 1:  # pixels of few slices, which lie together in longer pieces
+            tall = [b for b in tall if b[2][0] == min(b[2][0] for b in tall)]
         found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda b: -b[2][1])[:count]]
     return found
 
