@@ -26,7 +26,6 @@ from tessella.operations.problem import Problem
 LARGEST_GROUP = 1024  # channels that a tile takes
 WIDEST = 64  # channels of a tile whose groups are smaller
 NARROW = 8  # the same where chunks are put together
-BLOCKS = 4  # a multiprocessor's, where pixels are cut into chunks
 FEW = 64  # tiles that one block reads after another before it is worth a second launch
 MOST_CHUNKS = 2048
 PARTS_TILE = 4096  # numbers of chunks that are put together at a time
@@ -49,12 +48,12 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     """Elements of a tile, warps that take it, and into how many chunks pixels are cut."""
     _, _, pixels = _sizes(problem)
     found = []
-    for elements, warps in ((4096, 4), (8192, 8), (8192, 4), (2048, 4)):
-        form = _form(problem)
+    form = _form(problem)
+    for elements, warps, resident in ((4096, 4, 4), (2048, 4, 8), (8192, 8, 4), (2048, 2, 12)):
         rows = max(1, min(elements // (form.GROUPS * form.PADDED), power_of_two(pixels)))
         blocks = problem["input"].shape[0] * ceil_div(form.ALL, form.GROUPS)
         tiles = ceil_div(pixels, rows)
-        wanted = ceil_div(BLOCKS * multiprocessors(), blocks)
+        wanted = ceil_div(resident * multiprocessors(), blocks)
         chunks = max(1, min(wanted, tiles, MOST_CHUNKS))
         for cut in (chunks, 1) if 1 < tiles <= FEW else (chunks if tiles > FEW else 1,):
             found.append({"rows": rows, "warps": warps, "chunks": _exact(pixels, rows, cut)})

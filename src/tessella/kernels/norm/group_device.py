@@ -60,14 +60,15 @@ def group_moments_kernel(
     mean = tl.zeros([ROWS, PLACES], tl.float32)
     squares = tl.zeros([ROWS, PLACES], tl.float32)
     seen = 0.0
+    coming = _tile(x, start + row, end, is_channel, STRIDES[2])
     for first in range(start, end, ROWS):
-        pixel = first + row
-        there = (pixel < end)[:, None] & is_channel[None, :]
-        value = tl.load(x + pixel.to(tl.int64)[:, None] * STRIDES[2], mask=there, other=0.0)
+        value = coming.to(tl.float32)  # the next tile is loaded while this one is computed
+        coming = _tile(x, first + ROWS + row, end, is_channel, STRIDES[2])
         seen += 1.0
-        apart = tl.where(there, value.to(tl.float32) - mean, 0.0)
-        mean += apart * (1.0 / seen)
-        squares += apart * apart * (1.0 - 1.0 / seen)
+        share = 1.0 / seen
+        apart = tl.where((first + row < end)[:, None], value - mean, 0.0)
+        mean += apart * share
+        squares += apart * apart * (1.0 - share)
     count = tl.maximum((end - start - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None]
     total = tl.maximum(end - start, 1).to(tl.float32)
     middle = tl.sum(mean * count, 0) / total
@@ -117,6 +118,12 @@ def group_factors_kernel(
         squares += own + apart * apart * _size(chunk, pixels, per_chunk, CHUNKS)
     _finish(middle, tl.sum(squares, 0), total, channel, is_channel, image * CHANNELS,
             factor_pointer, shift_pointer, weight_pointer, bias_pointer, eps, FORM)  # fmt: skip
+
+
+@triton.jit
+def _tile(x, pixel, end, is_channel, STRIDE: tl.constexpr):
+    there = (pixel < end)[:, None] & is_channel[None, :]
+    return tl.load(x + pixel.to(tl.int64)[:, None] * STRIDE, mask=there, other=0.0)
 
 
 @triton.jit

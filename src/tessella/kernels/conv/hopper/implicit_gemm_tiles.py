@@ -117,12 +117,13 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         time = _estimate(shape, config, problem)
         key = (config["tile_k"], config["groups"], config["warps"], config["residents"],
                config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"],
-               config["swap"], config.get("held"))  # fmt: skip
+               config["swap"], config.get("held"), shape.T > 1 and config["tile_n"])  # fmt: skip
         rank = found.setdefault(key, (time, config))
         if time < rank[0]:
             found[key] = (time, config)
     ranked = sorted(found.values(), key=lambda pair: pair[0])
-    return tuple(config for _, config in ranked[:MAX_CONFIGS])
+    most = MAX_CONFIGS if shape.T == 1 else MAX_CONFIGS * 3 // 2
+    return tuple(config for _, config in ranked[:most])
 
 
 def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
@@ -231,9 +232,12 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
         tall = [b for b in boxes if b[0] <= most * least and b[2][1] > 2 and b[2][0] * b[2][2] >= 8]
         if shape.groups > 1:  # of each height the narrowest
             tall = list({box[2][1]: box for box in reversed(tall)}.values())
-        if shape.T > 1:  # pixels of few slices, which lie together in longer pieces
-            tall = [b for b in tall if b[2][0] == min(b[2][0] for b in tall)]
-        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda b: -b[2][1])[:count]]
+        tall.sort(key=lambda b: -b[2][1])
+        if shape.T > 1:  # of the fewest slices, whose pixels lie in longer pieces, and of the most
+            by_slices = {box[2][0]: box for box in reversed(tall)}
+            tall = [by_slices[n] for n in sorted(by_slices)]
+            tall = [*tall[:1], *tall[1:][-1:]]
+        found += [(box, shape.R) for _, _, box in tall[:count]]
     return found
 
 
