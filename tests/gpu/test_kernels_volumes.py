@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tessella.kernels import catalog
-from tessella.kernels.conv import transposed
+from tessella.kernels.conv import transposed, volumes
 from tessella.kernels.norm import group
+from tessella.nn.fused_calls import volumes_convolved
 from tests.support.problems import convolutions, groups, grown
 from tests.support.problems.convolutions import Case
 
@@ -71,3 +72,26 @@ def test_convolutions_of_volumes(algorithm: str, name: str) -> None:
         pytest.skip(why or "needs a Hopper GPU")
     for config in row.configs(CASES[name].problem)[: 12 if "gemm" in algorithm else 1]:
         convolutions.check(row, CASES[name], config, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_convolutions_of_volumes(dtype: torch.dtype) -> None:
+    """No further from float64 than torch's own, with a margin."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 10, 12, 9, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    weight = torch.randn(48, 32, 3, 3, 3, device="cuda", requires_grad=True)
+    if not volumes.runs(x, weight, ((1,) * 3,) * 3, 1):
+        pytest.skip("needs a Hopper GPU")
+    cotangent = torch.randn(2, 48, 10, 12, 9, device="cuda")
+
+    def step(call: Any, given: torch.Tensor, by: torch.Tensor, low: bool) -> list[torch.Tensor]:
+        with torch.autocast("cuda", dtype=dtype, enabled=low):
+            made = call(given, by, None, 1, 1)
+        return [made, *torch.autograd.grad(made, (given, by), cotangent.to(made.dtype))]
+
+    right = step(torch.conv3d, x.double(), weight.double(), False)
+    ours, theirs = (step(call, x, weight, True) for call in (volumes_convolved, torch.conv3d))
+    for expected, made, other in zip(right, ours, theirs, strict=True):
+        error, bound = ((t.double() - expected).norm() for t in (made, other))
+        assert error < 1.2 * bound + 1e-6

@@ -49,7 +49,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "int8 to int32": (replace(EIGHT_BITS, out="int32"), {}),
     "volumes": (replace(VOLUME, w=(40, 40, 3, 1, 3), padding=(1, 0, 1), **EPILOGUE), {}),
     "volumes, a column of held taps": (
-        replace(VOLUME, residual=True, w_format="contiguous"), {"taps": 3, "held": True, "tile_n": 2}
+        replace(VOLUME, residual=True, w_format="contiguous"),
+        {"taps": 3, "held": True, "tile_n": 2},
     ),
 }
 

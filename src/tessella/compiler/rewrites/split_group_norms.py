@@ -6,43 +6,51 @@ write where a concatenation wants them.
 
 from __future__ import annotations
 
-from tessella.core.dtype import FLOATS
-from tessella.graph.graph import Graph, Node, Value
-from tessella.kernels.norm.group import LARGEST_GROUP
+from tessella.compiler.problems import problem_of
+from tessella.graph.graph import Graph, Node, Value, shape_at
+from tessella.kernels import catalog
+from tessella.operations.tensor_meta import TensorMeta
+
+STATISTICS = "group_factors.moments"
+BATCH = 11  # to ask the kernel with
 
 
 def apply(graph: Graph) -> int:
-    """Split what a kernel of statistics takes; returns how many."""
-    norms = [n for n in graph.nodes if n.op == "group_norm" and _runs(n)]
-    for norm in norms:
-        _split(graph, norm)
-    return len(norms)
+    """Split what the kernel of statistics takes; returns how many."""
+    row, split = catalog.kernel(STATISTICS), 0
+    for norm in [n for n in graph.nodes if n.op == "group_norm"]:
+        statistics = _statistics(graph, norm)
+        if row.refusal(problem_of(statistics, _meta, graph.constants)) is None:
+            graph.nodes.replace(norm, statistics, *_applied(graph, norm, *statistics.outputs))
+            split += 1
+    return split
 
 
-def _runs(norm: Node) -> bool:
-    channels = norm["input"].shape[1]
-    if norm["input"].dtype not in FLOATS or not isinstance(channels, int):
-        return False
-    return channels // norm.attrs["num_groups"] <= LARGEST_GROUP
+def _meta(value: Value) -> TensorMeta:
+    return TensorMeta(shape=shape_at(value.shape, BATCH), dtype=value.dtype)
 
 
-def _split(graph: Graph, norm: Node) -> None:
-    x, made, layer = norm["input"], norm.output, norm.layer
+def _statistics(graph: Graph, norm: Node) -> Node:
+    x, made = norm["input"], norm.output
     one = (*x.shape[:2], *(1 for _ in x.shape[2:]))
-    factor, shift = (
-        Value(graph.fresh_name(f"{made.name}.{name}"), "float32", one)
-        for name in ("factor", "shift")
-    )
-    scaled = Value(graph.fresh_name(f"{made.name}.scaled"), "float32", made.shape)
-    narrow = made.dtype != "float32"
-    summed = Value(graph.fresh_name(f"{made.name}.sum"), "float32", made.shape) if narrow else made
+    names = (graph.fresh_name(f"{made.name}.{name}") for name in ("factor", "shift"))
+    factors = tuple(Value(name, "float32", one) for name in names)
+    return Node("group_factors", norm.inputs, factors, dict(norm.attrs), norm.layer)
+
+
+def _applied(graph: Graph, norm: Node, factor: Value, shift: Value) -> list[Node]:
+    """``x · factor + shift`` in float32, then in the norm's own type."""
+    made, layer = norm.output, norm.layer
+
+    def value(name: str) -> Value:
+        return Value(graph.fresh_name(f"{made.name}.{name}"), "float32", made.shape)
+
+    scaled, is_narrow = value("scaled"), made.dtype != "float32"
+    summed = value("sum") if is_narrow else made
     nodes = [
-        Node("group_factors", norm.inputs, (factor, shift), dict(norm.attrs), layer),
-        Node("mul", (x, factor), (scaled,), {"scalar": None}, layer),
+        Node("mul", (norm["input"], factor), (scaled,), {"scalar": None}, layer),
         Node("add", (scaled, shift), (summed,), {"scalar": None, "alpha": 1}, layer),
     ]
-    if narrow:
+    if is_narrow:
         nodes.append(Node("to", (summed,), (made,), {"dtype": made.dtype}, layer))
-    for node in nodes:
-        graph.nodes.insert_before(norm, node)
-    graph.nodes.remove(norm)
+    return nodes

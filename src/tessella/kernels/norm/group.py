@@ -47,7 +47,7 @@ def fits(problem: Problem) -> str | None:
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Elements of a tile, warps that take it, and into how many chunks pixels are cut."""
     _, _, pixels = _sizes(problem)
-    found = []
+    found: list[Config] = []
     form = _form(problem)
     for elements, warps, resident in ((4096, 4, 4), (2048, 4, 8), (8192, 8, 4), (2048, 2, 12)):
         rows = max(1, min(elements // (form.GROUPS * form.PADDED), power_of_two(pixels)))
@@ -55,8 +55,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         tiles = ceil_div(pixels, rows)
         wanted = ceil_div(resident * multiprocessors(), blocks)
         chunks = max(1, min(wanted, tiles, MOST_CHUNKS))
-        for cut in (chunks, 1) if 1 < tiles <= FEW else (chunks if tiles > FEW else 1,):
-            found.append({"rows": rows, "warps": warps, "chunks": _exact(pixels, rows, cut)})
+        cuts = {_exact(pixels, rows, chunks): None} | ({1: None} if tiles <= FEW else {})
+        found += [{"rows": rows, "warps": warps, "chunks": cut} for cut in cuts]
     return tuple(c for i, c in enumerate(found) if c not in found[:i])
 
 
@@ -74,7 +74,7 @@ def workspace_bytes(problem: Problem, **config: Any) -> int:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
-    images, channels, pixels = _sizes(problem)
+    images, _, pixels = _sizes(problem)
     form, chunks, rows = _form(problem), tile["chunks"], tile["rows"]
     per_chunk = round_up(ceil_div(pixels, chunks), rows)
     blocks = images * ceil_div(form.ALL, form.GROUPS)

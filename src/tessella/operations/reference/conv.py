@@ -305,7 +305,8 @@ ROWS = (
             flops=_products_of_transposed,
         )
         for name, reference in (
-            ("conv_transpose2d", conv_transpose2d), ("conv_transpose3d", conv_transpose3d)
+            ("conv_transpose2d", conv_transpose2d),
+            ("conv_transpose3d", conv_transpose3d),
         )
     ),
     # the second reads what the first makes, which is a result too, if it is kept
