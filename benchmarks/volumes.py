@@ -1,7 +1,7 @@
 """Volumes: ``python -m benchmarks.volumes``, on a GPU or a CPU.
 
 - *dice*: a U-Net learns balls, ellipsoids and tubes in noise (`made_volumes`: 24 volumes of 48³),
-  and is measured on volumes that it has not seen, whole ones by windows; on a CPU;
+  and is measured on volumes that it has not seen, whole ones by windows;
 - *step*: a step of the U-Net on crops that stay on the GPU, in the ways that a training may take,
   beside a plain loop of torch (channels last, autocast, fused AdamW) and torch.compile;
 - *plan*: the latency of one input as a plan, beside eager PyTorch and torch.compile, which a GPU
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16", help="of steps")
     parser.add_argument("--plan-precision", default="fp16" if on_gpu else "fp32")
     parser.add_argument("--who", default=",".join((*PEERS, "fused", "compile")))
-    parser.add_argument("--epochs", type=float, default=6, help="of the training that is judged")
+    parser.add_argument("--epochs", type=float, default=20, help="of the training that is judged")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
     parser.add_argument("--budget", type=float, default=0.02, help="seconds to measure a kernel")
     parser.add_argument("--time-limit", type=float, help="seconds to search for kernels")
@@ -109,8 +109,8 @@ def dice(args: argparse.Namespace) -> Iterator[Row]:
         imported = time.perf_counter() - began
         run = api.train(
             "unet3d", dataset, out=root / "run", epochs=args.epochs, batch_size=1,
-            solver={"name": "adamw", "lr": 2e-2}, augment={"flip": True, "flip_vertical": True},
-            network_options={"width": 4, "levels": 3}, val_interval=2 * args.epochs,
+            solver={"name": "adamw", "lr": 5e-3}, augment={"flip": True, "flip_vertical": True},
+            network_options={"width": 8, "levels": 3}, val_interval=2 * args.epochs,
             snapshot_interval=args.epochs,
         )  # fmt: skip
         trained = time.perf_counter() - began - imported

@@ -16,7 +16,7 @@ from torchvision.models.resnet import Bottleneck
 
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
-from tessella.kernels.conv import trained
+from tessella.kernels.conv import trained, volumes
 from tessella.kernels.softmax import entropy
 from tessella.nn import fused as module_of
 from tessella.nn.fused import compiled, fused
@@ -186,6 +186,33 @@ def spied(told: list[str], function: Callable[..., Tensor]) -> Callable[..., Ten
         return function(*given)
 
     return call
+
+
+class Solid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Conv3d(2, 4, (3, 1, 5), padding=(1, 0, 2))
+        self.less = nn.Conv3d(4, 3, 3, padding=1, bias=False)
+        self.last = nn.Conv3d(3, 2, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.less(self.odd(x).relu())).mean((2, 3, 4))
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_convolutions_of_volumes_and_the_gradients_of_what_they_read(monkeypatch, compiler):
+    """The kernel's part is torch's here: what it is asked for gives the gradients of float64."""
+    run: list[str] = []
+
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        made = F.conv3d(x, weight, padding=tuple(t // 2 for t in weight.shape[2:]))
+        return made.contiguous(memory_format=torch.channels_last_3d)
+
+    monkeypatch.setattr(volumes, "runs", lambda x, w, window, groups: window[0] == (1, 1, 1))
+    monkeypatch.setattr(volumes, "convolve", spied(run, convolve))
+    torch.manual_seed(0)
+    agree(Solid(), torch.randn(2, 2, 4, 5, 6), **({"compiler": compiler} if compiler else {}))
+    assert len(run) >= 3  # two forward, one backward: nothing wants the gradient of the volume
 
 
 class Scored(nn.Module):

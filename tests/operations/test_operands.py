@@ -34,6 +34,7 @@ RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
     "conv2d": ([X, W, (4,), Y, (4,)], Y, CONV),
     "conv3d": ([(1, 2, 4, 4, 4), (4, 2, 1, 1, 1), (4,)], (1, 4, 4, 4, 4), {"groups": 1}),
     "conv_transpose2d": ([(2, 8, 3, 3), (8, 2, 2, 2), (4,)], (2, 4, 6, 6), {"groups": 2}),
+    "conv_transpose3d": ([(1, 8, 2, 2, 2), (8, 4, 1, 1, 1)], (1, 4, 2, 2, 2), {"groups": 1}),
     "conv2d_pool": ([X, W, (4,), Y, (4,)], (2, 4, 3, 3), {**CONV, **POOL}),
     "conv2d_chain": (
         [X, (4, 8, 1, 1), (4,), (2, 4, 6, 6), (4,), (6, 4, 1, 1), (6,), (6,)], (2, 6, 6, 6), {},
@@ -45,6 +46,7 @@ RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
     "matmul": ([(3, 5, 8), (3, 8, 4), (4,), (3, 5, 4), (4,)], (3, 5, 4), {}),
     "batch_norm": ([X, (8,), (8,), (8,), (8,)], X, {}),
     "group_norm": ([X, (8,), (8,)], X, {"num_groups": 2}),
+    "group_factors": ([X, (8,), (8,)], (2, 8, 1, 1), {"num_groups": 2}),
     "layer_norm": ([X, (6, 6), (6, 6)], X, {"normalized_shape": [6, 6]}),
     "rms_norm": ([X, (6,)], X, {"normalized_shape": [6]}),
     "prelu": ([X, (8,)], X, {}),

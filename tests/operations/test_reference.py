@@ -74,6 +74,13 @@ def group_norm(x, w, b, *, num_groups, eps):
     return moments(grouped, 2, eps).reshape(x.shape) * w[:, None, None] + b[:, None, None]
 
 
+def group_factors(x, w, b, *, num_groups, eps):
+    grouped = x.reshape(x.shape[0], num_groups, -1)
+    factor = np.repeat(1 / np.sqrt(grouped.var(2) + eps), 4 // num_groups, 1) * w
+    mean = np.repeat(grouped.mean(2), 4 // num_groups, 1)
+    return [factor[:, :, None, None], (b - mean * factor)[:, :, None, None]]
+
+
 def local_response_norm(x, *, size, alpha, beta, k):
     padded = np.pad(x**2, ((0, 0), (size // 2, (size - 1) // 2), (0, 0), (0, 0)))
     mean = sliding_window_view(padded, size, axis=1).mean(-1)
@@ -108,6 +115,7 @@ CASES: list[tuple[str, list[tuple[int, ...] | None], dict[str, Any], Callable[..
     ("layer_norm", [(2, 3, 4), (3, 4), (3, 4)], {"normalized_shape": [3, 4], "eps": 0.1},
      lambda x, w, b, normalized_shape, eps: moments(x, (1, 2), eps) * w + b),
     ("group_norm", [IMAGE, (4,), (4,)], {"num_groups": 2, "eps": 0.1}, group_norm),
+    ("group_factors", [IMAGE, (4,), (4,)], {"num_groups": 2, "eps": 0.1}, group_factors),
     ("rms_norm", [(2, 4), (4,)], {"normalized_shape": [4], "eps": 0.1},
      lambda x, w, normalized_shape, eps: x / np.sqrt((x**2).mean(1, keepdims=True) + eps) * w),
     ("local_response_norm", [IMAGE], {"size": 3, "alpha": 0.5, "beta": 0.7, "k": 2.0},

@@ -51,7 +51,8 @@ _IGNORED = frozenset({"cudnn_enable", "cudnn_enabled", "memory_format", "non_blo
 
 # Rank of the input of operations whose kernels want a batch axis; torch takes samples without one
 # too.
-_RANKS = {"conv1d": 3, "conv2d": 4, "conv3d": 5, "conv_transpose2d": 4}
+_RANKS = {"conv1d": 3, "conv2d": 4, "conv3d": 5, "conv_transpose2d": 4,
+          "conv_transpose3d": 5}  # fmt: skip
 _RANKS |= {"max_pool2d": 4, "avg_pool2d": 4, "adaptive_avg_pool2d": 4}
 
 # Attributes that torch lets be one number, or empty for "like the kernel", for every axis.

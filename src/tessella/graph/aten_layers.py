@@ -26,10 +26,10 @@ def _convolution(call: OperatorCall, build: Builder) -> Result:
     attrs = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
     if not a["transposed"]:
         return build.one(f"conv{spatial}d", inputs, **attrs)
-    if spatial != 2:
+    if spatial not in (2, 3):
         return None
     attrs["output_padding"] = a["output_padding"]
-    return build.one("conv_transpose2d", inputs, **attrs)
+    return build.one(f"conv_transpose{spatial}d", inputs, **attrs)
 
 
 def _conv_padding_by_name(call: OperatorCall, build: Builder) -> Result:

@@ -110,6 +110,8 @@ def fuse(graph: fx.GraphModule) -> int:
             _pool_at(nodes, node)
         elif node.target is torch.conv2d:
             _convolution_at(nodes, node)
+        elif node.target is torch.conv3d:
+            node.target = _calls().volumes_convolved
         elif node.target is F.cross_entropy:
             node.target = _calls().entropy
     for node in made:

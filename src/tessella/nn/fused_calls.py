@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tessella.kernels.conv import trained as depthwise
+from tessella.kernels.conv import volumes
 from tessella.kernels.norm import batch
 from tessella.kernels.norm.batch import Activation
 from tessella.kernels.pool import trained
@@ -186,6 +187,53 @@ class _Convolved(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum((0, 2, 3), dtype=torch.float32)
         return of_x, of_weight, of_bias, None
+
+
+def volumes_convolved(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """A convolution of volumes with gradients; ours where the tensor is of channels_last."""
+    device = input.device.type
+    lowered = torch.is_autocast_enabled(device)
+    x = input.to(torch.get_autocast_dtype(device)) if lowered else input
+    alike = weight.dtype == torch.float32 and (lowered or x.dtype == weight.dtype)
+    named = isinstance(padding, str)
+    window = () if named else tuple(map(_triple, (stride, padding, dilation)))
+    if named or not (alike and volumes.runs(x, weight, window, groups)):
+        return torch.conv3d(input, weight, bias, stride, padding, dilation, groups)
+    made: Tensor = _Volumes.apply(x, weight)
+    return made if bias is None else made + bias.to(made.dtype).view(-1, 1, 1, 1)
+
+
+def _triple(given: Any) -> tuple[int, ...]:
+    return (given,) * 3 if isinstance(given, int) else (*given, *given, *given)[:3]
+
+
+class _Volumes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.dtype = weight.dtype
+        made: Tensor = call("volumes", x, low)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        of_x = of_weight = None
+        gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
+        if ctx.needs_input_grad[0]:
+            of_x = call("volumes", gradient, volumes.turned(low))
+        if ctx.needs_input_grad[1]:
+            padding = [taps // 2 for taps in low.shape[2:]]
+            of_weight = torch.ops.aten.convolution_backward(
+                gradient, x, low, None, [1] * 3, padding, [1] * 3, False, [0] * 3, 1,
+                [False, True, False],
+            )[1].to(ctx.dtype)  # fmt: skip
+        return of_x, of_weight
 
 
 def entropy(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tessella.kernels.conv import trained as depthwise
+from tessella.kernels.conv import volumes
 from tessella.kernels.conv.trained import Window
 from tessella.kernels.norm import batch, layer
 from tessella.kernels.norm.batch import Norm, Statistics
@@ -104,6 +105,14 @@ def _depthwise_backward(
     gradient: Tensor, weight: Tensor, shape: list[int], window: list[int]
 ) -> Tensor:
     return depthwise.input_gradient(gradient, weight, shape, _window(window))
+
+
+def _volumes(x: Tensor, weight: Tensor) -> Tensor:
+    return volumes.convolve(x, weight)
+
+
+def _volumes_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return volumes.out_of(x, weight)
 
 
 def _pool(x: Tensor, window: list[int]) -> Made:
@@ -236,6 +245,9 @@ _OPERATORS = {
     "depthwise_backward": _operator(
         "depthwise_backward", _depthwise_backward, _shaped,
         "(Tensor gradient, Tensor weight, int[] shape, int[] window) -> Tensor",
+    ),
+    "volumes": _operator(
+        "volumes", _volumes, _volumes_shape, "(Tensor x, Tensor weight) -> Tensor"
     ),
     "entropy": _operator(
         "entropy", _entropy, _entropy_shapes,

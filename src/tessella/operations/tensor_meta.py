@@ -55,7 +55,8 @@ class TensorMeta:
 
     def has(self, format: Format) -> bool:
         """Whether the format is this one, or the bytes are the same: one channel, or one pixel."""
-        one = len(self.shape) == 4 and (self.shape[1] == 1 or self.shape[2:] == (1, 1))
+        axes = len(self.shape)
+        one = axes in (4, 5) and (self.shape[1] == 1 or self.shape[2:] == (1,) * (axes - 2))
         return self.format == format or (one and self.format != "strided")
 
     @functools.cached_property
@@ -98,18 +99,19 @@ class TensorMeta:
 
     @property
     def pixel_pitch(self) -> int | None:
-        """Elements from a pixel of [N, C, H, W] to the next, where each has its channels together.
+        """Elements from a pixel of [N, C, (D,) H, W] to the next, where each has its channels
+        together.
 
         C for channels_last, more for a slice of its channels, None for any other order.
         """
         if self.has("channels_last"):
             return self.shape[1]
-        if self.strides is None or len(self.shape) != 4:
+        if self.strides is None or len(self.shape) not in (4, 5):
             return None
-        pitch = self.strides[3]
-        height, width = self.shape[2:]
-        in_order = (height * width * pitch, 1, width * pitch, pitch)
-        return pitch if self.strides == in_order else None
+        pitch = self.strides[-1]
+        shape = (self.shape[0], pitch, *self.shape[2:])
+        whole = TensorMeta(shape=shape, dtype=self.dtype, format="channels_last")
+        return pitch if self.strides == whole.dense_strides else None
 
     def matches(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is what this says, its strides included."""

@@ -29,6 +29,7 @@ PLAIN = Case(
 EIGHT_BITS = replace(
     PLAIN, x=(2, 48, 7, 11), w=(80, 48, 1, 3), padding=(0, 1), dtype="int8", out="int8"
 )
+VOLUME = replace(PLAIN, x=(2, 40, 3, 7, 11), w=(40, 40, 3, 3, 3))
 EPILOGUE = {"bias": "float32", "scale": True, "residual": True, "activation": "relu"}
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "plain": (PLAIN, {}),
@@ -46,6 +47,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "int8": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64}),
     "int8, swapped": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64, "swap": True}),
     "int8 to int32": (replace(EIGHT_BITS, out="int32"), {}),
+    "volumes": (replace(VOLUME, w=(40, 40, 3, 1, 3), padding=(1, 0, 1), **EPILOGUE), {}),
+    "volumes, a column of held taps": (
+        replace(VOLUME, residual=True, w_format="contiguous"),
+        {"taps": 3, "held": True, "tile_n": 2},
+    ),
 }
 
 

@@ -34,6 +34,8 @@ from tests.support.problems import (
     attentions,
     convolutions,
     gradients,
+    groups,
+    grown,
     looks,
     pools,
     products,
@@ -118,6 +120,8 @@ def problems() -> dict[str, Problem]:
             outputs=(meta(1, 300, dtype="float16"), meta(1, 300, dtype="int64")),
             attrs={"target": "aten::topk", "args": ({"input": 0}, 300), "kwargs": {}},
         ),
+        "groups": next(iter(groups.PROBLEMS.values())),
+        "grown": grown.problem((8, 64, 28, 28), 32, (2, 2)),
         "joined": Problem(
             op="cat", attrs={"dim": 1},
             inputs=tuple(meta(8, c, 32, 32, dtype="float16", format=LAST) for c in (64, 32)),

@@ -13,7 +13,7 @@ from tessella.core.dtype import Math
 from tessella.kernels import catalog
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import MEMORY_FORMATS, Format, TensorMeta
+from tessella.operations.tensor_meta import Format, TensorMeta, memory_format
 
 POISON = 77
 GUARD = 64  # bytes behind the workspace that must stay as they are
@@ -68,8 +68,8 @@ class Case:
                 self.x[2:], self.w[2:], stride, padding, dilation, strict=True
             )
         )
-        x_format = self.x_format if axes == 2 or self.x_format == "strided" else "contiguous"
-        out_format = (self.out_format or x_format) if axes == 2 else "contiguous"
+        x_format = self.x_format if axes > 1 or self.x_format == "strided" else "contiguous"
+        out_format = (self.out_format or x_format) if axes > 1 else "contiguous"
         made = TensorMeta(
             shape=(self.x[0], self.w[0], *spatial),
             dtype=self.out or self.dtype,
@@ -83,7 +83,7 @@ class Case:
                 TensorMeta(
                     shape=self.w,
                     dtype=self.dtype,
-                    format=self.w_format if axes == 2 else "contiguous",
+                    format=self.w_format if axes > 1 else "contiguous",
                 ),
                 TensorMeta(shape=vector, dtype=self.bias) if self.bias else None,
                 made if self.residual else None,
@@ -126,7 +126,7 @@ def draw(
         if meta.format == "strided":
             wide = torch.zeros(*meta.shape[:-1], 2 * meta.shape[-1] + 3, dtype=dtype, device=device)
             return wide[..., 1 : 2 * meta.shape[-1] + 1 : 2].copy_(drawn)
-        return drawn.contiguous(memory_format=MEMORY_FORMATS[meta.format])
+        return drawn.contiguous(memory_format=memory_format(meta.format, drawn.dim()))
 
     return [make(i, meta) for i, meta in enumerate(problem.inputs)]
 

@@ -9,6 +9,7 @@ from tessella.compiler.choices import choose_kernels, join_in_place, race
 from tessella.compiler.choices.choose_kernels import Tuner
 from tessella.compiler.rewrites import assign_layout, dead_code, fuse_siblings
 from tessella.compiler.rewrites.assign_layout import Formats, Layout
+from tessella.core.architectures import is_gpu
 from tessella.core.device import torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.events import Emit, phase
@@ -59,7 +60,8 @@ def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
 
 def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:
     """The layouts that a plan may get: several where only a measurement can tell."""
-    if target == "reference" or not any(n.op == "conv2d" for n in graph.nodes):
+    convolutions = ("conv2d", "conv3d") if is_gpu(target) else ("conv2d",)
+    if target == "reference" or not any(n.op in convolutions for n in graph.nodes):
         return ("contiguous",)
     if PRECISIONS[precision] != "float32":
         return ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it

@@ -16,6 +16,7 @@ from tessella.operations.tensor_meta import Format, TensorMeta
 
 Layout = Literal["contiguous", "channels_last"]
 Formats = dict[str, Format]  # by value name; contiguous if absent
+CONVOLUTIONS = ("conv2d", "conv3d")
 BATCH = 11  # to ask what follows it: a size that few other axes have
 
 # fmt: off
@@ -24,12 +25,13 @@ FOLLOWS = frozenset((
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
     "reciprocal", "neg", "abs", "erf", "pointwise", "quantize",
-    "dequantize", "interpolate",
+    "dequantize", "interpolate", "conv_transpose2d", "conv_transpose3d",
 ))
+SMALLER = frozenset(("mean", "sum", "interpolate"))  # no kernel of theirs takes volumes so
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
     "clone", "pad", "local_response_norm", "group_norm", "rms_norm", "conv1d",
-    "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
+    "group_factors", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
     "image_to_tensor", "lstm", "gru", "rnn", "peak_boxes",
     "deformable_attention", "nms",
 ))
@@ -41,7 +43,7 @@ def apply(graph: Graph, layout: Layout) -> Formats:
     formats: Formats = {}
     converted: dict[Value, Value] = {}
     for node in list(graph.nodes):
-        if node.op == "conv2d" and layout == "channels_last":
+        if node.op in CONVOLUTIONS and layout == "channels_last":
             images = {name: node.get(name) for name in ("input", "residual")}
             node.rebind(
                 **{n: _channels_last(graph, node, v, formats, converted) for n, v in images.items()}
@@ -52,7 +54,7 @@ def apply(graph: Graph, layout: Layout) -> Formats:
 
 
 def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: Layout) -> Format:
-    if node.op == "conv2d":
+    if node.op in CONVOLUTIONS:
         return layout
     if node.op == "pointwise" and has_rows(node.attrs["program"]):
         return "contiguous"
@@ -62,16 +64,17 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return "strided" if _cuts_heads(graph, node, formats) else "contiguous"
     if node.op == "rearrange":
         return _of_rows(node, formats, layout)
-    if node.op not in FOLLOWS:
+    axes = len(value.shape)
+    if node.op not in FOLLOWS or (axes == 5 and node.op in SMALLER):
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(
         v is not None
         and v not in graph.constants
-        and len(v.shape) == 4
+        and len(v.shape) == axes
         and formats.get(v.name) == "channels_last"
         for v in node.inputs
     )
-    return "channels_last" if leads and len(value.shape) == 4 else "contiguous"
+    return "channels_last" if leads and axes in (4, 5) else "contiguous"
 
 
 def _of_rows(node: Node, formats: Formats, layout: Layout) -> Format:
@@ -141,7 +144,7 @@ def _channels_last(
     """``value`` in channels_last: itself, or a copy that is made once."""
     if value is None or formats.get(value.name) == "channels_last":
         return value
-    one = value.shape[1] == 1 or value.shape[2:] == (1, 1)
+    one = value.shape[1] == 1 or all(size == 1 for size in value.shape[2:])
     if one and formats.get(value.name) != "strided":
         return value  # one channel or one pixel: both formats have the same bytes
     cast = graph.producer(value)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessella.core.dtype import FLOATS
+from tessella.core.dtype import FLOATS, SIXTEEN_BIT
 from tessella.core.integers import round_up
 from tessella.device.launch import launch
 from tessella.device.overlap import await_earlier
@@ -47,6 +47,12 @@ def fits(problem: Problem) -> str | None:
     if refused is None and _column_bytes(problem) * ALIGNED > MOST_BYTES:
         return "the columns of 256 pixels take more than a gibibyte"
     return refused
+
+
+def outclassed(problem: Problem) -> str | None:
+    if len(problem["input"].shape) == 5 and problem["input"].dtype in SIXTEEN_BIT:
+        return "volumes of 16 bits: 1.02 to 18 times the fastest's time in 18 problems"
+    return None
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:

@@ -104,21 +104,28 @@ def conv2d_pool(
     )
 
 
-def conv_transpose2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-    dilation: Sequence[int],
-) -> Tensor:
-    """input [N, C, H, W], weight [C, K / groups, R, S] → [N, K, H', W']."""
-    return F.conv_transpose2d(
-        input, weight, bias, stride, padding, output_padding, groups, dilation
-    )
+def _transposed_convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` of torch.nn.functional as a reference, its arguments by name."""
+
+    def reference(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        output_padding: Sequence[int],
+        groups: int,
+        dilation: Sequence[int],
+    ) -> Tensor:
+        """input [N, C, …], weight [C, K / groups, …] → [N, K, …]."""
+        return function(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+    return reference
+
+
+conv_transpose2d = _transposed_convolution(F.conv_transpose2d)
+conv_transpose3d = _transposed_convolution(F.conv_transpose3d)
 
 
 def _input_gradient(
@@ -252,6 +259,11 @@ def _products_of_both(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
     return 2 * pixels * sum(math.prod(shapes[name]) for name in ("weight", "next_weight"))
 
 
+def _products_of_transposed(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
+    """Each number of the input is multiplied by each of its channel's weights."""
+    return 2 * math.prod(shapes["input"]) * math.prod(shapes["weight"][1:])
+
+
 def _products_of_gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
     """The number of products of a gradient, which is that of the convolution itself."""
     weight = shapes.get("weight", result)
@@ -282,12 +294,20 @@ ROWS = (
         )
         for name, reference in (("conv1d", conv1d), ("conv2d", conv2d), ("conv3d", conv3d))
     ),
-    row(
-        conv_transpose2d,
-        "input weight bias?",
-        "stride padding output_padding groups dilation",
-        aten="conv_transpose2d.input",
-        rule=_transposed,
+    *(
+        row(
+            reference,
+            "input weight bias?",
+            "stride padding output_padding groups dilation",
+            name=name,
+            aten=f"{name}.input",
+            rule=_transposed,
+            flops=_products_of_transposed,
+        )
+        for name, reference in (
+            ("conv_transpose2d", conv_transpose2d),
+            ("conv_transpose3d", conv_transpose3d),
+        )
     ),
     # the second reads what the first makes, which is a result too, if it is kept
     row(

@@ -49,6 +49,29 @@ def group_norm(
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
+def group_factors(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    num_groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """What ``group_norm`` multiplies channels by and adds then: [N, C, 1, ...] each, in float32
+    (of float64 in that).
+    """
+    images, channels, *sides = input.shape
+    grouped = input.reshape(images, num_groups, -1)
+    grouped = grouped if input.dtype == torch.float64 else grouped.float()
+    variance, mean = torch.var_mean(grouped, 2, correction=0)
+    factor = (variance + eps).rsqrt().repeat_interleave(channels // num_groups, 1)
+    mean = mean.repeat_interleave(channels // num_groups, 1)
+    factor = factor if weight is None else factor * weight
+    shift = -mean * factor if bias is None else bias - mean * factor
+    shape = (images, channels, *(1 for _ in sides))
+    return factor.reshape(shape), shift.reshape(shape)
+
+
 def rms_norm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -75,6 +98,24 @@ def _channels(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     return vectors(shapes, x[1], "running_mean", "running_var", "weight", "bias")
 
 
+def _grouped(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    """Groups of as many channels each."""
+    if reason := _channels(shapes, result, attrs):
+        return reason
+    channels, groups = shapes["input"][1], attrs.get("num_groups")
+    if type(groups) is not int or groups < 1 or channels % groups:
+        return f"{groups} groups of {channels} channels"
+    return None
+
+
+def _factors(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
+    x = shapes["input"]
+    if reason := _grouped(shapes, result, attrs):
+        return reason
+    made = (*x[:2], *(1 for _ in x[2:]))
+    return None if result == made else f"factors {shown(result)} of {shown(x)}"
+
+
 def _last_axes(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     """Weight and bias have the shape of the axes that are normalized, which are the last."""
     inner = tuple(attrs.get("normalized_shape", ()))
@@ -97,8 +138,9 @@ ROWS = (
         "input weight? bias?",
         "num_groups eps",
         aten="group_norm.default",
-        rule=_channels,
+        rule=_grouped,
     ),
+    row(group_factors, "input weight? bias?", "num_groups eps", rule=_factors, many=True),
     row(
         rms_norm, "input weight?", "normalized_shape eps", aten="rms_norm.default", rule=_last_axes
     ),

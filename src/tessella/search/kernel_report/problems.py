@@ -112,7 +112,7 @@ def _problem(
         op=op,
         inputs=inputs,
         outputs=tuple(
-            TensorMeta(shape=shape, dtype=dtype, format=format if len(shape) == 4 else "contiguous")
+            TensorMeta(shape=shape, dtype=dtype, format=format if len(shape) > 3 else "contiguous")
             for dtype, shape in shapes.made(op, inputs, attrs)
         ),
         attrs=attrs,
@@ -186,6 +186,21 @@ def _convolutions(gpu: bool) -> Named:
     for dtype in dict.fromkeys((main, "float32")):
         yield dtype, _conv((n, 64, 256), (64, 64, 3), padding=1, dtype=dtype)
         yield dtype, _conv((n, 16, 8, 28, 28), (32, 16, 3, 3, 3), padding=1, dtype=dtype)
+    volume = (1, 32, 16, 32, 32)
+    yield f"volume {main}", _conv(volume, (32, 32, 3, 3, 3), padding=1, dtype=main)
+    for axes in (2, 3):
+        yield f"twice {main}", _grown((1, 64, *(28, 28, 8)[:axes]), 32, main)
+
+
+def _grown(x: Sequence[int], filters: int, dtype: str) -> Problem:
+    """A transposed convolution that makes an image or a volume twice as large."""
+    axes = len(x) - 2
+    weight = _meta(x[1], filters, *(2,) * axes, dtype=dtype)
+    return _problem(
+        f"conv_transpose{axes}d", _meta(*x, dtype=dtype, format=LAST), weight, constant=(1,),
+        format=LAST, stride=(2,) * axes, padding=(0,) * axes, output_padding=(0,) * axes,
+        groups=1, dilation=(1,) * axes,
+    )  # fmt: skip
 
 
 def _fused_convolutions(n: int, dtype: str) -> Named:
@@ -326,6 +341,8 @@ def _norms(gpu: bool) -> Named:
         x.dtype,
         _problem("batch_norm", x, *(channel,) * 4, constant=(1, 2, 3, 4), format=LAST, eps=1e-5),
     )
+    groups: dict[str, Any] = {"num_groups": 8, "eps": 1e-5}
+    yield x.dtype, _problem("group_factors", x, channel, channel, constant=(1, 2), **groups)
     yield tokens.dtype, _problem("layer_norm", tokens, row, row, constant=(1, 2), **last)
     yield tokens.dtype, _problem("rms_norm", tokens, row, constant=(1,), **last)
     for op in ("softmax", "log_softmax"):

@@ -60,8 +60,10 @@ OUTPUTS = {  # element type of x → of the result
 def fits(problem: Problem) -> str | None:
     x, weight, output = problem["input"], problem["weight"], problem.output
     epilogue, residual = problem.epilogue, problem.epilogue.residual
-    if len(x.shape) != 4:
-        return f"takes [N, C, H, W], not {len(x.shape)} axes"
+    if len(x.shape) not in (4, 5):
+        return f"takes [N, C, H, W] or [N, C, D, H, W], not {len(x.shape)} axes"
+    if len(x.shape) == 5 and (reason := _turned_depth(problem)):
+        return reason
     if problem.attrs["groups"] != 1:
         if weight.shape[1] == 1:
             return "of one channel a group: 15 of 16 products would be with zeros"
@@ -99,6 +101,17 @@ def fits(problem: Problem) -> str | None:
     if 0 in (*x.shape, *output.shape) or max(math.prod(x.shape), math.prod(output.shape)) >= 2**31:
         return "empty, or more than 2^31 elements"
     return refusal(problem)
+
+
+def _turned_depth(problem: Problem) -> str | None:
+    """Why slices of a volume cannot be taken as images, or None."""
+    a, taps = problem.attrs, problem["weight"].shape[2]
+    windows = {*a["stride"], *a["dilation"]}
+    if windows != {1} or a["groups"] != 1:
+        return "volumes without stride, dilation and groups"
+    if taps % 2 == 0 or a["padding"][0] != taps // 2:
+        return "as many slices as there were"
+    return None
 
 
 def _reads_no_pixels(problem: Problem) -> bool:
@@ -142,7 +155,7 @@ def _packed_shape(problem: Problem, shape: Shape) -> tuple[int, int, int, int]:
     64.
     """
     multiple = 64 if problem.output.dtype in EIGHT_BITS else 1
-    return round_up(shape.K, multiple), shape.C, shape.R, shape.S
+    return round_up(shape.K, multiple), shape.C, shape.T * shape.R, shape.S
 
 
 def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
@@ -154,12 +167,12 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
     known = constants.get(1)
     if shape.groups > 1:
         known = _packed_groups(constants[1], shape, config["tile_k"])
-    elif known is not None:
-        known = packed(
-            known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(w, K)
-        ) if wants_packing else known  # fmt: skip
+    elif known is not None and wants_packing:
+        known = packed(known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(_flat(w), K))
+    known = None if known is None else _flat(known)
     parts_bytes = _parts_bytes(shape, config)
-    is_small = small_sums(problem, constants, shape.C // shape.groups * shape.R * shape.S)
+    taps = shape.T * shape.R * shape.S
+    is_small = small_sums(problem, constants, shape.C // shape.groups * taps)
     vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
@@ -169,16 +182,27 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
         elif wants_packing:
             assert workspace is not None
             space = workspace[parts_bytes:].view(weight.dtype)[: K * C * R * S]
-            weight = _pack(weight, K, space)
+            weight = _pack(_flat(weight), K, space)
         if vectors and config["splits"] == 1:
             epilogue = replace(epilogue, scale=vectors[0], bias=vectors[1])
-        _run(
-            problem, shape, config, x, weight, epilogue, out, workspace,
-            is_folded=vectors is not None, is_small=is_small,
-        )  # fmt: skip
+        volumes = x.shape[0] if shape.T > 1 else 1
+        for i in range(volumes):
+            residual = epilogue.residual
+            if volumes > 1 and residual is not None:
+                residual = residual[i : i + 1]
+            _run(
+                problem, shape, config, x[i:] if i else x, _flat(weight),
+                replace(epilogue, residual=residual), out[i : i + 1] if volumes > 1 else out,
+                workspace, is_folded=vectors is not None, is_small=is_small,
+            )  # fmt: skip
         return out
 
     return call
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """[K, C, T, R, S] → [K, C, T · R, S]: the rows of each tap along the depth, in order."""
+    return weight.flatten(2, 3) if weight.dim() == 5 else weight
 
 
 def _pack(weight: Tensor, K: int, space: Tensor | None = None) -> Tensor:
@@ -275,16 +299,18 @@ def _run(
             problem.gamma if whole and not is_folded else None,
             shape.K if shape.K % tile_k else None,
         ),
-        (channels, chunks, shape.H, shape.W, 1 if taps > 1 else shape.R, shape.S,
+        (channels, chunks, shape.H, shape.W, shape.T * (1 if taps > 1 else shape.R), shape.S,
          *shape.padding, *shape.dilation),
         (tuple(tiles[:3]), tuple(_digits(blocks, tiles[:3])), splits),
         max(0, weight.shape[0] - tile_k), (target.shape[1] // splits, items), group,
         TILE=Tile(
             BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
             DILATED=shape.dilation != (1, 1), SPLIT=not whole, TAPS=taps, INTERLEAVE=interleave,
+            DEPTH=shape.T,
         ),
         RING=Ring(
-            STAGES=config["stages"], HELD=shape.R * shape.S * chunks if held else 0,
+            STAGES=config["stages"],
+            HELD=shape.T * shape.R * shape.S * chunks if held else 0,
             GROUPS=config["groups"], SLOTS=config["slots"],
         ),
         PRODUCT=Product(

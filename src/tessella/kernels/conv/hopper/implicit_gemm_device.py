@@ -159,7 +159,7 @@ def _multiply(
             i = g % RING.STAGES
             mbarrier.wait(full.index(i), (g // RING.STAGES) & 1)
             if RING.HELD > 0:
-                w_at = (r * S + s) * chunks + c // TILE.BK
+                w_at = (r * TILE.TAPS * S + s) * chunks + c // TILE.BK
                 w_step = S * chunks
                 r, s, c = next_step(r, s, c, s_low, s_high, C, TILE.BK)
             else:

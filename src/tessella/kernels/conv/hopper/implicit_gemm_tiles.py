@@ -27,13 +27,17 @@ from tessella.operations.tensor_meta import TensorMeta
 SHARED_BYTES = {n: HOPPER.shared_bytes_of_block(n) - 2048 // n for n in (1, 2)}
 EIGHT_BITS = ("int8", *FP8)
 MAX_CONFIGS = 12
+MOST_SLICES = 8  # of a volume in a box: those of the next taps are read again, from the cache
 # groups of how many warps in a block, and blocks on a multiprocessor
 TEAMS = ((2, 4, 1), (1, 8, 1), (1, 4, 1), (1, 4, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The convolution as the kernel sees it; a 1 × 1 filter has one long column of pixels."""
+    """The convolution as the kernel sees it; a 1 × 1 filter has one long column of pixels.
+
+    A volume's slices are images, and ``T`` are the filter's taps along its depth.
+    """
 
     N: int
     H: int
@@ -50,21 +54,25 @@ class Shape:
     dilation: tuple[int, int]
     itemsize: int
     out_itemsize: int
+    T: int = 1
 
     @classmethod
     def of(cls, problem: Problem, x: TensorMeta, weight: TensorMeta, y: TensorMeta) -> Shape:
-        N, C, H, W = x.shape
-        _, K, P, Q = y.shape
-        R, S = weight.shape[2:]
+        N, C, *depth, H, W = x.shape
+        K, P, Q = y.shape[1], *y.shape[-2:]
+        *T, R, S = weight.shape[2:]
+        taps = math.prod(T)
         stride, padding, dilation = (
-            tuple(problem.attrs[name]) for name in ("stride", "padding", "dilation")
+            tuple(problem.attrs[name])[-2:] for name in ("stride", "padding", "dilation")
         )
-        if (R, S) == (1, 1) and stride == (1, 1) and padding == (0, 0):
-            N, H, W, P, Q = N * H * W, 1, 1, 1, 1
+        if (taps, R, S) == (1, 1, 1) and stride == (1, 1) and padding == (0, 0):
+            N, H, W, P, Q = N * math.prod(depth) * H * W, 1, 1, 1, 1
+        elif depth:  # a launch for each volume: slices of two do not meet
+            N = depth[0]
         return cls(
             N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
             stride=stride, padding=padding, dilation=dilation,
-            itemsize=x.itemsize, out_itemsize=y.itemsize,
+            itemsize=x.itemsize, out_itemsize=y.itemsize, T=taps,
         )  # fmt: skip
 
     @property
@@ -109,12 +117,13 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
         time = _estimate(shape, config, problem)
         key = (config["tile_k"], config["groups"], config["warps"], config["residents"],
                config["tile_n"] * config["tile_h"] * config["tile_w"], config["taps"],
-               config["swap"], config.get("held"))  # fmt: skip
+               config["swap"], config.get("held"), shape.T > 1 and config["tile_n"])  # fmt: skip
         rank = found.setdefault(key, (time, config))
         if time < rank[0]:
             found[key] = (time, config)
     ranked = sorted(found.values(), key=lambda pair: pair[0])
-    return tuple(config for _, config in ranked[:MAX_CONFIGS])
+    most = MAX_CONFIGS if shape.T == 1 else MAX_CONFIGS * 3 // 2
+    return tuple(config for _, config in ranked[:most])
 
 
 def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
@@ -159,8 +168,10 @@ def _candidates(problem: Problem, shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def _holds(shape: Shape) -> tuple[bool, ...]:
-    """Whether to try weights that stay in shared memory: those of one group are too many."""
-    return (False, True) if shape.groups > 1 else (False,)
+    """Whether to try weights that stay in shared memory: those of one group of an image are
+    too many, and those of few channels of a volume are read again and again.
+    """
+    return (False, True) if shape.groups > 1 or shape.T > 1 else (False,)
 
 
 def _blocks(shape: Shape, config: Mapping[str, Any]) -> int:
@@ -204,7 +215,7 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
         n = pixels // (h * w)
         if n == 0 or n > max(1, power_of_two(shape.N)) or n * h * w != pixels:
             continue
-        if h >= 2 * shape.P or w >= 2 * shape.Q:
+        if h >= 2 * shape.P or w >= 2 * shape.Q or (shape.T > 1 and n > MOST_SLICES):
             continue
         waste = round_up(shape.N, n) * round_up(shape.P, h) * round_up(shape.Q, w)
         boxes.append((waste, abs(math.log2(h / w)), (n, h, w)))
@@ -221,7 +232,12 @@ def _boxes(shape: Shape, pixels: int) -> list[tuple[tuple[int, int, int], int]]:
         tall = [b for b in boxes if b[0] <= most * least and b[2][1] > 2 and b[2][0] * b[2][2] >= 8]
         if shape.groups > 1:  # of each height the narrowest
             tall = list({box[2][1]: box for box in reversed(tall)}.values())
-        found += [(box, shape.R) for _, _, box in sorted(tall, key=lambda b: -b[2][1])[:count]]
+        tall.sort(key=lambda b: -b[2][1])
+        if shape.T > 1:  # of the fewest slices, whose pixels lie in longer pieces, and of the most
+            by_slices = {box[2][0]: box for box in reversed(tall)}
+            tall = [by_slices[n] for n in sorted(by_slices)]
+            tall = [*tall[:1], *tall[1:][-1:]]
+        found += [(box, shape.R) for _, _, box in tall[:count]]
     return found
 
 
@@ -258,14 +274,14 @@ def _held_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
         return 0
     tile_k: int = config["tile_k"]
     channels = round_up(channels_read(shape, tile_k), config["tile_c"])
-    return shape.R * shape.S * tile_k * channels * shape.itemsize
+    return shape.T * shape.R * shape.S * tile_k * channels * shape.itemsize
 
 
 def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
     """Stages of one tile, on average: taps that only see padding are skipped."""
     (sh, sw), (ph, pw), (dh, dw) = shape.stride, shape.padding, shape.dilation
     rows = 1 if config["taps"] > 1 else shape.R
-    taps = _taps_seen(shape.H, shape.P, rows, sh, ph, dh, config["tile_h"])
+    taps = shape.T * _taps_seen(shape.H, shape.P, rows, sh, ph, dh, config["tile_h"])
     taps *= _taps_seen(shape.W, shape.Q, shape.S, sw, pw, dw, config["tile_w"])
     chunks: int = math.ceil(channels_read(shape, config["tile_k"]) / config["tile_c"])
     return taps * chunks
@@ -345,7 +361,7 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
     moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
     channels = channels_read(shape, config["tile_k"])
-    moved += shape.R * shape.S * channels * shape.K * shape.itemsize
+    moved += shape.T * shape.R * shape.S * channels * shape.K * shape.itemsize
     moved += out_bytes * (2 if residual else 1)
     work, traffic = per_sm * tile, moved / (16.5 * multiprocessors())
     total: float = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000

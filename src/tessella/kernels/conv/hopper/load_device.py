@@ -68,7 +68,7 @@ def _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TILE: gl.constexpr):
         )
         mbarrier.expect(ready, BYTES)
         for t in gl.static_range(TAPS):
-            _load_w(w, k0, t * S + s, c, ready, w_ring.index(i * TAPS + t), TILE)
+            _load_w(w, k0, (r * TAPS + t) * S + s, c, ready, w_ring.index(i * TAPS + t), TILE)
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def load(
 ):
     x_ring, w_ring = memory
     UNIT: gl.constexpr = 16 * TILE.BCO * TILE.BK // w.block_type.nbytes
-    C, chunks, _, _, _, S, pad_h, pad_w, dil_h, dil_w = geometry
+    C, chunks, _, _, R, S, pad_h, pad_w, dil_h, dil_w = geometry
     k, q, p, n = first_tile(grid)
     early = 0  # stages whose weights are on their way while the kernel before this one runs
     if RING.HELD > 0:  # all tiles of this block have the same channels
@@ -130,21 +130,27 @@ def load(
             i = g % RING.STAGES
             ready = full.index(i)
             mbarrier.wait(empty.index(i), ((g // RING.STAGES) & 1) ^ 1)
-            h_at = p * (TILE.BH * TILE.SH) + r * dil_h - pad_h
+            n_at = n * TILE.BN
+            row = r
+            if TILE.DEPTH > 1:
+                rows = R // TILE.DEPTH
+                n_at += r // rows - TILE.DEPTH // 2
+                row = r % rows
+            h_at = p * (TILE.BH * TILE.SH) + row * dil_h - pad_h
             w_at = q * (TILE.BW * TILE.SW) + s * dil_w - pad_w
             if RING.HELD > 0:
                 _expect_pixels(x, ready, TILE.TAPS)
             elif g >= early:
                 _load_weights(x, w, w_ring, ready, i, k0, r, s, c, S, TILE)
             if TILE.TAPS == 1:
-                _load_x(x, n * TILE.BN, h_at, w_at, c0 + c, ready, x_ring.index(i), TILE)
+                _load_x(x, n_at, h_at, w_at, c0 + c, ready, x_ring.index(i), TILE)
             else:
                 top = x_ring.index(i * (TILE.BH + TILE.TAPS - 1))
                 top = reinterpret(top, x[0].dtype, x[0].block_type.shape, x[0].layout)
-                load_tile(x[0], [h_at, n * TILE.BN, w_at, c0 + c], ready, top)
+                load_tile(x[0], [h_at, n_at, w_at, c0 + c], ready, top)
                 end = x_ring.index(i * (TILE.BH + TILE.TAPS - 1) + TILE.BH)
                 end = reinterpret(end, x[1].dtype, x[1].block_type.shape, x[1].layout)
-                load_tile(x[1], [h_at + TILE.BH, n * TILE.BN, w_at, c0 + c], ready, end)
+                load_tile(x[1], [h_at + TILE.BH, n_at, w_at, c0 + c], ready, end)
             r, s, c = next_step(r, s, c, s_low, s_high, C, TILE.BK)
             g += 1
         k, q, p, n = next_tile(k, q, p, n, grid)

@@ -29,6 +29,8 @@ class Tile(NamedTuple):
         SPLIT: whether the sum is cut into parts, a block each.
         TAPS: of a column of the filter, that one step multiplies.
         INTERLEAVE: by how much the weights' rows are spread, see ``implicit_gemm``.
+        DEPTH: taps along the depth of a volume, whose slices are the images: rows of the filter
+            are those of each such tap, one after another. An odd number; 1 for images.
     """
 
     BN: int
@@ -42,6 +44,7 @@ class Tile(NamedTuple):
     SPLIT: bool
     TAPS: int
     INTERLEAVE: int
+    DEPTH: int = 1
 
 
 class Ring(NamedTuple):
@@ -129,6 +132,9 @@ def terms(p, q, grid, geometry, TILE: gl.constexpr):
     r, r_high = _taps(
         p * TILE.BH, p * TILE.BH + TILE.BH - 1, H, R, pad_h, dil_h, TILE.SH, TILE.DILATED
     )
+    if TILE.DEPTH > 1:  # rows of several slices: the image's edge is another one for each
+        r = 0
+        r_high = R - 1
     s_low, s_high = _taps(
         q * TILE.BW, q * TILE.BW + TILE.BW - 1, W, S, pad_w, dil_w, TILE.SW, TILE.DILATED
     )
