@@ -427,6 +427,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
     *_gpu("cat", "rows", "transform.join_rows"),
+    *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
     *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
@@ -442,6 +443,7 @@ KERNELS: tuple[Kernel, ...] = (
     # what a user wrote, and what has no kernel of its own
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
     *_gpu("fallback", "ranked", "detect.ranked", **_NEW),
+    *_gpu("fallback", "gathered", "detect.gathered", **_NEW),
     *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),
     Kernel(
         id="reference",

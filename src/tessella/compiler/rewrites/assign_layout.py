@@ -24,16 +24,18 @@ FOLLOWS = frozenset((
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
     "reciprocal", "neg", "abs", "erf", "pointwise", "quantize",
-    "dequantize", "interpolate",
+    "dequantize", "interpolate", "pad",
 ))
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
-    "clone", "pad", "local_response_norm", "group_norm", "rms_norm", "conv1d",
+    "clone", "local_response_norm", "group_norm", "rms_norm", "conv1d",
     "conv3d", "conv_transpose2d", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
     "image_to_tensor", "lstm", "gru", "rnn", "peak_boxes",
     "deformable_attention", "nms",
 ))
 # fmt: on
+# torch's operators whose results are dense, whatever they read
+DENSE_OPERATORS = frozenset(("aten::gather", "aten::topk"))
 
 
 def apply(graph: Graph, layout: Layout) -> Formats:
@@ -62,6 +64,8 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return "strided" if _cuts_heads(graph, node, formats) else "contiguous"
     if node.op == "rearrange":
         return _of_rows(node, formats, layout)
+    if node.op == "fallback" and node.attrs["target"] in DENSE_OPERATORS:
+        return "contiguous"
     if node.op not in FOLLOWS:
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(
