@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from tessella.kernels.detect import gathered
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
-from tests.support.kernels.compile_only import compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(
@@ -70,16 +67,3 @@ def test_rows_of_a_constant_are_gathered() -> None:
 ])  # fmt: skip
 def test_other_questions_are_left_to_torch(problem: Problem, why: str) -> None:
     assert why in str(gathered.fits(problem))
-
-
-def on_hopper() -> Iterator[tuple[str, Callable[[], object]]]:
-    problem = asked((1, 8400, 256), 300)
-    x, index = torch.zeros(1, 8400, 256).half(), torch.zeros(1, 300, 1, dtype=torch.int64)
-    for config in gathered.configs(problem):
-        call = gathered.bind(problem, {}, **config)
-        yield str(config), functools.partial(call, x, index.expand(-1, -1, 256))
-
-
-def test_it_compiles_for_hopper() -> None:
-    for launches in compile_all(f"{__name__}:on_hopper").values():
-        assert [launch["spilled_bytes"] for launch in launches] == [0]

@@ -119,7 +119,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     value = problem.attrs["value"] or 0
     settings: dict[str, Any] = {
         "MADE": made, "READ": read, "BEFORE": before,
-        "STEPS": tuple(math.prod(read[i + 1 :]) for i in range(len(read))), "ROWS": tile["rows"], "COLUMNS": columns,
+        "STEPS": tuple(math.prod(read[i + 1 :]) for i in range(len(read))),
+        "ROWS": tile["rows"], "COLUMNS": columns,
         "VALUE": int(value) if problem.output.dtype in LARGEST else float(value),
         "num_warps": tile["warps"],
     }  # fmt: skip

@@ -299,6 +299,8 @@ def _pooling(gpu: bool) -> Named:
     size: dict[str, Any] = {"size": (112, 112), "mode": "nearest", "antialias": False}
     more: dict[str, Any] = {"scale_factor": None, "align_corners": None}
     yield f"nearest {x.dtype}", _problem("interpolate", x, format=LAST, **size, **more)
+    around: dict[str, Any] = {"pad": (0, 1, 0, 1), "mode": "constant", "value": 0.0}
+    yield x.dtype, _problem("pad", x, format=LAST, **around)
     places = _meta(1, 15, 24, 24, format=LAST)  # a detector's: centres, sides and ten classes
     yield "float32", _problem("peak_boxes", places, down=1 / 24, along=1 / 24, most=100)
     queries = [_meta(1, 300, n, dtype=x.dtype) for n in (128, 4, 192, 96)]  # as D-FINE-N's
