@@ -276,7 +276,7 @@ _ADDS: dict[str, Any] = {
 _CONV, _DGRAD, _WGRAD = (f"conv1d{of} conv2d{of} conv3d{of}" for of in ("", "_dgrad", "_wgrad"))
 _ATTENTION = "scaled_dot_product_attention"
 _ACTIVATIONS = "relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
-_FUNCTIONS = "clamp exp log sqrt rsqrt reciprocal neg abs erf"
+_FUNCTIONS = "clamp exp log sqrt rsqrt reciprocal neg abs erf sin cos"
 _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (

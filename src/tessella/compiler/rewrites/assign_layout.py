@@ -23,7 +23,7 @@ FOLLOWS = frozenset((
     "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "cat", "to", "mean", "sum",
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
-    "reciprocal", "neg", "abs", "erf", "pointwise", "quantize",
+    "reciprocal", "neg", "abs", "erf", "sin", "cos", "pointwise", "quantize",
     "dequantize", "interpolate", "pad",
 ))
 DENSE = frozenset((

@@ -32,6 +32,7 @@ _UNARY: dict[str, dict[str, Any]] = {
     "elu": {"alpha": 1.0, "scale": 1.0, "input_scale": 1.0}, "softplus": {"beta": 1.0,
     "threshold": 20.0}, "clamp": {"min": -0.5, "max": 0.5}, "exp": {}, "log": {}, "sqrt": {},
     "rsqrt": {}, "reciprocal": {}, "neg": {}, "abs": {}, "erf": {},
+    "sin": {}, "cos": {},
 }  # fmt: skip
 POSITIVE = ("log", "sqrt", "rsqrt", "reciprocal")  # their inputs are above zero
 
