@@ -203,6 +203,7 @@ LATER = {
     "conv2d_chain",
     "conv2d_pool",
     "linear_norm",
+    "norm_linear",
     "rearrange",
     "pointwise",
     "user",

@@ -51,11 +51,10 @@ def pad_kernel(
         inside = inside & (place >= 0) & (place < READ[LAST - 1 - i])
         offset += place * STEPS[LAST - 1 - i]
         rest = rest // MADE[LAST - 1 - i]
-    made = tl.load(
-        x + offset[:, None] + at[None, :],
-        mask=inside[:, None] & columns_in[None, :],
-        other=VALUE,
-    )
+    inside = inside[:, None] & columns_in[None, :]
+    made = tl.load(x + offset[:, None] + at[None, :], mask=inside, other=0)
+    # not as what a masked load gives: negative bytes came out as -1
+    made = tl.where(inside, made, VALUE).to(x.dtype.element_ty)
     into = out + row[:, None] * MADE[LAST] + column[None, :]
     tl.store(into, made, mask=(row < rows_made)[:, None] & (column < MADE[LAST])[None, :])
 
