@@ -80,7 +80,7 @@ ACTIVATIONS = (None, *ACTIVATION_FUNCTIONS)
 # fmt: off
 UNARY = (
     "relu", "relu6", "sigmoid", "tanh", "silu", "hardswish", "hardsigmoid", "mish", "exp", "neg",
-    "abs", "erf",
+    "abs", "erf", "sin", "cos",
 )
 # fmt: on
 X = (2, 4, 6, 6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tessella.core.errors import CompileError
 from tessella.kernels import catalog
@@ -58,6 +59,44 @@ def test_slices_are_read_and_written() -> None:
     part = whole.part(1, 24)
     assert part.strides is not None
     agrees(replace(asked, inputs=(part, asked.inputs[1]), outputs=(part,)))
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "amax"])
+def test_rows_of_a_slice_are_read_where_they_lie(op: str) -> None:
+    """Of a product that several layers share, whose columns are apart."""
+    part = TensorMeta(shape=(2, 5, 48), dtype="float32").part(2, 24)
+    vector = TensorMeta(shape=(24,), dtype="float32")
+    attrs: dict[str, Any] = {"dim": (2,), "keepdim": False}
+    inputs, shape = (part,), (2, 5)
+    if op == "layer_norm":
+        attrs, inputs, shape = (
+            {"normalized_shape": (24,), "eps": 1e-5},
+            (part, vector, vector),
+            part.shape,
+        )
+    made = TensorMeta(shape=shape, dtype="float32")
+    asked = Problem(op=op, inputs=inputs, outputs=(made,), attrs=attrs)
+    assert generated.fits(asked) is None
+    x, *vectors = (torch.randn(m.shape, generator=torch.Generator().manual_seed(3)) for m in inputs)
+    apart = part.empty(CPU).copy_(x)
+    right = (
+        x.double().amax(2)
+        if op == "amax"
+        else F.layer_norm(x.double(), (24,), *(v.double() for v in vectors))
+    )
+    for config in generated.configs(asked):
+        out = made.empty(CPU)
+        generated.bind(asked, {}, **config)(apart, *vectors, out=out)
+        torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+    uneven = TensorMeta(shape=(2, 5, 3, 8), dtype="float32").part(2, 2)
+    refused = replace(
+        asked,
+        op="amax",
+        inputs=(uneven,),
+        attrs={"dim": (1, 2, 3), "keepdim": False},
+        outputs=(TensorMeta(shape=(2,), dtype="float32"),),
+    )
+    assert "rows must be contiguous" in str(generated.fits(refused))
 
 
 # what a function of one number is asked with, beside NaN

@@ -196,6 +196,8 @@ CASES: list[tuple[str, list[tuple[int, ...] | None], dict[str, Any], Callable[..
     ("abs", [(3, 4)], {}, np.abs),
     ("reciprocal", [(3, 4)], {}, lambda x: 1 / x),
     ("erf", [(3, 4)], {}, erf),
+    ("sin", [(3, 4)], {}, np.sin),
+    ("cos", [(3, 4)], {}, np.cos),
 ]  # fmt: skip
 
 

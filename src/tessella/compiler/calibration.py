@@ -297,7 +297,9 @@ class _Watcher:
         read: Sequence[torch.Tensor | None],
         made: Sequence[torch.Tensor],
     ) -> None:
-        if node.op not in MOVES or node.op == "relu":  # what is moved has been counted
+        moves = node.op in MOVES and node.op != "relu"
+        # what is moved has been counted, but for constants
+        if not moves or any(v is not None and v not in self._groups for v in node.inputs):
             for value, tensor in zip(node.outputs, made, strict=True):
                 self.count(value, tensor)
 

@@ -276,7 +276,7 @@ _ADDS: dict[str, Any] = {
 _CONV, _DGRAD, _WGRAD = (f"conv1d{of} conv2d{of} conv3d{of}" for of in ("", "_dgrad", "_wgrad"))
 _ATTENTION = "scaled_dot_product_attention"
 _ACTIVATIONS = "relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid mish leaky_relu elu"
-_FUNCTIONS = "clamp exp log sqrt rsqrt reciprocal neg abs erf"
+_FUNCTIONS = "clamp exp log sqrt rsqrt reciprocal neg abs erf sin cos"
 _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
@@ -369,6 +369,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_hopper("linear matmul", "fma", "gemm.fma_sm90", gamma=True),
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
+    *_dot("norm_linear", "tiled", "gemm.norm_first", gamma=True),
     # the other layers
     *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
@@ -436,6 +437,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
     *_gpu("cat", "rows", "transform.join_rows"),
+    *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
     *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
@@ -451,6 +453,7 @@ KERNELS: tuple[Kernel, ...] = (
     # what a user wrote, and what has no kernel of its own
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
     *_gpu("fallback", "ranked", "detect.ranked", **_NEW),
+    *_gpu("fallback", "gathered", "detect.gathered", **_NEW),
     *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),
     Kernel(
         id="reference",

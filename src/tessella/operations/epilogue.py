@@ -109,6 +109,8 @@ OUT: dict[str, Callable[..., Any]] = {
     "neg": torch.neg,
     "abs": torch.abs,
     "erf": torch.erf,
+    "sin": torch.sin,
+    "cos": torch.cos,
 }
 
 

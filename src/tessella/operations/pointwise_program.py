@@ -21,7 +21,8 @@ from tessella.core.errors import CompileError
 ELEMENTWISE = frozenset((
     "relu", "relu6", "sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "mish",
     "leaky_relu", "elu", "softplus", "clamp", "exp", "log", "sqrt", "rsqrt", "reciprocal", "neg",
-    "abs", "erf", "to", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "batch_norm",
+    "abs", "erf", "sin", "cos", "to", "add", "sub", "mul", "div", "pow", "maximum", "minimum",
+    "batch_norm",
 ))
 ROWS = frozenset((
     "softmax", "log_softmax", "layer_norm", "rms_norm", "mean", "sum", "amax", "amin",

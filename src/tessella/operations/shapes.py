@@ -292,7 +292,8 @@ def _batch_norm(
 _UNARY = (
     F.relu6, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.mish, torch.relu,
     torch.sigmoid, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal,
-    torch.neg, torch.abs, torch.erf, torch.round, Tensor.round, torch.clamp, Tensor.clamp,
+    torch.neg, torch.abs, torch.erf, torch.sin, torch.cos, torch.round, Tensor.round, torch.clamp,
+    Tensor.clamp,
 )  # fmt: skip
 _BINARY = (
     torch.add, torch.sub, torch.mul, torch.div, Tensor.add, Tensor.sub, Tensor.mul, Tensor.div,

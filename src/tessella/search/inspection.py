@@ -51,7 +51,11 @@ def exact_answers(
         count = problem.output.shape[0]
         rows = list(images)  # of a bias or a scale that is computed all numbers stay
         inputs = [t[rows] if t.dim() > 1 and t.shape[0] == count else t for t in inputs]
-    operands = [exactly(t) for t in problem.operands(constants, inputs)]
+    operands = list(problem.operands(constants, inputs))
+    if problem.op != "fallback":
+        operands = [exactly(t) for t in operands]
+    else:  # torch's operators want places as integers
+        operands = [t if t is None or not t.is_floating_point() else t.double() for t in operands]
     made = operation(problem.op).call(operands, problem.attrs)
     dtypes = (getattr(torch, meta.dtype) for meta in problem.outputs)
     return tuple(_stored(exact, dtype) for exact, dtype in zip(made, dtypes, strict=True))

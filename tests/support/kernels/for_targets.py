@@ -122,6 +122,22 @@ def problems() -> dict[str, Problem]:
         ),
         "groups": next(iter(groups.PROBLEMS.values())),
         "grown": grown.problem((8, 64, 28, 28), 32, (2, 2)),
+        "norm first": Problem(
+            op="norm_linear", outputs=(meta(64, 256, dtype="float16"),), constant=(1, 2, 5, 6),
+            inputs=(tokens, meta(256, 768, dtype="float16"), meta(256, dtype="float16"), None,
+                    None, vector, vector),
+            attrs={"activation": "gelu", "eps": 1e-5},
+        ),
+        "places": Problem(
+            op="fallback", outputs=(meta(1, 300, 256, dtype="float16"),),
+            inputs=(meta(1, 8400, 256, dtype="float16"), meta(1, 300, 256, dtype="int64")),
+            attrs={"target": "aten::gather", "args": ({"input": 0}, 1, {"input": 1}), "kwargs": {}},
+        ),
+        "padded": Problem(
+            op="pad", inputs=(meta(8, 64, 32, 32, dtype="float16", format=LAST),),
+            outputs=(meta(8, 64, 33, 33, dtype="float16", format=LAST),),
+            attrs={"pad": (0, 1, 0, 1), "mode": "constant", "value": 0.0},
+        ),
         "joined": Problem(
             op="cat", attrs={"dim": 1},
             inputs=tuple(meta(8, c, 32, 32, dtype="float16", format=LAST) for c in (64, 32)),

@@ -24,10 +24,10 @@ FOLLOWS = frozenset((
     "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "cat", "to", "mean", "sum",
     "add", "sub", "mul", "div", "pow", "relu", "relu6", "sigmoid", "tanh", "silu", "gelu",
     "hardswish", "hardsigmoid", "mish", "leaky_relu", "elu", "clamp", "exp", "log", "sqrt", "rsqrt",
-    "reciprocal", "neg", "abs", "erf", "pointwise", "quantize",
-    "dequantize", "interpolate", "conv_transpose2d", "conv_transpose3d",
+    "reciprocal", "neg", "abs", "erf", "sin", "cos", "pointwise", "quantize",
+    "dequantize", "interpolate", "pad", "conv_transpose2d", "conv_transpose3d",
 ))
-SMALLER = frozenset(("mean", "sum", "interpolate"))  # no kernel of theirs takes volumes so
+SMALLER = frozenset(("mean", "sum", "interpolate", "pad"))  # no kernel of theirs takes volumes so
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
     "clone", "pad", "local_response_norm", "group_norm", "rms_norm", "conv1d",
@@ -36,6 +36,8 @@ DENSE = frozenset((
     "deformable_attention", "nms",
 ))
 # fmt: on
+# torch's operators whose results are dense, whatever they read
+DENSE_OPERATORS = frozenset(("aten::gather", "aten::topk"))
 
 
 def apply(graph: Graph, layout: Layout) -> Formats:
@@ -64,6 +66,8 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
         return "strided" if _cuts_heads(graph, node, formats) else "contiguous"
     if node.op == "rearrange":
         return _of_rows(node, formats, layout)
+    if node.op == "fallback" and node.attrs["target"] in DENSE_OPERATORS:
+        return "contiguous"
     axes = len(value.shape)
     if node.op not in FOLLOWS or (axes == 5 and node.op in SMALLER):
         return "contiguous" if node.op in DENSE else "strided"

@@ -3,8 +3,8 @@
 Sums inside matrix products, norms and softmax stay in float32: torch's kernels accumulate so. Two
 things keep float32 outside too: the statistics of batch norms that could not be folded (a float16
 variance overflows at 65,504), and operators that we do not know (``fallback``, but those of
-``MOVES``; and a user's own that do not say that they take the type). Scales of int8 and fp8 layers,
-and their biases, stay too.
+``MOVES``; and a user's own that do not say that they take the type), and so do waves.
+Scales of int8 and fp8 layers, and their biases, stay too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ MOVES = frozenset((
     "aten::masked_fill.Scalar", "aten::gt.Scalar", "aten::flip", "aten::roll",
 ))  # fmt: skip
 
+WAVES = frozenset(("sin", "cos"))  # of a large number, whose last bits are the whole answer
+
 
 def _keeps_float32(node: Node, dtype: str) -> bool:
     if node.op == "user":
         return dtype not in named(node.attrs["target"]).dtypes
+    if node.op in WAVES:
+        return True
     if node.op != "fallback":
         return False
     most = torch.finfo(getattr(torch, dtype)).max

@@ -157,6 +157,8 @@ ELEMENTS: dict[str, Export] = {
     "neg": same("Neg"),
     "abs": same("Abs"),
     "erf": same("Erf"),
+    "sin": same("Sin"),
+    "cos": same("Cos"),
     "to": _to,
     "prelu": _prelu,
     "add": _binary("Add"),

@@ -277,7 +277,7 @@ def _bits(op: str) -> Export:
 
 
 _BY_NAME = {
-    "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan",
+    "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan",
     "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh",
     "floor": "Floor", "ceil": "Ceil", "round": "Round", "sign": "Sign", "isnan": "IsNaN",
     "isinf": "IsInf", "logical_and": "And", "logical_or": "Or", "logical_xor": "Xor",

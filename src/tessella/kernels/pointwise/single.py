@@ -61,7 +61,8 @@ def _along_rows(problem: Problem, inputs: tuple[TensorMeta, ...]) -> Rows:
         first = _first_reduced(attrs["dim"], axes)
     else:
         raise KernelError(f"no program for {op}")
-    if not x.has("contiguous") or not out.has("contiguous"):
+    pitch = _pitch(x, first)
+    if pitch is None or not out.has("contiguous"):
         raise KernelError("rows must be contiguous")
     rows, columns = math.prod(x.shape[:first]), math.prod(x.shape[first:])
     if op in ("layer_norm", "rms_norm"):
@@ -70,9 +71,34 @@ def _along_rows(problem: Problem, inputs: tuple[TensorMeta, ...]) -> Rows:
     if reduces:
         attrs = {"dim": (-1,), "keepdim": True} | {k: attrs[k] for k in ("dtype",) if k in attrs}
     vectors = tuple(replace(m, shape=(columns,), format="contiguous") for m in others)
-    read = replace(x, shape=(rows, columns), format="contiguous")
+    read = replace(x, shape=(rows, columns), format="contiguous", strides=None)
+    if pitch != columns:
+        read = replace(read, format="strided", strides=(pitch, 1))
     made = replace(out, shape=(rows, 1 if reduces else columns), format="contiguous")
     return op, attrs, (read, *vectors), (made,)
+
+
+def _pitch(x: TensorMeta, first: int) -> int | None:
+    """Elements from a row to the next, of rows of all axes from ``first`` on; None where rows have
+    gaps, or do not lie in equal distances.
+    """
+    if x.has("contiguous"):
+        return math.prod(x.shape[first:])
+    if x.strides is None:
+        return None
+    axes = [(size, step) for size, step in zip(x.shape, x.strides, strict=True)]
+    step = 1
+    for size, known in reversed(axes[first:]):
+        if size != 1 and known != step:
+            return None
+        step *= size
+    leading = [axis for axis in axes[:first] if axis[0] != 1]
+    pitch = step = leading[-1][1] if leading else step
+    for size, known in reversed(leading):
+        if known != step:
+            return None
+        step *= size
+    return pitch
 
 
 def _first_reduced(dim: Any, axes: int) -> int:

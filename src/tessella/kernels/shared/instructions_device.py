@@ -106,6 +106,10 @@ def _function(x, OP: tl.constexpr, N: tl.constexpr):
         y = tl.abs(x)
     elif OP == "erf":
         y = tl.erf(x)
+    elif OP == "sin":
+        y = tl.sin(x)
+    elif OP == "cos":
+        y = tl.cos(x)
     elif OP == "leaky_relu":
         y = tl.where(x < 0, x * N[0], x)
     elif OP == "elu":

@@ -32,7 +32,7 @@ _MAKES = {"quantize": SMALL, "max_pool2d": (*FLOATS, "int8")}  # the others make
 _RANGES = {"int8": (-128, 127), "float8_e4m3fn": (-448, 448)}
 _FAR = 1e6  # rounding to whole numbers is exact up to here, and a zero point does not bring it back
 _DIGITS = {"float16": 11.0, "bfloat16": 8.0}
-_SAME = ("exp log sqrt rsqrt reciprocal neg abs erf mish " + " ".join(ACTIVATIONS)).split()
+_SAME = ("exp log sqrt rsqrt reciprocal neg abs erf sin cos mish " + " ".join(ACTIVATIONS)).split()
 
 
 @dataclass(frozen=True, kw_only=True)

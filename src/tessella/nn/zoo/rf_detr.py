@@ -20,6 +20,7 @@ from tessella.nn.zoo.detr import (
     at,
     best_places,
     boxes_and_scores,
+    exporting,
     looking,
     pixels,
     require_transformers,
@@ -31,6 +32,8 @@ PATCH, WINDOWS = 16, 2
 STEP = PATCH * WINDOWS  # height and width are multiples of it, and the same
 START, BORDER = 0.05, 0.01  # sides of a first box, and where none begins, in fractions
 SPREAD = 0.5  # of a box: where a point of offset 1 lies
+
+SIDES_TWICE = [[0.0, 0, 1, 0], [0, 0, 0, 1]] * 2  # of middle and sides
 
 # By name: the side of the pictures that the published weights learned, and layers of the decoder.
 SIDES = {"rf_detr_n": 384, "rf_detr_s": 512, "rf_detr_m": 576}
@@ -73,6 +76,7 @@ class RfDetr(nn.Module):
         self.network = network
         proposals, inside = places_of(size)
         self._all_inside = bool(inside.all())
+        self._rows, self._columns = (length // PATCH for length in size)
         turns, phases = waves(network.config.d_model // 2)
         for name, constant in (
             ("_proposals", proposals * inside),
@@ -102,7 +106,7 @@ class RfDetr(nn.Module):
         places that no query starts from, and the answers of all layers but the last.
         """
         model = self.network.model
-        map = model.backbone.projector(model.backbone.backbone(images).feature_maps)
+        map = self._map(images)
         memory = pixels(map)
         told = memory if self._all_inside else memory * self._inside
         told = model.enc_output_norm[0](model.enc_output[0](told))
@@ -128,6 +132,42 @@ class RfDetr(nn.Module):
         queries = decoder.layernorm(queries)
         return moved(points, self.network.bbox_embed(queries)), self.network.class_embed(queries)
 
+    def _map(self, images: Tensor) -> Tensor:
+        """The one map at which queries look, [N, channels, rows, columns].
+
+        As Hugging Face's backbone and projector make it, in fewer steps: patches are cut out as
+        windows want them, the places of the first token are added to it once, and the tokens of
+        four layers are normalized and mixed together before they become a map.
+        """
+        encoder = self.network.model.backbone
+        backbone, embeddings = encoder.backbone, encoder.backbone.embeddings
+        first, places = embeddings.position_embeddings.split([1, self._rows * self._columns], 1)
+        rows, columns = self._rows // WINDOWS, self._columns // WINDOWS
+        cut = images.unflatten(3, (WINDOWS, columns, PATCH)).unflatten(2, (WINDOWS, rows, PATCH))
+        cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7).flatten(5).flatten(3, 4).flatten(1, 2)
+        projection = embeddings.patch_embeddings.projection
+        places = places.reshape(WINDOWS, rows, WINDOWS, columns, -1).transpose(1, 2)
+        told = F.linear(
+            cut.to(projection.weight.dtype), projection.weight.flatten(1), projection.bias
+        )
+        told = (told + places.reshape(1, WINDOWS**2, rows * columns, -1)).flatten(0, 1)
+        first = (first + embeddings.cls_token).expand(len(told), -1, -1)
+        told, kept = torch.cat([first, told], 1), []
+        for number, layer in enumerate(backbone.encoder.layer, 1):
+            told = layer(told)
+            if number in backbone.config.out_indices:
+                kept.append(told)
+        told = backbone.layernorm(torch.cat(kept, 2).unflatten(2, (len(kept), -1))).flatten(2)
+        mixing = encoder.projector.projector_layer
+        told = F.linear(told, mixing.conv1.conv.weight.flatten(1))
+        told = mixing.conv1.activation(F.layer_norm(told, *_norm(mixing.conv1.norm)))[:, 1:]
+        told = told.unflatten(1, (rows, columns)).unflatten(0, (-1, WINDOWS, WINDOWS))
+        map = told.transpose(2, 3).flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
+        parts = list(map.split(mixing.hidden_channels, 1))
+        for block in mixing.bottlenecks:
+            parts.append(block(parts[-1]))
+        return encoder.projector.layer_norm(mixing.conv2(torch.cat(parts, 1)))
+
     def _positions(self, points_NQ4: Tensor) -> Tensor:
         """What the decoder's queries are told of their boxes: waves of x, y, width and height.
 
@@ -143,8 +183,20 @@ class RfDetr(nn.Module):
         return told
 
 
+def _norm(norm: nn.LayerNorm) -> tuple[Any, ...]:
+    """What ``layer_norm`` is told of a norm whose module moves the channels to their place."""
+    return norm.normalized_shape, norm.weight, norm.bias, norm.eps
+
+
 def moved(boxes: Tensor, shifts: Tensor) -> Tensor:
-    """Boxes of middle and sides, moved by parts of their sides and scaled by exponentials."""
+    """Boxes of middle and sides, moved by parts of their sides and scaled by exponentials.
+
+    Written down, it is a product that repeats the sides and one pass over all four numbers.
+    """
+    if exporting():
+        middle = boxes.new_tensor([1.0, 1.0, 0.0, 0.0])
+        by = (shifts * (1 - middle)).exp() - middle + shifts * middle  # exp(0) - 1 is 0
+        return boxes * middle + by * F.linear(boxes, boxes.new_tensor(SIDES_TWICE))
     middle, sides = boxes[..., :2], boxes[..., 2:]
     by, times = shifts[..., :2], shifts[..., 2:]
     return torch.cat([by * sides + middle, times.exp() * sides], -1)

@@ -124,7 +124,7 @@ def _binary(reference: Callable[..., Tensor], attributes: str = "") -> Operation
 _OF_TORCH: tuple[Callable[..., Tensor], ...] = (
     F.relu, F.relu6, torch.sigmoid, torch.tanh, F.silu, F.hardswish, F.hardsigmoid, F.mish,
     torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.neg, torch.abs,
-    torch.erf,
+    torch.erf, torch.sin, torch.cos,
 )  # fmt: skip
 
 ROWS = (

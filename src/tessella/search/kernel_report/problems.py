@@ -33,6 +33,7 @@ _UNARY: dict[str, dict[str, Any]] = {
     "elu": {"alpha": 1.0, "scale": 1.0, "input_scale": 1.0}, "softplus": {"beta": 1.0,
     "threshold": 20.0}, "clamp": {"min": -0.5, "max": 0.5}, "exp": {}, "log": {}, "sqrt": {},
     "rsqrt": {}, "reciprocal": {}, "neg": {}, "abs": {}, "erf": {},
+    "sin": {}, "cos": {},
 }  # fmt: skip
 POSITIVE = ("log", "sqrt", "rsqrt", "reciprocal")  # their inputs are above zero
 
@@ -254,6 +255,12 @@ def _products(gpu: bool) -> Named:
         constant=(1, 2), normalized_shape=(768,), eps=1e-5,
     )  # fmt: skip
     yield main, problems.linear_norm(summed, norm, keep=True)
+    normed = _problem(
+        "layer_norm", _tokens(gpu), vector, vector,
+        constant=(1, 2), normalized_shape=(768,), eps=1e-5,
+    )  # fmt: skip
+    layer = problems.linear(normed.output, square, vector, constant=(1, 2))
+    yield main, problems.norm_linear(normed, layer)
 
 
 def _attention(gpu: bool) -> Named:
@@ -323,6 +330,8 @@ def _pooling(gpu: bool) -> Named:
     size: dict[str, Any] = {"size": (112, 112), "mode": "nearest", "antialias": False}
     more: dict[str, Any] = {"scale_factor": None, "align_corners": None}
     yield f"nearest {x.dtype}", _problem("interpolate", x, format=LAST, **size, **more)
+    around: dict[str, Any] = {"pad": (0, 1, 0, 1), "mode": "constant", "value": 0.0}
+    yield x.dtype, _problem("pad", x, format=LAST, **around)
     places = _meta(1, 15, 24, 24, format=LAST)  # a detector's: centres, sides and ten classes
     yield "float32", _problem("peak_boxes", places, down=1 / 24, along=1 / 24, most=100)
     queries = [_meta(1, 300, n, dtype=x.dtype) for n in (128, 4, 192, 96)]  # as D-FINE-N's
