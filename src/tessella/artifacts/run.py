@@ -110,7 +110,7 @@ class Recipe:
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, depthwise convolutions by our kernels,
-            and a step on one GPU as a CUDA graph. By default on a GPU, where in a long training it
+            and a step as a CUDA graph, with its exchange of gradients. By default on a GPU, where in a long training it
             is raced with other ways of a step in the first minutes; numbers differ from torch's by
             rounding. Which way is faster may be chance where they are alike: true or false is the
             same way each time, without a race.

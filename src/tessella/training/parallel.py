@@ -1,12 +1,14 @@
 """Training in several processes: their communication, and their start by torchrun.
 
-Every process trains the same network on its slice of each batch; DistributedDataParallel averages
-the gradients over NCCL, or over gloo where there is no GPU. Rank 0 writes the run. Batch
+Every process trains the same network on its slice of each batch; DistributedDataParallel (or where
+passes are recorded, ``exchange``) averages the gradients over NCCL, or over gloo where there is no
+GPU. Rank 0 writes the run. Batch
 normalization takes the statistics of its own slice, and rank 0's running ones are kept.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -104,6 +106,7 @@ def joined(asked: Callable[[], bool] = never) -> Iterator[World]:
         yield World(device=device, rank=dist.get_rank(), size=dist.get_world_size(), asked=asked)
         dist.barrier()
     finally:
+        gc.collect()  # graphs that hold exchanges end before what these belong to
         dist.destroy_process_group()
 
 

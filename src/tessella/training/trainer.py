@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,7 @@ from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
 from tessella.training.captured import Captured, captures
+from tessella.training.exchange import Exchange
 from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
@@ -98,6 +100,7 @@ class Trainer:
         self._loss_of = called_loss(self._task.loss.loss, self.way.way, self._task.head.ANSWERS)
         self._parallel: nn.Module = self._called
         self._captured: Captured | None = None
+        self._exchange: Exchange | None = None
         self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
         if recipe.sparsity == "2:4":
             sparsity.keep_zeros(self.module, self.optimizer)
@@ -204,11 +207,20 @@ class Trainer:
         """Let those stages learn that do in the step after ``done`` finished ones."""
         if self._freezing.apply(done):
             self._parallel = self._called  # the old wrapper lets go before there is a new one
-            self._parallel = self._world.wrap(self._called)
-            self._captured = None
-            graph = self.way.way != "eager" and captures(self._info.recipe, self._world)
-            if graph and not self._task.head.TAUGHT:
-                self._captured = Captured(self._pass, self.module.parameters())
+            if self._exchange is not None:
+                self._exchange.close()
+            self._exchange = self._captured = None
+            graph = self.way.way != "eager" and not self._task.head.TAUGHT
+            if not (graph and captures(self._info.recipe, self._world, self.module)):
+                self._parallel = self._world.wrap(self._called)
+                return
+            if self._world.size > 1:
+                self._exchange = Exchange(self.module)
+            self._captured = Captured(self._averaged(self._pass), self.module.parameters())
+
+    def _averaged(self, work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A pass whose gradients are those of all processes, where no wrapper sees to it."""
+        return work if self._exchange is None else self._exchange.around(work)
 
     def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
         recipe = self._info.recipe
@@ -219,7 +231,7 @@ class Trainer:
             measured = self._captured(images, labels)
         else:
             self.optimizer.zero_grad()
-            measured = self._in_parts(images, labels, mix)
+            measured = self._averaged(self._in_parts)(images, labels, mix)
         self.mixed.step(self.optimizer)
         return measured
 
@@ -271,6 +283,7 @@ class Trainer:
         """The error with a batch size that fits, tried out after this trainer is freed."""
         world, info = self._world, self._info
         del self.module, self._called, self._parallel, self._captured, self.optimizer
+        del self._exchange
         del self._freezing
         self.average = None
         fits = largest_that_runs(self._trial, failed)
