@@ -12,7 +12,8 @@ from tessella.artifacts.run import Augment, Run
 from tessella.core.errors import UsageError
 from tessella.nn import zoo
 from tessella.training import forecast as forecasting
-from tessella.training.forecast import fitting_batch, forecast, kept_bytes
+from tessella.training.expected import kept_bytes
+from tessella.training.forecast import fitting_batch, forecast
 from tessella.training.loop import train
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import alone

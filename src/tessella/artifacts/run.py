@@ -100,7 +100,7 @@ class Augment:
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a training. The same recipe and dataset give the same run, and where
-    a race is run (see ``fuse``) they do to the bit only if ``fuse`` or ``compile`` is set.
+    times choose the way of a step (see ``fuse``) to the bit only if ``fuse`` or ``compile`` is set.
 
     Attributes:
         network: a zoo name, ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``.
@@ -110,10 +110,10 @@ class Recipe:
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, depthwise convolutions by our kernels,
-            and a step as a CUDA graph, with its exchange of gradients. By default on a GPU, where in a long training it
-            is raced with other ways of a step in the first minutes; numbers differ from torch's by
-            rounding. Which way is faster may be chance where they are alike: true or false is the
-            same way each time, without a race.
+            and a step as a CUDA graph, with its exchange of gradients. By default on a GPU, unless
+            times say that another way of a step is faster: those remembered from earlier races on
+            this machine, or those of a race in the first minutes where it may save more than it
+            costs. Numbers differ from torch's by rounding; true or false is the same way each time.
         compile: torch.compile makes code of the steps, with the same kernels of ours in it, which
             takes half a minute or more at the start; ``tessella train --explain --race 60`` tells
             whether that is faster here.

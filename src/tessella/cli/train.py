@@ -67,7 +67,8 @@ def train(
         bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
     ] = False,
     race: Annotated[
-        float | None, Option(min=0, help="--explain: seconds to try all ways; 60 on a GPU, else 0.")
+        float | None,
+        Option(min=0, help="--explain: seconds to try all ways; 300 on a GPU, else 0."),
     ] = None,
     json: Json = False,
     events: Events = None,
@@ -162,7 +163,7 @@ def _explain(out_: Output, found: Forecast) -> None:
         ("a step", f"{1e3 * found.step_s:.3g} ms, loading its images {1e3 * found.load_s:.3g} ms"),
         ("way of a step", f"{NAMES[found.way]}: {found.why}"),
         *((f"  {NAMES[raced.way]}", described(raced)) for raced in found.ways),
-        *([("  fastest here", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),
+        *([("  shortest step", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),
         ("waits for images", f"{found.data_wait:.0%} of the time"),
         ("an epoch", f"{_duration(found.epoch_s)}, {recipe.epochs:g} of them "
                      f"{_duration(found.total_s)}, without validation"),
