@@ -1,4 +1,4 @@
-"""Quantization-aware training on a GPU: its plan there says on each image what its evaluation did."""
+"""Quantization-aware training on a GPU: its plan there says on each image what evaluation did."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Exchange:
         learn = [p for p in module.parameters() if p.requires_grad]
         self._buckets = [_bucket(some) for some in _cut(learn[::-1])]
         self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in learn]
+        self._hooks = [_heard(p, self._arrived) for p in learn]
         self._size = dist.get_world_size()
         self._averages = dist.get_backend() == "nccl"
         self._sent: list[dist.Work] = []
@@ -98,6 +98,10 @@ class Exchange:
         self._sent.append(dist.all_reduce(bucket.flat, op=how, async_op=True))
 
 
+def _heard(parameter: nn.Parameter, what: Callable[[Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(what)  # type: ignore[no-untyped-call]
+
+
 def _cut(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """In order, as many of one element type as fill a bucket."""
     some: list[nn.Parameter] = []
@@ -115,7 +119,7 @@ def _cut(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _bucket(parameters: list[nn.Parameter]) -> _Bucket:
     flat = parameters[0].new_zeros(sum(p.numel() for p in parameters)).detach()
-    parts = flat.split([p.numel() for p in parameters])
+    parts = torch.split(flat, [p.numel() for p in parameters])
     # as the parameters lie in memory: torch's fused solvers want gradients that do, too
     views = [
         part.as_strided(p.shape, p.stride(), part.storage_offset())
