@@ -164,7 +164,10 @@ class Training:
             recipe=run.recipe,
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
-        self._meter = Meter(self._schedule, world, self._state, trainer.feed, journal)
+        self._fed: Fed | None = None  # the last batch
+        self._meter = Meter(
+            self._schedule, world, self._state, trainer.feed, journal, where=self._where_not_finite
+        )
         self._workers = loading_threads(run.recipe.workers, world)
         self._fillers = Fillers(max(1, self._workers))
         self._validates = validates(dataset)
@@ -196,7 +199,7 @@ class Training:
                     raise KeyboardInterrupt
 
     def _step(self, fed: Fed) -> None:
-        state, schedule = self._state, self._schedule
+        state, schedule, self._fed = self._state, self._schedule, fed
         done, rate = state.step, schedule.rate(state.step)
         measured = self._trainer.step(
             fed.images, fed.labels, done=done, rate=rate, momentum=schedule.momentum(done)
@@ -208,6 +211,9 @@ class Training:
         # The best is saved whatever the interval: a checkpoint claims only what it measured itself.
         if schedule.snapshots(state.step) or improved or self._finished():
             self._snapshot()
+
+    def _where_not_finite(self) -> str | None:
+        return None if self._fed is None else self._trainer.where_not_finite(self._fed)
 
     def _batches(self) -> Epoch:
         """This process's slices of the coming batches, epoch after epoch, without end."""
@@ -381,6 +387,11 @@ class Training:
                     f" ({self._workers} now)"
                 )
             )
+        skipped = self._trainer.mixed.skipped
+        if skipped is not None and (count := int(skipped)):
+            scale = self._trainer.mixed.scaler.get_scale()
+            text = f"{count} steps were skipped, whose gradients were infinite in fp16"
+            self._journal(phase("precision", f"{text}; the loss's scale is {scale:g} now"))
         values: dict[str, float | bool] = {"steps": state.step, "early": state.step < total}
         if state.best_accuracy is not None:
             values[f"best_{self._run.info.task.score}"] = state.best_accuracy

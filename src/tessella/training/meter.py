@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,13 +21,23 @@ _REPORT_S = 1.0
 
 
 class Meter:
-    """Collects losses and emits them as metrics, averaged over all processes."""
+    """Collects losses and emits them as metrics, averaged over all processes.
+
+    Args:
+        where: says which layer makes numbers that are not finite, where a loss is such.
+    """
 
     def __init__(
-        self, schedule: Schedule, world: World, state: TrainState, feed: Feed, emit: Emit
+        self,
+        schedule: Schedule,
+        world: World,
+        state: TrainState,
+        feed: Feed,
+        emit: Emit,
+        where: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
-        self._feed = feed
+        self._feed, self._where = feed, where
         self._seconds = self._waited_s = 0.0
         self._group = _GROUP if world.device.type == "cuda" else 1
         self._pending: list[tuple[int, float, Tensor]] = []
@@ -58,7 +69,7 @@ class Meter:
         self.asked |= wished > 0
         for (step, rate, _), (loss, accuracy) in zip(self._pending, measured, strict=True):
             if not math.isfinite(loss):
-                raise not_finite(loss, step, rate, self._schedule.recipe)
+                raise not_finite(loss, step, rate, self._schedule.recipe, self._where())
             self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
             self._state.loss_sum += loss
             self._state.accuracy_sum += accuracy

@@ -29,6 +29,7 @@ from tessella.training.exchange import Exchange
 from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
+from tessella.training.loss import first_not_finite
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.parallel import World
@@ -165,6 +166,15 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.module, done)
         return measured
+
+    def where_not_finite(self, fed: Fed) -> str | None:
+        """Where numbers that are not finite begin, in a pass of these images."""
+
+        def call() -> None:
+            with self.mixed.autocast():
+                self.module(fed.images, *((fed.labels,) if self._task.head.TAUGHT else ()))
+
+        return first_not_finite(self.module, call)
 
     def predict(self, batch: Batch) -> Tensor:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""
