@@ -10,7 +10,14 @@ from tests.support.training import recipe
 def test_divergence_says_where_and_what_to_do():
     settings = recipe("data", precision="fp16")
     text = str(not_finite(float("nan"), 17, 0.25, settings, "the layer is head.2"))
-    for part in ("nan at step 17", "learning rate 0.25", "lr=0.001", "precision fp32", "warmup", "head.2"):
+    for part in (
+        "nan at step 17",
+        "learning rate 0.25",
+        "lr=0.001",
+        "precision fp32",
+        "warmup",
+        "head.2",
+    ):
         assert part in text
 
 

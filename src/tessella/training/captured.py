@@ -26,7 +26,8 @@ def captures(recipe: Recipe, world: World, module: nn.Module) -> bool:
     Of several processes only those of a network whose buffers are norms' running statistics: each
     gathers its own, and rank 0's are kept.
     """
-    if recipe.accumulate != 1 or world.device.type != "cuda":
+    compressed = recipe.compress > 0 and world.size > 1  # the hook of a wrapper, which torch has
+    if recipe.accumulate != 1 or compressed or world.device.type != "cuda":
         return False
     norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
     of_norms = sum(len(list(norm.buffers(recurse=False))) for norm in norms)

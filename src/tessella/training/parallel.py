@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
@@ -33,6 +34,7 @@ from tessella.training.stopping import never, stop_signals
 ERROR_FILE = "error.json"
 LOG_FILE = "workers.log"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+WHOLE_FIRST = 100  # steps with whole gradients, which change the most then
 _POLL_S = 0.1
 _LAST_WORDS = 20  # lines of the workers' log that an unexplained end is reported with
 
@@ -49,14 +51,24 @@ class World:
     size: int = 1
     asked: Callable[[], bool] = never
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module whose backward pass averages the gradients over all processes."""
+    def wrap(self, module: nn.Module, *, compress: int = 0) -> nn.Module:
+        """The module whose backward pass averages the gradients over all processes.
+
+        Args:
+            compress: as in ``Recipe``.
+        """
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(
+        made = nn.parallel.DistributedDataParallel(
             module, device_ids=ids, gradient_as_bucket_view=True
         )
+        if compress:
+            how = power_sgd.PowerSGDState(
+                None, matrix_approximation_rank=compress, start_powerSGD_iter=WHOLE_FIRST
+            )
+            made.register_comm_hook(how, power_sgd.powerSGD_hook)
+        return made
 
     def alone_for_now(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Within it a backward pass adds up this process's gradients, which are not averaged."""

@@ -38,6 +38,7 @@ from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
+from tessella.training.synchronized import synchronized
 from tessella.training.ways import Choice, called, called_loss, usual_way
 
 
@@ -85,6 +86,8 @@ class Trainer:
         decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
+        if recipe.sync_norms and world.size > 1:
+            module = synchronized(module)
         self.module = module.to(world.device).to(memory_format=layout)
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
@@ -222,7 +225,7 @@ class Trainer:
             self._exchange = self._captured = None
             graph = self.way.way != "eager" and not self._task.head.TAUGHT
             if not (graph and captures(self._info.recipe, self._world, self.module)):
-                self._parallel = self._world.wrap(self._called)
+                self._parallel = self._world.wrap(self._called, compress=self._info.recipe.compress)
                 return
             if self._world.size > 1:
                 self._exchange = Exchange(self.module)
