@@ -165,6 +165,7 @@ class Training:
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
         self._fed: Fed | None = None  # the last batch
+        self._exchange_s = 0.0
         self._meter = Meter(
             self._schedule, world, self._state, trainer.feed, journal, where=self._where_not_finite
         )
@@ -348,6 +349,14 @@ class Training:
         emit(phase("way", f"steps: {NAMES[way.way]} ({way.why})"))
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{self._memory()}"))
         emit(progress("train", self._state.step, self._schedule.total))
+        if self._world.size > 1:
+            learned = (p for p in self._trainer.module.parameters() if p.requires_grad)
+            nbytes = sum(p.numel() * p.element_size() for p in learned)
+            self._exchange_s = self._world.exchange_s(nbytes)
+            took = (
+                f"{nbytes / 1e6:.3g} MB of gradients a step, alone {1e3 * self._exchange_s:.3g} ms"
+            )
+            emit(phase("exchange", f"{self._world.size} processes exchange {took}"))
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
             emit(Event(kind="warning", text=text, values=kept))
@@ -387,6 +396,10 @@ class Training:
                     f" ({self._workers} now)"
                 )
             )
+        if self._exchange_s and self._meter.step_s:
+            share = self._exchange_s / self._meter.step_s
+            text = f"gradients' exchange alone would take {share:.1%} of a step's"
+            self._journal(phase("exchange", f"{text} {1e3 * self._meter.step_s:.3g} ms"))
         skipped = self._trainer.mixed.skipped
         if skipped is not None and (count := int(skipped)):
             scale = self._trainer.mixed.scaler.get_scale()

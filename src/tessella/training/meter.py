@@ -39,6 +39,7 @@ class Meter:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
         self._feed, self._where = feed, where
         self._seconds = self._waited_s = 0.0
+        self._reported = 0
         self._group = _GROUP if world.device.type == "cuda" else 1
         self._pending: list[tuple[int, float, Tensor]] = []
         self.asked = False  # a process was asked to stop: all learn it at the same step
@@ -84,6 +85,11 @@ class Meter:
         """The share of the time of all reported steps in which they waited for images, 0 to 1."""
         return self._waited_s / self._seconds if self._seconds else 0.0
 
+    @property
+    def step_s(self) -> float | None:
+        """The mean time of all reported steps."""
+        return self._seconds / self._reported if self._reported else None
+
     def _report_speed(self, step: int) -> None:
         seconds = time.perf_counter() - self._since
         if seconds < _REPORT_S:
@@ -92,6 +98,7 @@ class Meter:
         epoch = self._schedule.epoch_at(step)
         waited_s = self._feed.waited_s - self._waited_before_s
         self._seconds += seconds
+        self._reported += self._steps
         self._waited_s += waited_s
         speed = {"images_per_s": images / seconds, "data_wait": waited_s / seconds}
         self._emit(metric(step, epoch, **speed))

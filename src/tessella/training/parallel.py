@@ -83,6 +83,21 @@ class World:
             values /= self.size
         return values
 
+    def exchange_s(self, nbytes: int) -> float:
+        """Seconds that a sum of so many bytes over all processes takes where nothing else runs."""
+        data, seconds = torch.zeros(max(1, nbytes // 4), device=self.device), 0.0
+        for _ in range(2):  # the first one sets up what the second uses
+            self._finish()
+            began = time.perf_counter()
+            dist.all_reduce(data)
+            self._finish()
+            seconds = time.perf_counter() - began
+        return seconds
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def share_buffers(self, module: nn.Module) -> None:
         """Give every process rank 0's buffers (running statistics), which checkpoints hold."""
         if self.size > 1:
