@@ -33,7 +33,7 @@ from tessella.training.quantizing import Quantizer, quantized
 from tessella.training.race import Raced, race, step_times
 from tessella.training.schedule import Schedule
 from tessella.training.trainer import Trainer
-from tessella.training.ways import Way, usual_way
+from tessella.training.ways import Choice, Way, usual_way
 
 WARM = 2  # steps
 LOADED = 128  # images
@@ -117,15 +117,8 @@ def forecast(
     sizes = [(p.numel(), p.requires_grad) for p in trainer.module.parameters()]
     stages = len(zoo.stages(trainer.module))
     del trainer  # whose memory others want now
-    if race_s is None:
-        race_s = MOST_RACE_S if world.device.type in RACED_ON else 0.0
-    known = [timed, *(raced for raced in recalled(info) if raced.way != usual.way)]
-    ways = race(info, dataset.train.info, world.device, budget_s=race_s, known=known)
     total = Schedule(recipe=recipe, steps_per_epoch=in_epoch).total
-    choice = usual
-    if recipe.gpus == 1 and world.device.type in RACED_ON and not is_decided(info):
-        remember(info, ways)
-        choice = chosen_of(ways, usual, total, said="measured")
+    ways, choice = _timed_ways(info, dataset, world, timed, total, race_s)
     return Forecast(
         recipe=recipe,
         device=str(world.device),
@@ -144,6 +137,22 @@ def forecast(
         why=choice.why,
         ways=ways,
     )
+
+
+def _timed_ways(
+    info: RunInfo, dataset: Dataset, world: World, timed: Raced, steps: int, race_s: float | None
+) -> tuple[tuple[Raced, ...], Choice]:
+    """All ways with their times, and which of them a training of so many steps takes."""
+    races = world.device.type in RACED_ON
+    if race_s is None:
+        race_s = MOST_RACE_S if races else 0.0
+    usual = usual_way(info.recipe, world.device)
+    known = [timed, *(raced for raced in recalled(info) if raced.way != usual.way)]
+    ways = race(info, dataset.train.info, world.device, budget_s=race_s, known=known)
+    if info.recipe.gpus > 1 or not races or is_decided(info):
+        return ways, usual
+    remember(info, ways)
+    return ways, chosen_of(ways, usual, steps, said="measured")
 
 
 def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World) -> float:

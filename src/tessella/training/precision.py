@@ -99,9 +99,9 @@ class MixedPrecision:
     def step(self, optimizer: optim.Optimizer) -> None:
         """One step of ``optimizer`` by the gradients that are there."""
         self.scaler.step(optimizer)
-        scale: Tensor | None = self.scaler._scale  # its public name waits for the GPU
-        if scale is None:
+        if not self.scaler.is_enabled():
             return
+        scale: Tensor = self.scaler._scale  # type: ignore[assignment]  # get_scale waits for the GPU
         before = scale.clone()
         self.scaler.update()
         if self.skipped is None:
