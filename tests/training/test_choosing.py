@@ -26,6 +26,7 @@ from tessella.training.choosing import (
     remember,
     way_of,
 )
+from tessella.training.expected import kept_bytes
 from tessella.training.loop import train
 from tessella.training.parallel import alone
 from tessella.training.prepare import begin, describe_run
@@ -114,7 +115,7 @@ def test_broken_memories_are_none(dataset, caplog):
     ("name", "options", "kind"),
     [
         ("resnet18", None, "convolutions"),
-        ("mobilenet_v3_small", None, "depthwise convolutions"),
+        ("timm/mobilenetv3_small_100", None, "depthwise convolutions"),
         ("timm/vit_tiny_patch16_224", {"patch_size": 8}, "no batch norms"),
     ],
 )
@@ -134,8 +135,12 @@ def test_a_step_is_estimated_by_products_or_by_memory(dataset, monkeypatch):
     first, second = list(weights)[:2]
     places[first], places[second] = 12 * 12, 6 * 6  # LeNet's convolutions, padded here
     found = prospect_of(info, 7).seconds * choosing.FLOPS_PER_S[2] / 7
-    smallest = 6 * 10 * sum(weights.values())
-    assert smallest < found < 6 * 10 * sum(n * places[name] for name, n in weights.items())
+    assert found == pytest.approx(6 * 10 * sum(n * places[name] for name, n in weights.items()))
+    monkeypatch.undo()
+    monkeypatch.setattr(choosing, "FLOPS_PER_S", {2: 1e30})
+    kept = kept_bytes(zoo.build(info.network), (10, 1, 12, 12), "bf16")
+    moved = prospect_of(info, 7).seconds * choosing.BYTES_PER_S / 7
+    assert moved == pytest.approx(choosing.MOVED * kept)
     assert Prospect(kind="convolutions", seconds=None).pays is False
 
 

@@ -172,6 +172,7 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
         "label_smoothing",
         "torch, call by call: nothing is fused: our",
         "no time was left for it",
+        "least ms share conv",
     ):
         assert words in " ".join(told.out.split())
     plain = tessella("train", "lenet", dataset, "--explain", "--batch-size", "auto", "--json").json
@@ -179,6 +180,8 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
     assert plain["memory"]["total"] > plain["memory"]["weights"]
     assert (plain["way"], plain["fastest"]) == ("eager", "eager")
     assert [w["way"] for w in plain["ways"] if w["step_s"] is not None] == ["eager"]
+    assert [layer["name"] for layer in plain["layers"]][:2] == ["conv1", "pool1"]
+    assert plain["limits"]["copy_bytes_s"] > 1e8
     assert not any(tmp_path.iterdir())
     assert "a run needs a folder" in tessella("train", "lenet", dataset).err
     assert "add --explain" in tessella("train", "lenet", dataset, "--race", "9").err

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from typer import Argument, Option
 
 from tessella import api
@@ -19,6 +20,7 @@ from tessella.training.forecast import Forecast
 from tessella.training.race import described, fastest
 from tessella.training.ways import NAMES, Way
 
+SHOWN = 12  # layers
 POLICIES = "onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or sigmoid."
 
 
@@ -67,8 +69,7 @@ def train(
         bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
     ] = False,
     race: Annotated[
-        float | None,
-        Option(min=0, help="--explain: seconds to try all ways; 300 on a GPU, else 0."),
+        float | None, Option(min=0, help="--explain: seconds for all ways; 300 on a GPU, else 0.")
     ] = None,
     json: Json = False,
     events: Events = None,
@@ -169,7 +170,26 @@ def _explain(out_: Output, found: Forecast) -> None:
                      f"{_duration(found.total_s)}, without validation"),
         *((name, str(value)) for name, value in _flat(to_plain(recipe)).items()),
     ]  # fmt: skip
-    out_.result(plain, grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}"))
+    table = grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}")
+    out_.result(plain, Group(table, _layers(found)))
+
+
+def _layers(found: Forecast) -> Group:
+    """The layers that take the most of a step, beside what they need at least."""
+    slowest = sorted(found.layers, key=lambda layer: -layer.seconds)[:SHOWN]
+    every = sum(layer.seconds for layer in found.layers)
+
+    def ms(seconds: float) -> float:
+        return float(f"{1e3 * seconds:.3g}")
+
+    rows = [
+        (layer.name, layer.kind, ms(layer.forward_s), ms(layer.backward_s),
+         ms(found.least_s(layer)), f"{layer.seconds / every:.0%}")
+        for layer in slowest
+    ]  # fmt: skip
+    head = "layer", "kind", "forward ms", "backward ms", "least ms", "share"
+    title = f"the slowest of {len(found.layers)} layers, call by call: {ms(every):g} ms in all"
+    return grid(head, rows, title=title)
 
 
 def _asked_for(way: Way) -> str:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, RunInfo
+from tessella.core.device import default_target
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
+from tessella.search.limits import Limits, limits
 from tessella.training.choosing import (
     MOST_RACE_S,
     RACED_ON,
@@ -29,6 +31,7 @@ from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import World, alone
 from tessella.training.precision import arithmetic
 from tessella.training.prepare import describe_run
+from tessella.training.profiling import LayerTime
 from tessella.training.quantizing import Quantizer, quantized
 from tessella.training.race import Raced, race, step_times
 from tessella.training.schedule import Schedule
@@ -39,6 +42,7 @@ WARM = 2  # steps
 LOADED = 128  # images
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
 LEAST_STEPS = 16  # an epoch, of ``auto``: with fewer a network learns little in it
+_RATES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}  # of limits
 ROOM = 0.8  # of the free memory, on a CPU, whose other processes want some, too
 
 
@@ -56,6 +60,8 @@ class Forecast:
         free: bytes that the device has free.
         way, why: how a training's steps will run, and the reason.
         ways: every way of a step with its time, or the reason that it has none.
+        layers: what each layer takes of a step that runs call by call.
+        limits: of this machine.
     """
 
     recipe: Recipe
@@ -74,6 +80,13 @@ class Forecast:
     way: Way
     why: str
     ways: tuple[Raced, ...]
+    layers: tuple[LayerTime, ...]
+    limits: Limits
+
+    def least_s(self, layer: LayerTime) -> float:
+        """What a layer's passes need at least on this machine."""
+        rate = self.limits.flops_s[_RATES[self.recipe.precision]]
+        return layer.least_s(rate, self.limits.copy_bytes_s)
 
     @property
     def data_wait(self) -> float:
@@ -110,6 +123,7 @@ def forecast(
         usual = usual_way(recipe, world.device)
         timed = replace(step_times(trainer, part, world), way=usual.way)
         step_s = timed.step_s or 0.0
+        layers = trainer.layers(max(1, part // recipe.accumulate))
         load_s = _time_loading(dataset, info, recipe, world) * part
     in_epoch = steps_per_epoch(len(dataset.train), recipe.batch_size)
     overlaps = world.device.type == "cuda"
@@ -136,6 +150,8 @@ def forecast(
         way=choice.way,
         why=choice.why,
         ways=ways,
+        layers=layers,
+        limits=limits(default_target()),
     )
 
 

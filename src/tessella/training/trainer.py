@@ -34,6 +34,7 @@ from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
+from tessella.training.profiling import LayerTime, layer_times
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
@@ -178,6 +179,18 @@ class Trainer:
                 self.module(fed.images, *((fed.labels,) if self._task.head.TAUGHT else ()))
 
         return first_not_finite(self.module, call)
+
+    def layers(self, count: int) -> tuple[LayerTime, ...]:
+        """The times of the module's layers in a step with so many blank images."""
+        fed = self.blank(count)
+
+        def loss() -> Tensor:
+            with self.mixed.autocast():
+                taught = (fed.labels,) if self._task.head.TAUGHT else ()
+                outputs = self.module(fed.images, *taught)
+            return self._measured(outputs, fed.labels)[0]
+
+        return layer_times(self.module, loss, self._world.device)
 
     def predict(self, batch: Batch) -> Tensor:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""
