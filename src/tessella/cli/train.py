@@ -14,8 +14,11 @@ from tessella import api
 from tessella.artifacts.run import Run
 from tessella.artifacts.settings import spelled_out
 from tessella.cli.output import Events, Json, Output, grid, output
+from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import parse_json, to_plain
+from tessella.search.limits import Limits, limits
+from tessella.search.tuning import CACHE_FOLDER
 from tessella.training.forecast import Forecast
 from tessella.training.race import described, fastest
 from tessella.training.ways import NAMES, Way
@@ -148,6 +151,8 @@ def _explain(out_: Output, found: Forecast) -> None:
     plain["memory"] = {**plain["memory"], "total": memory.total}
     plain["total_s"] = found.total_s
     plain["data_wait"] = found.data_wait
+    machine = limits(default_target(), CACHE_FOLDER)
+    plain["limits"] = to_plain(machine)
     best = fastest(found.ways, found.way)
     plain["fastest"] = best
     frozen = found.parameters - found.trained
@@ -171,10 +176,10 @@ def _explain(out_: Output, found: Forecast) -> None:
         *((name, str(value)) for name, value in _flat(to_plain(recipe)).items()),
     ]  # fmt: skip
     table = grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}")
-    out_.result(plain, Group(table, _layers(found)))
+    out_.result(plain, Group(table, _layers(found, machine)))
 
 
-def _layers(found: Forecast) -> Group:
+def _layers(found: Forecast, machine: Limits) -> Group:
     """The layers that take the most of a step, beside what they need at least."""
     slowest = sorted(found.layers, key=lambda layer: -layer.seconds)[:SHOWN]
     every = sum(layer.seconds for layer in found.layers)
@@ -184,7 +189,7 @@ def _layers(found: Forecast) -> Group:
 
     rows = [
         (layer.name, layer.kind, ms(layer.forward_s), ms(layer.backward_s),
-         ms(found.least_s(layer)), f"{layer.seconds / every:.0%}")
+         ms(found.least_s(layer, machine)), f"{layer.seconds / every:.0%}")
         for layer in slowest
     ]  # fmt: skip
     head = "layer", "kind", "forward ms", "backward ms", "least ms", "share"

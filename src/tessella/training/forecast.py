@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, RunInfo
-from tessella.core.device import default_target
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
-from tessella.search.limits import Limits, limits
+from tessella.search.limits import Limits
 from tessella.training.choosing import (
     MOST_RACE_S,
     RACED_ON,
@@ -61,7 +60,6 @@ class Forecast:
         way, why: how a training's steps will run, and the reason.
         ways: every way of a step with its time, or the reason that it has none.
         layers: what each layer takes of a step that runs call by call.
-        limits: of this machine.
     """
 
     recipe: Recipe
@@ -81,12 +79,11 @@ class Forecast:
     why: str
     ways: tuple[Raced, ...]
     layers: tuple[LayerTime, ...]
-    limits: Limits
 
-    def least_s(self, layer: LayerTime) -> float:
-        """What a layer's passes need at least on this machine."""
-        rate = self.limits.flops_s[_RATES[self.recipe.precision]]
-        return layer.least_s(rate, self.limits.copy_bytes_s)
+    def least_s(self, layer: LayerTime, machine: Limits) -> float:
+        """What a layer's passes need at least on a machine."""
+        rate = machine.flops_s[_RATES[self.recipe.precision]]
+        return layer.least_s(rate, machine.copy_bytes_s)
 
     @property
     def data_wait(self) -> float:
@@ -151,7 +148,6 @@ def forecast(
         why=choice.why,
         ways=ways,
         layers=layers,
-        limits=limits(default_target()),
     )
 
 
