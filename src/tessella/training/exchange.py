@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tessella.core.integers import ceil_div
+
+ALIGNED = 32  # elements: gradients begin where wide loads may
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 
 
@@ -118,11 +121,11 @@ def _cut(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _bucket(parameters: list[nn.Parameter]) -> _Bucket:
-    flat = parameters[0].new_zeros(sum(p.numel() for p in parameters)).detach()
-    parts = torch.split(flat, [p.numel() for p in parameters])
+    sizes = [ceil_div(p.numel(), ALIGNED) * ALIGNED for p in parameters]
+    flat = parameters[0].detach().new_zeros(sum(sizes))
     # as the parameters lie in memory: torch's fused solvers want gradients that do, too
     views = [
         part.as_strided(p.shape, p.stride(), part.storage_offset())
-        for part, p in zip(parts, parameters, strict=True)
+        for part, p in zip(torch.split(flat, sizes), parameters, strict=True)
     ]
     return _Bucket(parameters, flat, views)
