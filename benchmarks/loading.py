@@ -31,9 +31,9 @@ from benchmarks.report import markdown
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe
 from tessella.core.preprocess import Preprocess
-from tessella.data import loading
+from tessella.data import epochs, loading
 from tessella.data.filling import Fillers
-from tessella.data.loading import Batch, batches
+from tessella.data.loading import Batch, batches, steps_per_epoch
 from tessella.training.feed import Feed
 
 PEER = "DataLoader"
@@ -143,20 +143,25 @@ def endless(
     dataset: Dataset, batch: int, workers: int, *, for_gpu: bool, decodes: bool = False
 ) -> Generator[Batch, None, None]:
     """Training batches, epoch after epoch."""
+
+    def one(epoch: int, start: int) -> Generator[Batch, None, None]:
+        return batches(
+            dataset.train,
+            dataset.preprocess,
+            batch_size=batch,
+            epoch=epoch,
+            start=start,
+            augment=Recipe(network="", dataset="").augment,
+            training=True,
+            workers=workers,
+            for_gpu=for_gpu,
+            decodes=decodes,
+            fillers=fillers,
+        )
+
+    count = steps_per_epoch(len(dataset.train), batch)
     with closing(Fillers(workers)) as fillers:
-        for epoch in range(1 << 20):
-            yield from batches(
-                dataset.train,
-                dataset.preprocess,
-                batch_size=batch,
-                epoch=epoch,
-                augment=Recipe(network="", dataset="").augment,
-                training=True,
-                workers=workers,
-                for_gpu=for_gpu,
-                decodes=decodes,
-                fillers=fillers,
-            )
+        yield from epochs.endless(one, epoch=0, start=0, count=count, early=workers > 0)
 
 
 # --- the peer -------------------------------------------------------------------------------------

@@ -163,9 +163,12 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             times: dict[str, list[float]] = {name: [] for name in steps}
             for step in steps.values():
                 _seconds(step, WARM + 2)
+            before = _times_without_memory()
             for _ in range(ROUNDS):
                 for name, step in steps.items():
                     times[name].append(_seconds(step, STEPS))
+            if (often := _times_without_memory() - before) > 0:
+                print(f"{network}: memory was full {often} times, so times are too long")
             for name in filter(None, args.profile.split(",")):
                 print(f"{network} {precision} {name}\n{kernels_of(steps[name])}", flush=True)
             for name, step in steps.items():
@@ -179,6 +182,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
         ratio = None if best is None else round(best / seconds, 3)
         row: Row = {"what": f"{network} {precision} b{batch}", "who": _title(name)}
         row |= {"ms": round(1e3 * seconds, 3), "rate": round(batch / seconds, 1)}
+        row |= {"slowest ms": round(1e3 * max(times[name]), 3)}
         yield (
             row
             | {"unit": "rows/s", "share of the best peer": ratio}
@@ -205,6 +209,11 @@ def _seconds(step: Step, count: int) -> float:
         step()
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / count
+
+
+def _times_without_memory() -> int:
+    """How often torch had to give memory back to the GPU, waiting for it, to get other memory."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def kernels_of(step: Step, count: int = 16) -> str:

@@ -8,7 +8,8 @@ Four questions, each beside its peer in the same run:
   beside torch's DataLoader with as many processes, on the same pictures;
 - *step*: a ResNet-50 on one batch that stays on the GPU, beside plain loops of torch (channels
   last, autocast, fused optimizer) and torch.compile;
-- *training*: ``tessella train`` on the dataset, as it says itself.
+- *training*: ``tessella train`` on the dataset, as it says itself; with several GPUs each has a
+  batch of the same size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="bf16,fp16")
     parser.add_argument("--seconds", type=float, default=8, help="of each training and loading")
     parser.add_argument("--ways", default=",".join(WAYS), help="of the pictures")
+    parser.add_argument("--gpus", default="1", help="numbers of them that train together")
     parser.add_argument("--without", default="", help="parts: import,loading,step,training,compile")
     parser.add_argument("--out", type=Path, default=RESULTS / "train-sm_90.json")
     args = parser.parse_args()
@@ -88,8 +90,8 @@ def main() -> None:
                 for row in stepping(root, args.batch, precision, compiled="compile" not in without):
                     told(row)
             if "training" not in without:
-                for way in ways:
-                    told(training(root, way, args.batch, precision, args.seconds))
+                for way, gpus in product(ways, map(int, args.gpus.split(","))):
+                    told(training(root, way, args.batch, precision, args.seconds, gpus))
     head = ["what", "who", "images_per_s", "data_wait"]
     print(markdown(head, [[row.get(name) for name in head] for row in rows]))
 
@@ -193,20 +195,26 @@ def _torch_step(batch: int, precision: Precision, *, compiled: bool) -> Callable
 # --- a training -----------------------------------------------------------------------------------
 
 
-def recipe(root: Path, way: str, batch: int, precision: Precision, epochs: float = 1) -> Recipe:
+def recipe(
+    root: Path, way: str, batch: int, precision: Precision, epochs: float = 1, gpus: int = 1
+) -> Recipe:
     return Recipe(
         network="resnet50",
         dataset=str(root / WAYS[way][0]),
         decode=WAYS[way][1],
         epochs=epochs,
-        batch_size=batch,
+        batch_size=batch * gpus,
+        gpus=gpus,
         precision=precision,
         solver=Solver(lr=0.01),
+        val_interval=1e6,  # epochs: with so few pictures it would come every second
         snapshot_interval=1e6,
     )
 
 
-def training(root: Path, way: str, batch: int, precision: Precision, seconds: float) -> Row:
+def training(
+    root: Path, way: str, batch: int, precision: Precision, seconds: float, gpus: int
+) -> Row:
     """What a run says of its own speed, without its first two seconds."""
     told: list[dict[str, Any]] = []
 
@@ -214,13 +222,13 @@ def training(root: Path, way: str, batch: int, precision: Precision, seconds: fl
         if "images_per_s" in event.values:
             told.append(dict(event.values))
 
-    epochs = max(1.0, seconds * 8000 / len(Dataset(root / WAYS[way][0]).train))
-    out = root / f"run, {way}, {precision}"
-    train(recipe(root, way, batch, precision, epochs), out, emit=listen)
+    epochs = max(1.0, seconds * 8000 * gpus / len(Dataset(root / WAYS[way][0]).train))
+    out = root / f"run, {way}, {precision}, {gpus}"
+    train(recipe(root, way, batch, precision, epochs, gpus), out, emit=listen)
     told = told[2:] or told
     return {
         "what": f"training {precision}",
-        "who": f"tessella, {way}",
+        "who": f"tessella, {way}" + (f", {gpus} GPUs" if gpus > 1 else ""),
         "images_per_s": statistics.median(row["images_per_s"] for row in told),
         "data_wait": statistics.median(row["data_wait"] for row in told),
     }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tessella.training import choosing
 from tests.support.training import write_dataset
 
 
@@ -20,6 +21,12 @@ def _one_thread_of_a_cpu():
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_times_of_steps(tmp_path, monkeypatch):
+    """Not those that the user's trainings have left."""
+    monkeypatch.setattr(choosing, "CACHE_FOLDER", tmp_path / "remembered")
 
 
 @pytest.fixture(scope="session")

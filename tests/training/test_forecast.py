@@ -11,8 +11,10 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Augment, Run
 from tessella.core.errors import UsageError
 from tessella.nn import zoo
+from tessella.search.limits import Limits
 from tessella.training import forecast as forecasting
-from tessella.training.forecast import fitting_batch, forecast, kept_bytes
+from tessella.training.expected import kept_bytes
+from tessella.training.forecast import fitting_batch, forecast
 from tessella.training.loop import train
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import alone
@@ -161,6 +163,8 @@ def test_a_step_is_tried_as_a_gpu_would(dataset, monkeypatch):
 
 def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
     tessella = in_process(monkeypatch, capsys)
+    machine = Limits(device="slow", copy_bytes_s=1e9, flops_s={"float32": 1e10})
+    monkeypatch.setattr("tessella.cli.train.limits", lambda *_: machine)  # it takes seconds
     told = tessella("train", "lenet", dataset, "--explain", "--batch-size", "10", "--epochs", "2")
     assert told.code == 0
     for words in (
@@ -171,6 +175,7 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
         "label_smoothing",
         "torch, call by call: nothing is fused: our",
         "no time was left for it",
+        "least ms share conv",
     ):
         assert words in " ".join(told.out.split())
     plain = tessella("train", "lenet", dataset, "--explain", "--batch-size", "auto", "--json").json
@@ -178,6 +183,8 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
     assert plain["memory"]["total"] > plain["memory"]["weights"]
     assert (plain["way"], plain["fastest"]) == ("eager", "eager")
     assert [w["way"] for w in plain["ways"] if w["step_s"] is not None] == ["eager"]
+    assert [layer["name"] for layer in plain["layers"]][:2] == ["conv1", "pool1"]
+    assert plain["limits"]["copy_bytes_s"] == 1e9
     assert not any(tmp_path.iterdir())
     assert "a run needs a folder" in tessella("train", "lenet", dataset).err
     assert "add --explain" in tessella("train", "lenet", dataset, "--race", "9").err

@@ -182,7 +182,9 @@ def test_starts_from_a_checkpoint(dataset, run, tmp_path):
 def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
     settings = recipe(dataset, solver=Solver(lr=1e6))
     told = []
-    with pytest.raises(TrainError, match=r"diverged.*learning rate.*lower the learning rate"):
+    with pytest.raises(
+        TrainError, match=r"diverged.*rate.*weights are not finite.*lower the learning rate"
+    ):
         train(settings, tmp_path / "run", emit=told.append)
     assert told[-1].kind == "error"
     assert loop.Run(tmp_path / "run").events()[-1].text == told[-1].text

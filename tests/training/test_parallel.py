@@ -77,6 +77,8 @@ def test_two_processes_give_the_curve_of_one_even_when_killed_and_stopped(
     assert told[0].text.startswith("gpus=2 with all GPUs hidden") != torch.cuda.is_available()
     assert (next(e.name for e in told if e.kind == "phase"), told[-1].kind) == ("resume", "result")
     assert [e.to_json() for e in told] == [e.to_json() for e in two.events()[-len(told) :]]
+    exchanged = next(e.text for e in told if e.name == "exchange")
+    assert exchanged.startswith("2 processes exchange ")  # the head's alone, or of all layers
     one = train(recipe(dataset, init=start, **SETTINGS), tmp_path / "one")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5, abs=1e-6)
     for (step, _, ours), (_, _, theirs) in zip(curve(two), curve(one), strict=True):

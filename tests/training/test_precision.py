@@ -64,6 +64,10 @@ def test_fp16_skips_a_step_with_infinite_gradients_and_halves_the_scale():
     optimizer.zero_grad()
     mixed.update(module(torch.ones(1, 4)).sum(), optimizer)
     assert not torch.equal(module.weight, before)
+    assert int(mixed.skipped) == 1
+    plain = MixedPrecision("bf16", CPU)
+    plain.update(module(torch.ones(1, 4)).sum(), optimizer)
+    assert plain.skipped is None
 
 
 @pytest.fixture(scope="module")

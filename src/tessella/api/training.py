@@ -71,7 +71,7 @@ def forecast(
     """What a training will be like here: memory, time, and every setting with its defaults.
 
     Args:
-        race_s: seconds in which all ways of a step are tried; None: 60 on a GPU, on a CPU 0.
+        race_s: seconds in which all ways of a step are tried; None: 300 on a GPU, on a CPU 0.
         settings: as of ``train``.
     """
     with reported(emit) as told:

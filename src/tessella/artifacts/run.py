@@ -100,7 +100,7 @@ class Augment:
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a training. The same recipe and dataset give the same run, and where
-    a race is run (see ``fuse``) they do to the bit only if ``fuse`` or ``compile`` is set.
+    times choose the way of a step (see ``fuse``) to the bit only if ``fuse`` or ``compile`` is set.
 
     Attributes:
         network: a zoo name, ``timm/NAME``, ``file.py:Class`` or ``net.prototxt``.
@@ -110,15 +110,21 @@ class Recipe:
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, depthwise convolutions by our kernels,
-            and a step on one GPU as a CUDA graph. By default on a GPU, where in a long training it
-            is raced with other ways of a step in the first minutes; numbers differ from torch's by
-            rounding. Which way is faster may be chance where they are alike: true or false is the
-            same way each time, without a race.
+            and a step as a CUDA graph, with its exchange of gradients. By default on a GPU, unless
+            times say that another way of a step is faster: those remembered from earlier races on
+            this machine, or those of a race in the first minutes where it may save more than it
+            costs. Numbers differ from torch's by rounding; true or false is the same way each time.
         compile: torch.compile makes code of the steps, with the same kernels of ours in it, which
             takes half a minute or more at the start; ``tessella train --explain --race 60`` tells
             whether that is faster here.
         gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
             CUDA_VISIBLE_DEVICES) each with a share of the cores.
+        sync_norms: batch norms take the statistics of all processes' images instead of each one's
+            own; a step then runs call by call.
+        compress: exchange gradients between processes as products of two matrices of so many
+            columns (PowerSGD, Vogels et al. 2019), where links are slow; 1 to 4 are usual, 0 is
+            whole gradients. What a product lacks is added to the next one, and is not kept in
+            checkpoints: a training that goes on has other numbers.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
         patience: stop after this many validations without a better score.
@@ -171,6 +177,8 @@ class Recipe:
     compile: bool = False
     decode: Literal["host", "gpu"] | None = None
     gpus: int = 1
+    sync_norms: bool = False
+    compress: int = 0
     seed: int = 0
     val_interval: float = 1.0
     snapshot_interval: float = 1.0
@@ -219,6 +227,8 @@ class Recipe:
                 f"accumulate={self.accumulate}",
                 fix=f"use batch_size={math.ceil(self.batch_size / parts) * parts}",
             )
+        if self.compress < 0:
+            raise UsageError("compress counts columns, 0 or more", seen=self.compress)
         self._check_tuning()
         self._check_quantize()
         if not 0 <= self.label_smoothing < 1:
@@ -252,6 +262,12 @@ class Recipe:
                 "the order of sums in torch.compile's code is chosen by measuring",
                 seen="compile=True, deterministic=True",
                 fix="leave one of them out",
+            )
+        if self.sync_norms and (self.fuse or self.compile):
+            raise UsageError(
+                "norms of all processes exchange their statistics in the middle of a step",
+                seen=f"sync_norms=True, fuse={self.fuse}, compile={self.compile}",
+                fix="leave fuse and compile out, or sync_norms",
             )
         if not 0 <= self.probe_epochs < self.epochs:
             raise UsageError(

@@ -13,7 +13,9 @@ from typer import Argument, Option
 from tessella import api
 from tessella.api.evaluating import Calibration, Comparison, Judgement, save_mistakes
 from tessella.artifacts.files import write_atomic
+from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, grid, output
+from tessella.core.errors import UsageError
 from tessella.core.record import canonical_json
 from tessella.training.confidence import Measure
 
@@ -29,7 +31,9 @@ def evaluate(
     model: Annotated[
         Path, Argument(help="A checkpoint, a run (its best), a plan, or an ONNX file.")
     ],
-    data: Annotated[Path, Option(help="Folder of the dataset.")],
+    data: Annotated[
+        Path | None, Option(help="Folder of the dataset; by default the one that a run knows.")
+    ] = None,
     split: Annotated[str, Option(help="test, val or train.")] = "test",
     against: Annotated[Path | None, Option(help="Compare with this model, image by image.")] = None,
     errors: Annotated[int, Option(help="Images with the largest losses to list.", min=0)] = 20,
@@ -54,6 +58,7 @@ def evaluate(
     it alone.
     """
     with output(json_only=json, events=events) as out_:
+        data = data or _dataset_of(model)
         found = api.evaluate(
             model,
             data,
@@ -72,6 +77,18 @@ def evaluate(
         if pictures is not None:
             save_mistakes(found, data, pictures)
         out_.result(plain, _shown(found))
+
+
+def _dataset_of(model: Path) -> Path:
+    """The dataset of a run, or of the run that a checkpoint lies in."""
+    for folder in (model, model.parent.parent):
+        if (folder / "run.json").is_file():
+            return Path(Run(folder).recipe.dataset)
+    raise UsageError(
+        "it is not known on which images this model should be measured",
+        seen=model,
+        fix="say which dataset: --data FOLDER",
+    )
 
 
 def _shown(found: Judgement) -> Group:

@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from typer import Argument, Option
 
 from tessella import api
 from tessella.artifacts.run import Run
 from tessella.artifacts.settings import spelled_out
 from tessella.cli.output import Events, Json, Output, grid, output
+from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.record import parse_json, to_plain
+from tessella.search.limits import Limits, limits
+from tessella.search.tuning import CACHE_FOLDER
 from tessella.training.forecast import Forecast
 from tessella.training.race import described, fastest
 from tessella.training.ways import NAMES, Way
 
+SHOWN = 12  # layers
 POLICIES = "onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or sigmoid."
 
 
@@ -67,7 +72,7 @@ def train(
         bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
     ] = False,
     race: Annotated[
-        float | None, Option(min=0, help="--explain: seconds to try all ways; 60 on a GPU, else 0.")
+        float | None, Option(min=0, help="--explain: seconds for all ways; 300 on a GPU, else 0.")
     ] = None,
     json: Json = False,
     events: Events = None,
@@ -146,6 +151,8 @@ def _explain(out_: Output, found: Forecast) -> None:
     plain["memory"] = {**plain["memory"], "total": memory.total}
     plain["total_s"] = found.total_s
     plain["data_wait"] = found.data_wait
+    machine = limits(default_target(), CACHE_FOLDER)
+    plain["limits"] = to_plain(machine)
     best = fastest(found.ways, found.way)
     plain["fastest"] = best
     frozen = found.parameters - found.trained
@@ -162,13 +169,32 @@ def _explain(out_: Output, found: Forecast) -> None:
         ("a step", f"{1e3 * found.step_s:.3g} ms, loading its images {1e3 * found.load_s:.3g} ms"),
         ("way of a step", f"{NAMES[found.way]}: {found.why}"),
         *((f"  {NAMES[raced.way]}", described(raced)) for raced in found.ways),
-        *([("  fastest here", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),
+        *([("  shortest step", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),
         ("waits for images", f"{found.data_wait:.0%} of the time"),
         ("an epoch", f"{_duration(found.epoch_s)}, {recipe.epochs:g} of them "
                      f"{_duration(found.total_s)}, without validation"),
         *((name, str(value)) for name, value in _flat(to_plain(recipe)).items()),
     ]  # fmt: skip
-    out_.result(plain, grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}"))
+    table = grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}")
+    out_.result(plain, Group(table, _layers(found, machine)))
+
+
+def _layers(found: Forecast, machine: Limits) -> Group:
+    """The layers that take the most of a step, beside what they need at least."""
+    slowest = sorted(found.layers, key=lambda layer: -layer.seconds)[:SHOWN]
+    every = sum(layer.seconds for layer in found.layers)
+
+    def ms(seconds: float) -> float:
+        return float(f"{1e3 * seconds:.3g}")
+
+    rows = [
+        (layer.name, layer.kind, ms(layer.forward_s), ms(layer.backward_s),
+         ms(found.least_s(layer, machine)), f"{layer.seconds / every:.0%}")
+        for layer in slowest
+    ]  # fmt: skip
+    head = "layer", "kind", "forward ms", "backward ms", "least ms", "share"
+    title = f"the slowest of {len(found.layers)} layers, call by call: {ms(every):g} ms in all"
+    return grid(head, rows, title=title)
 
 
 def _asked_for(way: Way) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Generator, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -111,7 +111,7 @@ def batches(
     for_gpu: bool = False,
     decodes: bool = False,
     fillers: Fillers | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
 
     Training: a permutation that (seed, epoch) decide; the last batch is filled up from its
@@ -236,7 +236,9 @@ class _Loader:
     def begin(self, indices: Indices) -> _Begun:
         """An empty batch of some images."""
         dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
-        pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=self._pinned)
+        # of files that the GPU decodes nothing is written here: memory that nobody touches is free
+        pinned = self._pinned and not self._decodes
+        pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=pinned)
         return _Begun(indices, pixels, self._moves(indices), {})
 
     def _moves(self, indices: Indices) -> list[Moves] | Cuts:
@@ -295,7 +297,8 @@ class _Loader:
             contents, frames = zip(*(begun.files[row] for row in rows), strict=True)
             files = Files(list(contents), list(frames), rows)
             pixels = pixels[[row for row in range(len(pixels)) if row not in begun.files]]
-            pixels = pixels.pin_memory() if self._pinned else pixels
+        if self._pinned and not pixels.is_pinned():
+            pixels = pixels.pin_memory()
         return Batch(
             pixels=pixels,
             files=files,

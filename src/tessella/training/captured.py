@@ -20,10 +20,18 @@ from tessella.training.parallel import World
 WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and Dynamo captures
 
 
-def captures(recipe: Recipe, world: World) -> bool:
-    """Whether fused or compiled passes may become a graph: one pass is a whole step's, on a GPU."""
-    alone = world.size == 1 and recipe.accumulate == 1
-    return alone and world.device.type == "cuda"
+def captures(recipe: Recipe, world: World, module: nn.Module) -> bool:
+    """Whether fused or compiled passes may become a graph: one pass is a whole step's, on a GPU.
+
+    Of several processes only those of a network whose buffers are norms' running statistics: each
+    gathers its own, and rank 0's are kept.
+    """
+    compressed = recipe.compress > 0 and world.size > 1  # the hook of a wrapper, which torch has
+    if recipe.accumulate != 1 or compressed or world.device.type != "cuda":
+        return False
+    norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    of_norms = sum(len(list(norm.buffers(recurse=False))) for norm in norms)
+    return world.size == 1 or of_norms == len(list(module.buffers()))
 
 
 class Captured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import threading
 import time
@@ -79,7 +80,7 @@ class Feed:
         decodes: bool = False,
     ) -> None:
         self._device, self._layout = device, layout
-        self._scaling = Scaling(record, device)
+        self._scaling = _scaling(record, device)
         self.decodes = decodes
         self._decoder: Any = _decoder(record, device) if decodes else None
         self.waited_s = 0.0
@@ -166,6 +167,15 @@ class Feed:
 def _timed() -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
+
+
+def _scaling(record: Preprocess, device: torch.device) -> Scaling:
+    """What normalizes on the device: one kernel where Triton is, which CPUs come without."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return Scaling(record, device)
+    module = importlib.import_module("tessella.kernels.pictures.scale")
+    made: Scaling = module.OnePassScaling(record, device)
+    return made
 
 
 def _decoder(record: Preprocess, device: torch.device) -> Any:

@@ -7,61 +7,42 @@ blank images, and a few images loaded.
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn, optim
-from torch.func import functional_call
-
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Precision, Recipe, RunInfo
-from tessella.core.errors import TessellaError
+from tessella.artifacts.run import Recipe, RunInfo
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
+from tessella.search.limits import Limits
+from tessella.training.choosing import (
+    MOST_RACE_S,
+    RACED_ON,
+    chosen_of,
+    is_decided,
+    recalled,
+    remember,
+)
+from tessella.training.expected import Memory, memory_of
 from tessella.training.feed import decodes_on_gpu, loading_threads
-from tessella.training.freezing import Freezing
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import World, alone
-from tessella.training.precision import arithmetic, width_of
+from tessella.training.precision import arithmetic
 from tessella.training.prepare import describe_run
+from tessella.training.profiling import LayerTime
 from tessella.training.quantizing import Quantizer, quantized
-from tessella.training.race import RACE_S, RACED_ON, Raced, race, step_times
-from tessella.training.recomputing import recompute_blocks
+from tessella.training.race import Raced, race, step_times
 from tessella.training.schedule import Schedule
 from tessella.training.trainer import Trainer
-from tessella.training.ways import Way, usual_way
+from tessella.training.ways import Choice, Way, usual_way
 
-log = logging.getLogger(__name__)
 WARM = 2  # steps
 LOADED = 128  # images
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
 LEAST_STEPS = 16  # an epoch, of ``auto``: with fewer a network learns little in it
+_RATES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}  # of limits
 ROOM = 0.8  # of the free memory, on a CPU, whose other processes want some, too
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes that a step of one process holds when its backward pass begins, and its gradients.
-
-    Attributes:
-        kept: values that the backward pass needs, None where shapes alone do not tell.
-    """
-
-    weights: int
-    gradients: int
-    solver: int
-    average: int
-    kept: int | None
-
-    @property
-    def total(self) -> int | None:
-        """All of it, without the workspace of libraries; None where a part is not known."""
-        if self.kept is None:
-            return None
-        return self.weights + self.gradients + self.solver + self.average + self.kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +57,9 @@ class Forecast:
         epoch_s: of an epoch without its validation: computing and loading together, or where a GPU
             computes while threads load, the longer of both.
         free: bytes that the device has free.
-        way, why: how a step runs, and the reason.
+        way, why: how a training's steps will run, and the reason.
         ways: every way of a step with its time, or the reason that it has none.
+        layers: what each layer takes of a step that runs call by call.
     """
 
     recipe: Recipe
@@ -96,6 +78,12 @@ class Forecast:
     way: Way
     why: str
     ways: tuple[Raced, ...]
+    layers: tuple[LayerTime, ...]
+
+    def least_s(self, layer: LayerTime, machine: Limits) -> float:
+        """What a layer's passes need at least on a machine."""
+        rate = machine.flops_s[_RATES[self.recipe.precision]]
+        return layer.least_s(rate, machine.copy_bytes_s)
 
     @property
     def data_wait(self) -> float:
@@ -114,8 +102,9 @@ def forecast(
     """The forecast of a recipe on this machine, by a few steps of one of its processes.
 
     Args:
-        race_s: seconds in which other ways of a step are tried, too; None: a minute on a GPU, on a
-            CPU none, where torch.compile alone would take half of one.
+        race_s: seconds in which other ways of a step are tried, too, but for those whose time is
+            remembered; None: five minutes at most on a GPU, where a training profits from what was
+            measured, on a CPU none.
         quantizer: makes the network of a recipe with ``quantize``.
 
     Raises:
@@ -131,6 +120,7 @@ def forecast(
         usual = usual_way(recipe, world.device)
         timed = replace(step_times(trainer, part, world), way=usual.way)
         step_s = timed.step_s or 0.0
+        layers = trainer.layers(max(1, part // recipe.accumulate))
         load_s = _time_loading(dataset, info, recipe, world) * part
     in_epoch = steps_per_epoch(len(dataset.train), recipe.batch_size)
     overlaps = world.device.type == "cuda"
@@ -138,14 +128,14 @@ def forecast(
     sizes = [(p.numel(), p.requires_grad) for p in trainer.module.parameters()]
     stages = len(zoo.stages(trainer.module))
     del trainer  # whose memory others want now
-    if race_s is None:
-        race_s = RACE_S if world.device.type in RACED_ON else 0.0
+    total = Schedule(recipe=recipe, steps_per_epoch=in_epoch).total
+    ways, choice = _timed_ways(info, dataset, world, timed, total, race_s)
     return Forecast(
         recipe=recipe,
         device=str(world.device),
         images=len(dataset.train),
         steps_per_epoch=in_epoch,
-        steps=Schedule(recipe=recipe, steps_per_epoch=in_epoch).total,
+        steps=total,
         parameters=sum(count for count, _ in sizes),
         trained=sum(count for count, learns in sizes if learns),
         stages=stages,
@@ -154,96 +144,27 @@ def forecast(
         step_s=step_s,
         load_s=load_s,
         epoch_s=each * in_epoch,
-        way=usual.way,
-        why=usual.why,
-        ways=race(info, dataset.train.info, world.device, budget_s=race_s, known=[timed]),
+        way=choice.way,
+        why=choice.why,
+        ways=ways,
+        layers=layers,
     )
 
 
-def memory_of(
-    module: nn.Module, optimizer: optim.Optimizer, recipe: Recipe, info: RunInfo
-) -> Memory:
-    """The memory of one process's step."""
-    weights = sum(_nbytes(t) for t in (*module.parameters(), *module.buffers()))
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = sum(map(_nbytes, trained))
-    part = recipe.batch_size // recipe.gpus // recipe.accumulate
-    shape = (max(part, 1), *info.preprocess.input_shape)
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        solver=gradients * _STATES[recipe.solver.name],
-        average=weights if recipe.ema else 0,
-        kept=kept_bytes(module, shape, recipe.precision),
-    )
-
-
-def expected_memory(info: RunInfo, optimizer: optim.Optimizer) -> Memory | None:
-    """The memory of a run's step, from a network without numbers of its own; None: not known."""
-    recipe = info.recipe
-    try:
-        with torch.device("meta"):
-            module = zoo.build(info.network)
-            Freezing(module, recipe, 0)
-            if recipe.recompute:
-                recompute_blocks(module)
-            return memory_of(module, optimizer, recipe, info)
-    # a network of a user's, which wants numbers when it is made, says so in any of these
-    except (TessellaError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        log.info("the memory of a step is not forecast: %s", error)
-        return None
-
-
-# Tensors of a weight's size that torch's optimizers keep, with momentum.
-_STATES = {
-    "sgd": 1, "nesterov": 1, "adagrad": 1, "adadelta": 2, "adam": 2, "adamw": 2, "rmsprop": 2
-}  # fmt: skip
-
-
-def kept_bytes(module: nn.Module, shape: tuple[int, ...], precision: Precision) -> int | None:
-    """Bytes that a forward pass keeps for the backward pass, its input among them.
-
-    The pass runs on tensors that have shapes alone. With autocast all values are taken to be of 16
-    bits, which norms' statistics and the loss are not.
-
-    Returns:
-        None where an operator of the network does not work without numbers.
-    """
-    dtype = width_of(precision)
-
-    def bare(value: Tensor) -> Tensor:
-        kind = dtype if value.is_floating_point() else value.dtype
-        made = torch.empty(value.shape, dtype=kind, device="meta")
-        return made.requires_grad_(value.requires_grad)
-
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    state = {name: bare(value) for name, value in own.items()}
-    known = {value.untyped_storage()._cdata for value in state.values()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(value: Tensor) -> Tensor:
-        place = value.untyped_storage()._cdata
-        if place not in known:
-            kept[place] = value  # held: its place is not given to another
-        return value
-
-    image = torch.empty(shape, dtype=dtype, device="meta")
-    was = module.training
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            outputs = functional_call(module.train(), state, (image,))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        log.info("what a forward pass keeps is not forecast: %s", error)
-        return None
-    finally:
-        module.train(was)
-    kept.setdefault(image.untyped_storage()._cdata, image)
-    logits = sum(_nbytes(t) for t in (outputs,) if isinstance(t, Tensor))
-    return sum(t.untyped_storage().nbytes() for t in kept.values()) + logits
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _timed_ways(
+    info: RunInfo, dataset: Dataset, world: World, timed: Raced, steps: int, race_s: float | None
+) -> tuple[tuple[Raced, ...], Choice]:
+    """All ways with their times, and which of them a training of so many steps takes."""
+    races = world.device.type in RACED_ON
+    if race_s is None:
+        race_s = MOST_RACE_S if races else 0.0
+    usual = usual_way(info.recipe, world.device)
+    known = [timed, *(raced for raced in recalled(info) if raced.way != usual.way)]
+    ways = race(info, dataset.train.info, world.device, budget_s=race_s, known=known)
+    if info.recipe.gpus > 1 or not races or is_decided(info):
+        return ways, usual
+    remember(info, ways)
+    return ways, chosen_of(ways, usual, steps, said="measured")
 
 
 def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World) -> float:

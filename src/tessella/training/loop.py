@@ -6,7 +6,6 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,21 +26,22 @@ from tessella.core.events import (
 )
 from tessella.core.memory import free_bytes
 from tessella.core.task import CLASSIFICATION
+from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
 from tessella.data.joining import settings_at
-from tessella.data.loading import Batch, batches, steps_per_epoch
+from tessella.data.loading import batches, steps_per_epoch
 from tessella.tasks import of
+from tessella.training.choosing import way_of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
+from tessella.training.expected import expected_memory
 from tessella.training.feed import Fed, loading_threads
-from tessella.training.forecast import expected_memory
 from tessella.training.journal import Journal
 from tessella.training.meter import Meter
 from tessella.training.parallel import World, alone, launch
 from tessella.training.precision import arithmetic
 from tessella.training.prepare import begin, validates
 from tessella.training.quantizing import Quantizer, quantized, roundings
-from tessella.training.race import way_of
 from tessella.training.schedule import Schedule
 from tessella.training.sparsity import sparse_weights
 from tessella.training.state import pack, prune
@@ -68,7 +68,8 @@ def train(
         resume: go on from the newest complete checkpoint (from the start where there is none). On a
             CPU the loss curve is identical, bit for bit, to that of an uninterrupted training.
         quantizer: makes the network of a recipe with ``quantize``.
-        races: a long training on a GPU begins with a race of the ways of a step.
+        races: on a GPU the ways of a step are chosen by times, remembered or, where that pays,
+            those of a race at the start.
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
@@ -163,7 +164,11 @@ class Training:
             recipe=run.recipe,
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
-        self._meter = Meter(self._schedule, world, self._state, trainer.feed, journal)
+        self._fed: Fed | None = None  # the last batch
+        self._exchange_s = 0.0
+        self._meter = Meter(
+            self._schedule, world, self._state, trainer.feed, journal, where=self._where_not_finite
+        )
         self._workers = loading_threads(run.recipe.workers, world)
         self._fillers = Fillers(max(1, self._workers))
         self._validates = validates(dataset)
@@ -181,7 +186,11 @@ class Training:
         # several processes agree on the step with the losses that they share
         one = self._world.size == 1
         listening = stop_signals() if one else nullcontext(lambda: self._meter.asked)
-        with listening as asked, closing(self._trainer.feed.stream(self._batches())) as stream:
+        with (
+            listening as asked,
+            closing(self._batches()) as coming,
+            closing(self._trainer.feed.stream(coming)) as stream,
+        ):
             for fed in stream:
                 self._step(fed)
                 if self._finished():
@@ -191,7 +200,7 @@ class Training:
                     raise KeyboardInterrupt
 
     def _step(self, fed: Fed) -> None:
-        state, schedule = self._state, self._schedule
+        state, schedule, self._fed = self._state, self._schedule, fed
         done, rate = state.step, schedule.rate(state.step)
         measured = self._trainer.step(
             fed.images, fed.labels, done=done, rate=rate, momentum=schedule.momentum(done)
@@ -204,27 +213,32 @@ class Training:
         if schedule.snapshots(state.step) or improved or self._finished():
             self._snapshot()
 
-    def _batches(self) -> Iterator[Batch]:
+    def _where_not_finite(self) -> str | None:
+        return None if self._fed is None else self._trainer.where_not_finite(self._fed)
+
+    def _batches(self) -> Epoch:
         """This process's slices of the coming batches, epoch after epoch, without end."""
-        epoch, start = divmod(self._state.step, self._schedule.steps_per_epoch)
-        while True:
-            yield from batches(
-                self._dataset.train,
-                self._run.info.preprocess,
-                batch_size=self._recipe.batch_size,
-                seed=self._recipe.seed,
-                epoch=epoch,
-                start=start,
-                rank=self._world.rank,
-                world=self._world.size,
-                augment=settings_at(self._recipe.augment, epoch=epoch, epochs=self._recipe.epochs),
-                training=True,
-                workers=self._workers,
-                for_gpu=self._world.device.type == "cuda",
-                decodes=self._trainer.feed.decodes,
-                fillers=self._fillers,
-            )
-            epoch, start = epoch + 1, 0
+        count = self._schedule.steps_per_epoch
+        epoch, start = divmod(self._state.step, count)
+        return endless(self._epoch, epoch=epoch, start=start, count=count, early=self._workers > 0)
+
+    def _epoch(self, epoch: int, start: int) -> Epoch:
+        return batches(
+            self._dataset.train,
+            self._run.info.preprocess,
+            batch_size=self._recipe.batch_size,
+            seed=self._recipe.seed,
+            epoch=epoch,
+            start=start,
+            rank=self._world.rank,
+            world=self._world.size,
+            augment=settings_at(self._recipe.augment, epoch=epoch, epochs=self._recipe.epochs),
+            training=True,
+            workers=self._workers,
+            for_gpu=self._world.device.type == "cuda",
+            decodes=self._trainer.feed.decodes,
+            fillers=self._fillers,
+        )
 
     def _validate(self) -> bool:
         """Measure the network, and return whether its score is the highest so far.
@@ -335,6 +349,14 @@ class Training:
         emit(phase("way", f"steps: {NAMES[way.way]} ({way.why})"))
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{self._memory()}"))
         emit(progress("train", self._state.step, self._schedule.total))
+        if self._world.size > 1:
+            learned = (p for p in self._trainer.module.parameters() if p.requires_grad)
+            nbytes = sum(p.numel() * p.element_size() for p in learned)
+            self._exchange_s = self._world.exchange_s(nbytes)
+            took = (
+                f"{nbytes / 1e6:.3g} MB of gradients a step, alone {1e3 * self._exchange_s:.3g} ms"
+            )
+            emit(phase("exchange", f"{self._world.size} processes exchange {took}"))
         if kept := self._trainer.kept:
             text = f"{len(kept)} weights start at random: they do not fit those of {recipe.init}"
             emit(Event(kind="warning", text=text, values=kept))
@@ -374,6 +396,15 @@ class Training:
                     f" ({self._workers} now)"
                 )
             )
+        if self._exchange_s and self._meter.step_s:
+            share = self._exchange_s / self._meter.step_s
+            text = f"gradients' exchange alone would take {share:.1%} of a step's"
+            self._journal(phase("exchange", f"{text} {1e3 * self._meter.step_s:.3g} ms"))
+        skipped = self._trainer.mixed.skipped
+        if skipped is not None and (count := int(skipped)):
+            scale = self._trainer.mixed.scaler.get_scale()
+            text = f"{count} steps were skipped, whose gradients were infinite in fp16"
+            self._journal(phase("precision", f"{text}; the loss's scale is {scale:g} now"))
         values: dict[str, float | bool] = {"steps": state.step, "early": state.step < total}
         if state.best_accuracy is not None:
             values[f"best_{self._run.info.task.score}"] = state.best_accuracy

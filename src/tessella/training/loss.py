@@ -1,20 +1,72 @@
-"""The error for a loss that is not finite."""
+"""The error for a loss that is not finite, and the layer where that began."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import TrainError
 
 
-def not_finite(loss: float, step: int, rate: float, recipe: Recipe) -> TrainError:
-    """The error for a loss that is NaN or infinite at ``step``."""
+def not_finite(
+    loss: float, step: int, rate: float, recipe: Recipe, where: str | None = None
+) -> TrainError:
+    """The error for a loss that is NaN or infinite at ``step``.
+
+    Args:
+        where: what ``first_not_finite`` says.
+    """
     fixes = [f"lower the learning rate (for example lr={recipe.solver.lr / 10:g})"]
     if recipe.precision != "fp32":
         fixes.append("or train with precision fp32")
     if not recipe.policy.warmup:
         fixes.append("or give the policy a warm-up (warmup=0.05)")
+    seen = f"learning rate {rate:g}, precision {recipe.precision}, solver {recipe.solver.name}"
     return TrainError(
         f"the loss is {loss} at step {step}: training has diverged",
-        seen=f"learning rate {rate:g}, precision {recipe.precision}, solver {recipe.solver.name}",
+        seen=seen if where is None else f"{seen}; {where}",
         fix=", ".join(fixes),
     )
+
+
+def first_not_finite(module: nn.Module, call: Callable[[], object]) -> str | None:
+    """Which weights are not finite, or else which layer's output is the first that is not.
+
+    Args:
+        call: runs the module's forward pass.
+
+    Returns:
+        None where all of them are finite, or the pass fails.
+    """
+    weights = [name for name, p in module.named_parameters() if not _finite(p)]
+    if weights:
+        count = len(list(module.parameters()))
+        return f"{len(weights)} of {count} weights are not finite, {weights[0]} the first"
+    found: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(layer: nn.Module, given: Any, made: Any) -> None:
+            if not found and isinstance(made, Tensor) and not _finite(made):
+                found.append(f"{name} ({type(layer).__name__})")
+
+        return hook
+
+    leaves = [(n, m) for n, m in module.named_modules() if not any(m.children())]
+    hooks = [layer.register_forward_hook(look(name)) for name, layer in leaves]
+    try:
+        with torch.no_grad():
+            call()
+    except RuntimeError:  # whatever it is, another error is being told
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"the output of {found[0]} is the first that is not finite" if found else None
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,14 +21,25 @@ _REPORT_S = 1.0
 
 
 class Meter:
-    """Collects losses and emits them as metrics, averaged over all processes."""
+    """Collects losses and emits them as metrics, averaged over all processes.
+
+    Args:
+        where: says which layer makes numbers that are not finite, where a loss is such.
+    """
 
     def __init__(
-        self, schedule: Schedule, world: World, state: TrainState, feed: Feed, emit: Emit
+        self,
+        schedule: Schedule,
+        world: World,
+        state: TrainState,
+        feed: Feed,
+        emit: Emit,
+        where: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
-        self._feed = feed
+        self._feed, self._where = feed, where
         self._seconds = self._waited_s = 0.0
+        self._reported = 0
         self._group = _GROUP if world.device.type == "cuda" else 1
         self._pending: list[tuple[int, float, Tensor]] = []
         self.asked = False  # a process was asked to stop: all learn it at the same step
@@ -58,7 +70,7 @@ class Meter:
         self.asked |= wished > 0
         for (step, rate, _), (loss, accuracy) in zip(self._pending, measured, strict=True):
             if not math.isfinite(loss):
-                raise not_finite(loss, step, rate, self._schedule.recipe)
+                raise not_finite(loss, step, rate, self._schedule.recipe, self._where())
             self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
             self._state.loss_sum += loss
             self._state.accuracy_sum += accuracy
@@ -73,6 +85,11 @@ class Meter:
         """The share of the time of all reported steps in which they waited for images, 0 to 1."""
         return self._waited_s / self._seconds if self._seconds else 0.0
 
+    @property
+    def step_s(self) -> float | None:
+        """The mean time of all reported steps."""
+        return self._seconds / self._reported if self._reported else None
+
     def _report_speed(self, step: int) -> None:
         seconds = time.perf_counter() - self._since
         if seconds < _REPORT_S:
@@ -81,6 +98,7 @@ class Meter:
         epoch = self._schedule.epoch_at(step)
         waited_s = self._feed.waited_s - self._waited_before_s
         self._seconds += seconds
+        self._reported += self._steps
         self._waited_s += waited_s
         speed = {"images_per_s": images / seconds, "data_wait": waited_s / seconds}
         self._emit(metric(step, epoch, **speed))

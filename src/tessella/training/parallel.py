@@ -1,12 +1,14 @@
 """Training in several processes: their communication, and their start by torchrun.
 
-Every process trains the same network on its slice of each batch; DistributedDataParallel averages
-the gradients over NCCL, or over gloo where there is no GPU. Rank 0 writes the run. Batch
+Every process trains the same network on its slice of each batch; DistributedDataParallel (or where
+passes are recorded, ``exchange``) averages the gradients over NCCL, or over gloo where there is no
+GPU. Rank 0 writes the run. Batch
 normalization takes the statistics of its own slice, and rank 0's running ones are kept.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -22,6 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
@@ -31,6 +34,7 @@ from tessella.training.stopping import never, stop_signals
 ERROR_FILE = "error.json"
 LOG_FILE = "workers.log"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+WHOLE_FIRST = 100  # steps with whole gradients, which change the most then
 _POLL_S = 0.1
 _LAST_WORDS = 20  # lines of the workers' log that an unexplained end is reported with
 
@@ -47,14 +51,24 @@ class World:
     size: int = 1
     asked: Callable[[], bool] = never
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module whose backward pass averages the gradients over all processes."""
+    def wrap(self, module: nn.Module, *, compress: int = 0) -> nn.Module:
+        """The module whose backward pass averages the gradients over all processes.
+
+        Args:
+            compress: as in ``Recipe``.
+        """
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(
+        made = nn.parallel.DistributedDataParallel(
             module, device_ids=ids, gradient_as_bucket_view=True
         )
+        if compress:
+            how = power_sgd.PowerSGDState(
+                None, matrix_approximation_rank=compress, start_powerSGD_iter=WHOLE_FIRST
+            )
+            made.register_comm_hook(how, power_sgd.powerSGD_hook)
+        return made
 
     def alone_for_now(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Within it a backward pass adds up this process's gradients, which are not averaged."""
@@ -68,6 +82,21 @@ class World:
             dist.all_reduce(values)
             values /= self.size
         return values
+
+    def exchange_s(self, nbytes: int) -> float:
+        """Seconds that a sum of so many bytes over all processes takes where nothing else runs."""
+        data, seconds = torch.zeros(max(1, nbytes // 4), device=self.device), 0.0
+        for _ in range(2):  # the first one sets up what the second uses
+            self._finish()
+            began = time.perf_counter()
+            dist.all_reduce(data)
+            self._finish()
+            seconds = time.perf_counter() - began
+        return seconds
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Give every process rank 0's buffers (running statistics), which checkpoints hold."""
@@ -104,6 +133,7 @@ def joined(asked: Callable[[], bool] = never) -> Iterator[World]:
         yield World(device=device, rank=dist.get_rank(), size=dist.get_world_size(), asked=asked)
         dist.barrier()
     finally:
+        gc.collect()  # graphs that hold exchanges end before what these belong to
         dist.destroy_process_group()
 
 

@@ -73,12 +73,16 @@ class MixedPrecision:
 
     ``scaler`` doubles the scale after 2,000 good steps and halves it after one with an infinite
     gradient, which it skips. Its state belongs to the checkpoint.
+
+    Attributes:
+        skipped: how many steps were skipped here, on the device; None but for fp16.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._device = device
         self._dtype = _AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self.skipped: Tensor | None = None
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
@@ -95,4 +99,11 @@ class MixedPrecision:
     def step(self, optimizer: optim.Optimizer) -> None:
         """One step of ``optimizer`` by the gradients that are there."""
         self.scaler.step(optimizer)
+        if not self.scaler.is_enabled():
+            return
+        scale: Tensor = self.scaler._scale  # type: ignore[assignment]  # get_scale waits for the GPU
+        before = scale.clone()
         self.scaler.update()
+        if self.skipped is None:
+            self.skipped = torch.zeros_like(scale)
+        self.skipped += scale < before

@@ -17,16 +17,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import IO
 
 import torch
 
-from tessella.artifacts.files import write_atomic
-from tessella.artifacts.run import Run, RunInfo
+from tessella.artifacts.run import RunInfo
 from tessella.artifacts.shards import SplitInfo
-from tessella.core.errors import ArtifactError, CorruptArtifact
-from tessella.core.events import Emit, phase
+from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain, parse_json, to_plain
 from tessella.training import captured
 from tessella.training.memory import give_back
@@ -35,12 +32,7 @@ from tessella.training.precision import arithmetic
 from tessella.training.trainer import Trainer
 from tessella.training.ways import WAYS, Choice, Way, refusal, usual_way
 
-RACE_S = 60.0  # for all ways together, or of a longer training this share of its time, at most
-SHARE, MOST_RACE_S = 0.02, 300.0
 CLEARLY = 0.97  # of the usual way's time: with more, it stays
-LEAST_STEPS = 20_000  # of a training that a race of a minute may pay for
-RACED_ON = ("cuda",)  # kinds of devices whose trainings begin with a race
-FILE = "way.json"  # in a run's folder: a run that goes on takes the way that it was begun with
 LATE = 1 << 40  # so many steps are done: all that will ever learn does
 MOST_ANSWER = 1 << 16  # bytes at the end of what a process prints: libraries print there, too
 
@@ -76,37 +68,47 @@ def race(
     trained: SplitInfo,
     device: torch.device,
     *,
-    budget_s: float = RACE_S,
-    steps: int = 0,
+    budget_s: float,
     known: Sequence[Raced] = (),
 ) -> tuple[Raced, ...]:
-    """Every way with its time, or the reason that it has none. The usual way is the first to run.
+    """Every way with its time, or the reason that it has none.
+
+    The usual way is the first to run. Torch's own calls are the last: where another way ran, they
+    were never the fastest.
 
     Args:
         budget_s: seconds for all together; what takes longer is ended.
-        steps: of the training, a share of whose time may be spent where that is more seconds.
         known: ways that were timed already.
     """
     began, found = time.monotonic(), {raced.way: raced for raced in known}
     usual = usual_way(info.recipe, device).way
     give_back()  # the processes want the memory that trials of this one have left
-    for way in sorted(WAYS, key=lambda way: way != usual):
+    for way in sorted(WAYS, key=lambda way: (way != usual, way == "eager")):
         why_not = refusal(way, info.recipe, device)
         if why_not is not None:
             found.setdefault(way, Raced(way=way, problem=why_not))
         elif way not in found:
             left_s = budget_s - (time.monotonic() - began)
             found[way] = _timed(Order(info=info, trained=trained), way, left_s)
-            budget_s = max(budget_s, min(MOST_RACE_S, SHARE * steps * (found[way].step_s or 0.0)))
     return tuple(found[way] for way in WAYS)
 
 
-def fastest(raced: Sequence[Raced], usual: Way) -> Way:
-    """The way with the shortest step; the usual one, where none is clearly faster.
+def seconds_of(raced: Raced, steps: int) -> float:
+    """What a way takes for so many steps, its set-up included."""
+    return (raced.setup_s or 0.0) + steps * (raced.step_s or 0.0)
+
+
+def fastest(raced: Sequence[Raced], usual: Way, steps: int | None = None) -> Way:
+    """The way that takes least for so many steps, without ``steps`` the one with the shortest step;
+    the usual one, where none is clearly faster.
 
     A usual way without a time stays, unless it failed: it may only have needed longer to begin.
     """
-    times = {r.way: r.step_s for r in raced if r.step_s is not None}
+    times = {
+        r.way: r.step_s if steps is None else seconds_of(r, steps)
+        for r in raced
+        if r.step_s is not None
+    }
     failed = any(r.failed for r in raced if r.way == usual)
     if not times or not (failed or usual in times):
         return usual
@@ -120,42 +122,6 @@ def described(raced: Raced) -> str:
         return raced.problem or "not tried"
     setup = "" if raced.setup_s is None else f", the first after {raced.setup_s:.3g} s"
     return f"{1e3 * raced.step_s:.3g} ms a step{setup}"
-
-
-def way_of(
-    run: Run, trained: SplitInfo, world: World, steps: int, *, races: bool = True, emit: Emit
-) -> Choice:
-    """The way of a run's steps: raced at the start of a long training on one GPU.
-
-    What was chosen is kept in the run's folder, so that a run that goes on computes as before; but
-    where it cannot run, on another machine, the usual way does.
-    """
-    usual, path = usual_way(run.recipe, world.device), run.path / FILE
-    if path.exists():
-        chosen = _read(path)
-        if (why_not := refusal(chosen.way, run.recipe, world.device)) is None:
-            return chosen
-        why = f"{FILE} says {chosen.way}, which cannot run here: {why_not}"
-        return Choice(way=usual.way, why=why)
-    recipe = run.recipe
-    decided = recipe.compile or recipe.fuse is not None or recipe.quantize != "none"
-    decided = decided or recipe.deterministic
-    raced_here = world.size == 1 and world.device.type in RACED_ON and steps >= LEAST_STEPS
-    if decided or not races or not raced_here or run.checkpoints():
-        return usual
-    emit(phase("race", f"the ways of a step are tried, for {RACE_S:.0f} s or {SHARE:.0%} of all"))
-    raced = race(run.info, trained, world.device, budget_s=RACE_S, steps=steps)
-    times = "; ".join(f"{r.way} {described(r)}" for r in raced)
-    chosen = Choice(way=fastest(raced, usual.way), why=times)
-    write_atomic(path, (json.dumps(to_plain(chosen)) + "\n").encode())
-    return chosen
-
-
-def _read(path: Path) -> Choice:
-    plain = parse_json(path.read_bytes(), where=str(path))
-    if not isinstance(plain, dict):
-        raise ArtifactError("this is no way of a step", seen=path, fix=f"remove {path}")
-    return from_plain(Choice, plain, where=str(path))
 
 
 def step_times(trainer: Trainer, images: int, world: World, *, advises: bool = True) -> Raced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -24,17 +25,21 @@ from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
 from tessella.training.captured import Captured, captures
+from tessella.training.exchange import Exchange
 from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
+from tessella.training.loss import first_not_finite
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.parallel import World
 from tessella.training.precision import MixedPrecision
+from tessella.training.profiling import LayerTime, layer_times
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, seed_step, unpack
+from tessella.training.synchronized import synchronized
 from tessella.training.ways import Choice, called, called_loss, usual_way
 
 
@@ -82,6 +87,8 @@ class Trainer:
         decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
+        if recipe.sync_norms and world.size > 1:
+            module = synchronized(module)
         self.module = module.to(world.device).to(memory_format=layout)
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
@@ -98,6 +105,7 @@ class Trainer:
         self._loss_of = called_loss(self._task.loss.loss, self.way.way, self._task.head.ANSWERS)
         self._parallel: nn.Module = self._called
         self._captured: Captured | None = None
+        self._exchange: Exchange | None = None
         self.optimizer = optimizer_for(self.module, recipe.solver, layer_decay=recipe.layer_decay)
         if recipe.sparsity == "2:4":
             sparsity.keep_zeros(self.module, self.optimizer)
@@ -163,6 +171,27 @@ class Trainer:
             self.average.update(self.module, done)
         return measured
 
+    def where_not_finite(self, fed: Fed) -> str | None:
+        """Where numbers that are not finite begin, in a pass of these images."""
+
+        def call() -> None:
+            with self.mixed.autocast():
+                self.module(fed.images, *((fed.labels,) if self._task.head.TAUGHT else ()))
+
+        return first_not_finite(self.module, call)
+
+    def layers(self, count: int) -> tuple[LayerTime, ...]:
+        """The times of the module's layers in a step with so many blank images."""
+        fed = self.blank(count)
+
+        def loss() -> Tensor:
+            with self.mixed.autocast():
+                taught = (fed.labels,) if self._task.head.TAUGHT else ()
+                outputs = self.module(fed.images, *taught)
+            return self._measured(outputs, fed.labels)[0]
+
+        return layer_times(self.module, loss, self._world.device)
+
     def predict(self, batch: Batch) -> Tensor:
         """The answers float32 [N, …] to a batch's images, in evaluation mode."""
         module = self.evaluated.eval()
@@ -204,11 +233,20 @@ class Trainer:
         """Let those stages learn that do in the step after ``done`` finished ones."""
         if self._freezing.apply(done):
             self._parallel = self._called  # the old wrapper lets go before there is a new one
-            self._parallel = self._world.wrap(self._called)
-            self._captured = None
-            graph = self.way.way != "eager" and captures(self._info.recipe, self._world)
-            if graph and not self._task.head.TAUGHT:
-                self._captured = Captured(self._pass, self.module.parameters())
+            if self._exchange is not None:
+                self._exchange.close()
+            self._exchange = self._captured = None
+            graph = self.way.way != "eager" and not self._task.head.TAUGHT
+            if not (graph and captures(self._info.recipe, self._world, self.module)):
+                self._parallel = self._world.wrap(self._called, compress=self._info.recipe.compress)
+                return
+            if self._world.size > 1:
+                self._exchange = Exchange(self.module)
+            self._captured = Captured(self._averaged(self._pass), self.module.parameters())
+
+    def _averaged(self, work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A pass whose gradients are those of all processes, where no wrapper sees to it."""
+        return work if self._exchange is None else self._exchange.around(work)
 
     def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
         recipe = self._info.recipe
@@ -219,7 +257,7 @@ class Trainer:
             measured = self._captured(images, labels)
         else:
             self.optimizer.zero_grad()
-            measured = self._in_parts(images, labels, mix)
+            measured = self._averaged(self._in_parts)(images, labels, mix)
         self.mixed.step(self.optimizer)
         return measured
 
@@ -271,6 +309,7 @@ class Trainer:
         """The error with a batch size that fits, tried out after this trainer is freed."""
         world, info = self._world, self._info
         del self.module, self._called, self._parallel, self._captured, self.optimizer
+        del self._exchange
         del self._freezing
         self.average = None
         fits = largest_that_runs(self._trial, failed)

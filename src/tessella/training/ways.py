@@ -63,6 +63,8 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
         return f"the layers are those of backend={recipe.backend!r}"
     if recipe.quantize != "none":
         return "its roundings run operation by operation"
+    if recipe.sync_norms and recipe.gpus > 1:
+        return "norms exchange their statistics in the middle of a step"
     if way == "compile":
         if recipe.deterministic:
             return "the order of sums in its code is chosen by measuring"
