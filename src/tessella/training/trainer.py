@@ -206,8 +206,7 @@ class Trainer:
             self._parallel = self._called  # the old wrapper lets go before there is a new one
             self._parallel = self._world.wrap(self._called)
             self._captured = None
-            graph = self.way.way != "eager" and captures(self._info.recipe, self._world)
-            if graph and not self._task.head.TAUGHT:
+            if self.way.way != "eager" and captures(self._info.recipe, self._world):
                 self._captured = Captured(self._pass, self.module.parameters())
 
     def _update(self, images: Tensor, labels: Any, done: int) -> Tensor:
