@@ -1,5 +1,5 @@
-"""Pictures to segment that are unlike the scattered digits: striped shapes on striped ground, beside
-and over each other, with masks as PNGs."""
+"""Pictures to segment that are unlike the scattered digits: striped shapes on striped ground, with
+masks as PNGs. Shapes lie beside and over each other."""
 
 from __future__ import annotations
 

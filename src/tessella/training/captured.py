@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,18 +48,17 @@ class Captured:
     ) -> None:
         self._work = work
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._images: tuple[torch.Size, torch.dtype] | None = None
+        self._images: tuple[torch.Size, torch.dtype] = (torch.Size([0]), torch.float32)
         self._seen: dict[tuple[object, ...], int] = {}  # passes of a shape of targets
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
-        self._pool: tuple[int, int] | None = None  # memory of all graphs: one runs at a time
+        self._pool: Any = None  # memory of all graphs: one runs at a time
         self.refused: str | None = None
 
     def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
         """One pass; its gradients replace those of the one before."""
         sizes, shape = (images.shape, images.dtype), (targets.shape, targets.dtype)
         if sizes != self._images and self.refused is None:
-            known = self._images is not None and self._recorded
-            if known and images.shape[0] < self._images[0][0]:
+            if self._recorded and images.shape[0] < self._images[0][0]:
                 return self._eagerly(images, targets)  # the last batch of an epoch
             self._images = sizes
             self._seen, self._recorded, self._pool = {}, {}, None
