@@ -124,7 +124,7 @@ def loss(centres_NHW: Tensor, kinds_NPK: Tensor, boxes_NP4: Tensor, targets_NM6:
     focal = _focal(centres_NHW, bells_NMHW.amax(1), ignored_NHW) / thing_NM.sum().clamp(min=1)
     truth_NP6 = targets_NM6.gather(1, owner_NP[..., None].expand(-1, -1, targets_NM6.shape[2]))
     # whatever lies where nothing learns must not be infinite: 0 times that is no number
-    boxes_NP4 = boxes_NP4.where(weight_NP[..., None] > 0, 0.0)
+    boxes_NP4 = boxes_NP4.masked_fill(weight_NP[..., None] == 0, 0.0)
     common, whole = overlap.iou_and_giou(boxes_NP4.flatten(0, 1), truth_NP6[..., :4].flatten(0, 1))
     kinds = truth_NP6[..., 4].clamp(min=0).long().flatten()
     wrong = F.cross_entropy(kinds_NPK.flatten(0, 1), kinds, reduction="none")
@@ -175,11 +175,12 @@ def _owners(targets_NM6: Tensor, bells_NMHW: Tensor, near_NMHW: Tensor) -> tuple
     sides_NM2 = targets_NM6[..., 2:4] - targets_NM6[..., :2]
     area_NM1 = sides_NM2.prod(2, keepdim=True)
     near, bells = near_NMHW.flatten(2), bells_NMHW.flatten(2)
-    least = torch.where(near, area_NM1, torch.inf).min(1)
-    weight = torch.where(near, bells, 0.0)
+    # masked_fill: of two values, where() brings a number to the GPU, which a graph cannot
+    least = area_NM1.expand_as(bells).masked_fill(~near, torch.inf).min(1)
+    weight = bells.masked_fill(~near, 0.0)
     weight = weight / weight.sum(2, keepdim=True).clamp(min=1e-9)
     weight = weight.gather(1, least.indices[:, None])[:, 0]
-    return least.indices, torch.where(least.values.isfinite(), weight, 0.0)
+    return least.indices, weight.masked_fill(least.values.isinf(), 0.0)
 
 
 def build(*, classes: int, channels: int, options: dict[str, Any], pretrained: bool) -> nn.Module:
