@@ -444,7 +444,8 @@ def test_broken_masks_of_annotations_are_listed_and_their_boxes_kept(way, tmp_pa
         [[1, 1, 5, 5, 9]], [[-900, 1, 5, 5, 9, 9]],
     ]  # fmt: skip
     plain["annotations"] = [entry] + [
-        {**entry, "id": 100 + i, "segmentation": shape} for i, shape in enumerate(broken)
+        {**entry, "id": 100 + i, "segmentation": shape, "bbox": [1 + 4 * i, 1, 4, 4]}
+        for i, shape in enumerate(broken)
     ]
     (folder / "broken.json").write_text(json.dumps(plain))
     request = Request(

@@ -211,7 +211,7 @@ def test_masks_as_other_tools_write_them(tmp_path: Path, form: str) -> None:
         (tmp_path / "labelmap.txt").write_text(
             "\n".join(["# label:color_rgb:parts:actions", *lines])
         )
-    request = replace(_request(tmp_path / "unused", mask, mask), source=tmp_path)
+    request = replace(_request(tmp_path / "unused", mask, mask), source=tmp_path, labels=None)
     found = TASK.examples.find(request)
     (source,) = found.sources
     record = Preprocess(height=HEIGHT, width=WIDTH, channels=3)
