@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
 from tessella.core.pictures import MAX_PIXELS, read_pixels
 from tessella.core.preprocess import Preprocess, placement
+from tessella.tasks import by_place
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves
 from tessella.tasks.pieces import Piece, joined
@@ -43,7 +44,6 @@ LISTS = ("classes.txt", "labels.txt")
 COLORS = "labelmap.txt"  # CVAT's: a line "name:r,g,b:…" for each class
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MAX_FILE = 1 << 28
-APART = 0.05  # of the pixels: masks of two equal pictures that differ in more contradict
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def find(request: Request) -> Found:
     sources = tuple(
         Source(
             str(file), path,
-            MaskFile(str(mask), len(classes), _state(mask), colors=told, binary=binary),
+            MaskFile(str(mask), len(classes), by_place.state_of(mask), colors=told, binary=binary),
         )
         for file, path, mask in found
     )  # fmt: skip
@@ -139,17 +139,11 @@ def _folders(source: Path) -> tuple[Path, Path] | None:
     return images, masks
 
 
-def _state(mask: Path) -> str:
-    status = mask.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def _named(source: Path) -> tuple[str, ...]:
     """The classes that a file beside the pictures names."""
     for name in LISTS:
         if (source / name).is_file():
-            lines = read_text(source / name).splitlines()
-            return tuple(line.strip() for line in lines if line.strip())
+            return by_place.listed(source / name)
     return ()
 
 
@@ -335,33 +329,8 @@ def feature(classes: tuple[str, ...]) -> dict[str, Any]:
     return {"mask": {"_type": "Value", "dtype": "binary"}, "classes": names}
 
 
-def occurs(target: dict[str, Any] | MaskFile | Picture) -> Iterable[int]:
-    """The classes of a stored mask; those of a file count when it is stored."""
-    return target["classes"] if isinstance(target, dict) else ()
-
-
-def renumbered(
-    target: MaskFile | Picture, numbers: Sequence[int], classes: int
-) -> MaskFile | Picture:
-    if list(numbers) != list(range(len(numbers))):
-        raise DataError(
-            "the held-out masks count their classes in another order",
-            seen=list(numbers)[:20],
-            fix="give both the same classes.txt, or the same categories",
-        )
-    return target
-
-
-def contradiction(targets: Sequence[dict[str, Any]]) -> Callable[[Sequence[int]], bool]:
-    def contradict(places: Sequence[int]) -> bool:
-        first, *others = (decoded(targets[i]["mask"]) for i in places)
-        return any(float((first != mask).mean()) > APART for mask in others)
-
-    return contradict
-
-
-def strata(targets: Sequence[Any]) -> npt.NDArray[np.int64]:
-    return np.zeros(len(targets), np.int64)
+occurs, renumbered, strata = by_place.occurs, by_place.renumbered, by_place.strata
+contradiction = by_place.contradiction_of(decoded)
 
 
 class Masks:
@@ -374,9 +343,7 @@ class Masks:
         return len(self._masks)
 
     def having(self, label: int) -> npt.NDArray[np.int64]:
-        rows = pa.compute.list_parent_indices(self._labels).to_numpy(zero_copy_only=False)
-        labels = pa.compute.list_flatten(self._labels).to_numpy(zero_copy_only=False)
-        return np.unique(rows[labels == label])
+        return by_place.having(self._labels, label)
 
     def batch(self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None) -> Mask:
         """Class numbers uint8 [B, H, W], 255 where there is none.
