@@ -35,7 +35,7 @@ from tessella.core.device import default_target, torch_device
 from tessella.core.events import silent
 from tessella.data.importing import ImportSettings, import_images
 from tessella.nn import zoo
-from tessella.quickstart import detection
+from tessella.quickstart import annotated, detection
 from tessella.quickstart.scattered import write_scattered
 from tessella.search.timing import latency
 from tessella.tasks import named
@@ -48,10 +48,10 @@ CENTERNET = "centernet"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", default=CENTERNET)
-    parser.add_argument("--size", type=int, default=detection.SIZE, help="of a picture's sides")
+    parser.add_argument("--size", type=int, default=annotated.SIZE, help="of a picture's sides")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--epochs", type=int, default=detection.EPOCHS)
-    parser.add_argument("--pictures", type=int, default=detection.PICTURES)
+    parser.add_argument("--pictures", type=int, default=annotated.PICTURES)
     parser.add_argument("--precisions", default="fp32")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
     parser.add_argument("--out", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
 
 def training(root: Path, network: str, size: int, pictures: int, epochs: int) -> Row:
     """Minutes until the last validation, and what it measured."""
-    held_out = min(detection.HELD_OUT, pictures)
+    held_out = min(annotated.HELD_OUT, pictures)
     train, val = write_scattered(root / "pictures", count=pictures, val=held_out, size=size)
     settings = ImportSettings(task="detection", size=size, val_folder=val)
     dataset = import_images(train, root / "data", settings)

@@ -10,7 +10,7 @@ import pytest
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
 from tessella.core.events import Event, silent
-from tessella.quickstart import detection, quickstart
+from tessella.quickstart import detection, quickstart, segmentation
 
 KEYS = {
     "val_accuracy", "http_accuracy", "top1_agreement", "max_abs_diff", "eager_ms", "plan_ms",
@@ -64,3 +64,12 @@ def test_scattered_digits_from_coco_to_served_boxes(tmp_path: Path) -> None:
     things = sum(map(len, right))
     assert detection.hits(twice, dataset) == (1.0, things / (2 * things + 3))
     assert detection.hits([[], [], []], dataset) == (0.0, 0.0)
+
+
+def test_scattered_digits_from_run_lengths_to_served_masks(tmp_path: Path) -> None:
+    report = segmentation.quickstart(tmp_path, emit=silent, pictures=16, held_out=3, epochs=2)
+    assert report.agreement == 1.0
+    assert report.http_miou == pytest.approx(report.miou, abs=1e-6)
+    assert report.plan_miou == pytest.approx(report.miou, abs=1e-6)
+    assert json.loads((tmp_path / "report.json").read_text())["images"] == 3
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessella.annotations import coco, files, kitti, rle, voc, yolo
+from tessella.annotations import coco, files, kitti, read_annotations, rle, voc, yolo
 from tessella.annotations.record import Annotations, Picture, Thing
 from tessella.core.errors import DataError
 
@@ -111,9 +111,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_coco_s_broken_things_are_listed_and_the_good_ones_kept(tmp_path, name):
+    """Of a thing whose mask is broken its box is good."""
     broken, what = BROKEN[name]
+    if masked := isinstance(broken, dict) and "segmentation" in broken:
+        broken["bbox"] = [3, 3, 6, 6]
     got = read(tmp_path, document(annotations=[thing(bbox=[1, 1, 5, 5]), broken, thing()]))
-    assert [(t.x, t.width) for t in got.pictures[0].things] == [(1.0, 5.0), (1.5, 10.0)]
+    boxes = [(t.x, t.width) for t in got.pictures[0].things]
+    assert boxes == [(1.0, 5.0), *([(3.0, 6.0)] if masked else []), (1.5, 10.0)]
+    assert not any(t.polygons or t.rle for t in got.pictures[0].things)
     (problem,) = got.problems
     assert what in problem.what
     assert problem.path in ("a.png", "a.json")
@@ -152,9 +157,10 @@ def test_a_box_that_is_missing_is_drawn_around_the_mask(tmp_path):
         ({"id": 1, "file_name": "./a.png", "height": 5, "width": 5}, "twice"),
         ({"id": 1, "file_name": "c.png", "height": 2**31, "width": 2**31}, "no picture's"),
         ({"id": 1, "file_name": "c.png", "height": 1 << 20, "width": 1 << 20}, "more than"),
-        ({"id": 1, "file_name": "c.png", "height": 5.0, "width": 5}, "no picture's"),
-        ({"id": 1, "file_name": "c.png"}, "no picture's"),
-        ({"id": "1", "file_name": "c.png", "height": 5, "width": 5}, "no picture"),
+        ({"id": 1, "file_name": "c.png", "height": 5.5, "width": 5}, "no picture's"),
+        ({"id": 1, "file_name": "c.png", "height": 5}, "no picture's"),
+        ({"id": 1, "file_name": "c.png"}, "cannot be read"),
+        ({"id": 1.5, "file_name": "c.png", "height": 5, "width": 5}, "no picture"),
         ("a.png", "no picture"),
     ],
 )
@@ -172,7 +178,6 @@ def test_coco_s_broken_pictures_are_listed(tmp_path, entry, what):
     [
         "", "[]", "{}", "[" * 100_000, '{"a":' * 100_000, "nul",
         '{"images": [], "categories": [], "annotations": {}}',
-        json.dumps(document(annotations=[thing()])).replace("1.5", "NaN"),
         json.dumps(document(annotations=[thing()])).replace("1.5", "9" * 10_000),
         '{"images": [], "images": [], "categories": [], "annotations": []}',
     ],
@@ -202,14 +207,32 @@ def test_many_categories_take_no_time_and_too_many_are_told(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 400])
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 400, "NaN"])
 def test_a_number_that_is_infinite_costs_its_thing_alone(tmp_path, number):
+    """In an outline it costs the outline alone."""
     annotations = [thing(), thing(bbox=[3, 3, 5, 5], segmentation=[[1.5, 2, 7, 3, 4, 9]])]
     for place in ("1.5, 2, 10", "1.5, 2, 7"):
         text = json.dumps(document(annotations=annotations))
         got = read(tmp_path, text.replace(place, place.replace("1.5", number)))
-        assert len(got.pictures[0].things) == 1
+        assert len(got.pictures[0].things) == (1 if place == "1.5, 2, 10" else 2)
         assert len(got.problems) == 1
+
+
+def test_coco_as_tables_and_other_tools_write_it(tmp_path):
+    """Ids that are texts or 3.0, a picture without a size, CVAT's folder of a subset's pictures."""
+    picture(tmp_path / "images/default/a b.png")
+    plain = document(
+        images=[{"id": "x1", "file_name": "a b.png"}],
+        categories=[{"id": 3.0, "name": "cat"}, {"id": "d", "name": "dog"}],
+        annotations=[thing(image_id="x1", category_id=3), thing(image_id="x1", category_id="d")],
+    )
+    write(tmp_path / "annotations/instances_default.json", json.dumps(plain))
+    got = read_annotations(tmp_path)
+    assert got.classes == ("cat", "dog")
+    (one,) = got.pictures
+    assert one.file == str(tmp_path / "images/default/a b.png")
+    assert (one.height, one.width, [t.label for t in one.things]) == (HEIGHT, WIDTH, [0, 1])
+    assert not got.problems
 
 
 # --- the other formats ----------------------------------------------------------------------------
@@ -237,6 +260,49 @@ def test_yolo(tmp_path):
     assert (box.label, box.x, box.y, box.width, box.height) == (1, 10, 12, 20, 6)
     assert outline.polygons == ((4.0, 3.0, 20.0, 3.0, 20.0, 15.0),)
     assert [p.path for p in got.problems] == ["val/images/c.png"] * 4 + ["nowhere"]
+
+
+def test_yolo_s_odd_folders(tmp_path):
+    """Key points are no outline, a picture counts once, labels lie beside it, and none is lost."""
+    for name in ("images/a.png", "images/b.png", "images/c.png"):
+        picture(tmp_path / name)
+    write(tmp_path / "labels/a.txt", "0 .5 .5 .2 .2 .4 .4 .6 .6 .5 .5")
+    write(tmp_path / "images/b.txt", "1 .5 .5 .2 .2 .1 .1 .6 .6 .5 .5\n0 .5 .5")
+    write(tmp_path / "labels/lost.txt", "0 .5 .5 .2 .2")
+    write(tmp_path / "val.txt", "./images/a.png\nimages/none.png\n")
+    text = "train: images\nval: val.txt\nkpt_shape: [3, 2]\nnames: {'0': cat, '1': dog}"
+    got = yolo.read(write(tmp_path / "data.yaml", text))
+    assert [[(t.label, round(t.width), t.polygons) for t in p.things] for p in got.pictures] == [
+        [(0, 8, ())], [(1, 8, ())], [],
+    ]  # fmt: skip
+    assert [(p.path, p.what.split(":")[0]) for p in got.problems] == [
+        ("images/b.png", "a line is neither a box nor an outline"),
+        ("images/a.png", "the picture is there twice"),
+        ("images/none.png", "the picture cannot be read"),
+        ("labels/lost.txt", "there is no picture of this name"),
+    ]
+    assert got.notes == ("2 pictures have no file of labels: they show nothing",)
+
+
+@pytest.mark.parametrize("tool", ["Label Studio", "CVAT"])
+def test_yolo_without_a_data_yaml(tmp_path, tool):
+    """It looks like KITTI's folders: an outline would have been one of its boxes."""
+    outline = "1 .1 .1 .5 .1 .5 .5 .1 .5"
+    if tool == "CVAT":
+        picture(tmp_path / "obj_train_data/a.png")
+        write(tmp_path / "obj_train_data/a.txt", outline)
+        write(tmp_path / "obj.names", "cat\ndog\n")
+        write(tmp_path / "train.txt", "data/obj_train_data/a.png\n")
+    else:
+        picture(tmp_path / "images/a.png")
+        write(tmp_path / "labels/a.txt", outline)
+        kitti_s = read_annotations(tmp_path)
+        assert "begins with a number" in kitti_s.problems[0].what
+        assert not kitti_s.pictures[0].things
+        write(tmp_path / "classes.txt", "cat\ndog\n")
+    got = read_annotations(tmp_path)
+    assert [(t.label, t.x, t.width) for t in got.pictures[0].things] == [(1, 4, 16)]
+    assert (got.classes, got.problems) == (("cat", "dog"), ())
 
 
 @pytest.mark.parametrize(
@@ -296,6 +362,24 @@ def test_voc(tmp_path):
     assert "deeper" in listed["e.xml"]
     assert "entities" in listed["f.xml"]
     assert "not UTF-8" in listed["h.xml"]
+
+
+def test_voc_s_several_roots_and_odd_names(tmp_path):
+    """Folders of years, files below files, a name that is wrong, one picture twice, difficult."""
+    good = voc_object("dog", 1, 1, 9.5, 9)
+    hard = voc_object("cat", 2, 2, 9, 9).replace("</name>", "</name><difficult>1</difficult>")
+    for name in ("2007/JPEGImages/x/a.png", "2012/JPEGImages/a.png", "2012/JPEGImages/b.png"):
+        picture(tmp_path / name)
+    write(tmp_path / "2007/Annotations/x/a.xml", voc_file("a.png", good))
+    write(tmp_path / "2012/Annotations/a.xml", voc_file("image.jpg", good, hard))
+    write(tmp_path / "2012/Annotations/c.xml", voc_file("a.png", good))
+    got = read_annotations(tmp_path)
+    assert [(p.path, [(t.label, t.crowd) for t in p.things]) for p in got.pictures] == [
+        ("2007/JPEGImages/x/a.png", [(1, False)]),
+        ("2012/JPEGImages/a.png", [(1, False), (0, True)]),
+    ]
+    assert [(p.path, "another XML" in p.what) for p in got.problems] == [("c.xml", True)]
+    assert "1 things are marked difficult" in got.notes[0]
 
 
 def test_kitti(tmp_path):

@@ -23,6 +23,7 @@ BARE = Recipe(network="resnet18", dataset="x", batch_size=32)
         ("mine.py:Net", "plain"), ("nets/deploy.prototxt", "plain"),
         ("timm/convnext_atto", "convnext"), ("timm/convnextv2_tiny.fcmae", "convnext"),
         ("timm/vit_tiny_patch16_224", "transformer"), ("timm/swin_t", "transformer"),
+        ("unet", "unet"), ("unet3d", "unet"), ("segformer", "normalized"),
         ("timm/eva02_base_patch14_224", "transformer"), ("timm/vitamin_small", "normalized"),
     ],
 )  # fmt: skip
@@ -46,6 +47,19 @@ def test_the_rate_grows_with_the_batch_and_shrinks_for_learned_weights():
     assert rate(batch_size=32 * 10**6) == pytest.approx(4 * rate())
     assert rate(solver="sgd", batch_size=128) == pytest.approx(4 * rate(solver="sgd"), rel=0.06)
     assert rate(init="runs/a") == rate(init="pretrained") < rate()
+    few, many = (defaults("unet", batch_size=n).solver.lr for n in (2, 128))
+    assert few == RANDOM["unet"].lr  # of thousands of answers even in two images
+    assert many == pytest.approx(2 * few)
+
+
+def test_answers_for_places_make_a_batch_smaller():
+    sizes = {(96, 96): 64, (224, 224): 64, (512, 512): 8, (96, 128, 128): 2, (512, 2048): 2}
+    for sides, batch in sizes.items():
+        assert completed(Recipe(network="unet", dataset="x"), {}, sides=sides).batch_size == batch
+    assert completed(BARE, {"batch_size": 32}, sides=(512, 512)).batch_size == 32
+    assert completed(BARE, {}).batch_size == 32
+    two = Recipe(network="unet3d", dataset="x", gpus=2, accumulate=2)
+    assert completed(two, {}, sides=(128, 128, 128)).batch_size == 4
 
 
 def test_what_is_set_by_hand_stays_and_the_rest_follows_it():

@@ -106,6 +106,7 @@ def test_each_thing_is_where_its_colour_is(settings: Augment, mirrored: bool) ->
                 moves = replace(moves, top=7, left=9, height=40, width=50, mirror=True, flip=True)
                 shown = shown[7 * FINE : 47 * FINE, 9 * FINE : 59 * FINE][::-1, ::-1]
             boxes = TARGETS.batch(np.array([index]), [moves])[0].astype(np.float64)
+            boxes = boxes[boxes[:, 4] >= 0]
             boxes[:, [0, 2]] *= moves.width
             boxes[:, [1, 3]] *= moves.height
             labels = boxes[:, 4].astype(int)

@@ -429,7 +429,7 @@ def test_a_thing_without_a_mask_is_a_crowd_and_none_with_one_is_refused(way, tmp
         import_images(folder / "none.json", tmp_path / "none", settings)
 
 
-def test_broken_masks_of_annotations_are_listed_and_left_out(way, tmp_path: Path) -> None:
+def test_broken_masks_of_annotations_are_listed_and_their_boxes_kept(way, tmp_path: Path) -> None:
     """Of another size, run lengths that lie, no numbers, too few points: each told, none stored."""
     folder = way[0]
     plain = json.loads((folder / "val.json").read_text())
@@ -444,19 +444,19 @@ def test_broken_masks_of_annotations_are_listed_and_left_out(way, tmp_path: Path
         [[1, 1, 5, 5, 9]], [[-900, 1, 5, 5, 9, 9]],
     ]  # fmt: skip
     plain["annotations"] = [entry] + [
-        {**entry, "id": 100 + i, "segmentation": shape} for i, shape in enumerate(broken)
+        {**entry, "id": 100 + i, "segmentation": shape, "bbox": [1 + 4 * i, 1, 4, 4]}
+        for i, shape in enumerate(broken)
     ]
     (folder / "broken.json").write_text(json.dumps(plain))
     request = Request(
         source=folder / "broken.json", labels=None, image_root=None, by_folder=_no_folder
     )
     found = TASK.examples.find(request)
-    assert sum(len(source.label.things) for source in found.sources) == 1
+    things = [thing for source in found.sources for thing in source.label.things]
+    assert len(things) == 1 + len(broken)
+    assert [bool(t.polygons or t.rle) for t in things] == [True] + [False] * len(broken)
     assert any(f"{len(broken)} problems" in note for note in found.notes)
-    entry["segmentation"] = [[float("nan"), 1, 5, 5, 9, 9]]
-    (folder / "broken.json").write_text(json.dumps(plain))
-    with pytest.raises(DataError, match="NaN"):
-        TASK.examples.find(request)
+    assert any(f"{len(broken)} things have a box and no mask" in note for note in found.notes)
 
 
 MASK = np.zeros((40, 60), np.uint8)

@@ -145,8 +145,8 @@ def test_boxes_without_masks_are_refused(pictures: Path, tmp_path: Path) -> None
 
 def test_bad_masks_are_listed(pictures: Path, tmp_path: Path) -> None:
     bad = {
-        "0": (np.zeros((HEIGHT, WIDTH), np.uint16), "one channel of 8 bits"),
-        "1": (np.zeros((HEIGHT, WIDTH, 3), np.uint8), "one channel of 8 bits"),
+        "0": (np.full((HEIGHT, WIDTH), 256, np.uint16), "number of no class"),
+        "1": (np.eye(HEIGHT, WIDTH, dtype=np.uint8)[:, :, None] * [1, 0, 0], "one channel of 8"),
         "2": (np.zeros((HEIGHT, WIDTH - 1), np.uint8), "another size"),
         "3": (np.full((HEIGHT, WIDTH), 3, np.uint8), "number of no class"),
         "4": (b"\x89PNG\r\n\x1a\nxx", "no PNG"),
@@ -161,7 +161,7 @@ def test_bad_masks_are_listed(pictures: Path, tmp_path: Path) -> None:
     for stem, (content, _) in bad.items():
         file = tmp_path / "s" / "masks" / f"{stem}.png"
         if isinstance(content, np.ndarray):
-            Image.fromarray(content).save(file)
+            Image.fromarray(content.astype(np.uint16 if stem == "0" else np.uint8)).save(file)
         elif content is None:
             file.unlink()
         else:
@@ -186,6 +186,46 @@ def test_a_palette_s_indices_are_the_classes(tmp_path: Path) -> None:
     record = Preprocess(height=HEIGHT, width=WIDTH, channels=3)
     stored = TASK.examples.stored(source.label, source.file, record)
     np.testing.assert_array_equal(decoded(stored["mask"]), mask)
+
+
+PALETTE = {"background": (0, 0, 0), "road": (128, 64, 128), "car": (0, 0, 142)}
+
+
+@pytest.mark.parametrize("form", ["colours", "white", "deep", "grey as colour"])
+def test_masks_as_other_tools_write_them(tmp_path: Path, form: str) -> None:
+    """CVAT's colours by its labelmap.txt, 0 and 255, 16 bits, and grey in three channels."""
+    mask = (np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) % 3).astype(np.uint8)
+    shown: dict[str, np.ndarray] = {
+        "colours": np.array(list(PALETTE.values()), np.uint8)[mask],
+        "white": np.where(mask == 1, 255, 0).astype(np.uint8),
+        "deep": mask.astype(np.uint16),
+        "grey as colour": np.repeat(mask[:, :, None], 3, axis=2),
+    }
+    for name in ("JPEGImages", "SegmentationClass"):
+        (tmp_path / name).mkdir()
+    pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "JPEGImages" / "a.jpg")
+    Image.fromarray(shown[form]).save(tmp_path / "SegmentationClass" / "a.png")
+    if form == "colours":
+        lines = [f"{name}:{','.join(map(str, color))}::" for name, color in PALETTE.items()]
+        (tmp_path / "labelmap.txt").write_text(
+            "\n".join(["# label:color_rgb:parts:actions", *lines])
+        )
+    request = replace(_request(tmp_path / "unused", mask, mask), source=tmp_path, labels=None)
+    found = TASK.examples.find(request)
+    (source,) = found.sources
+    record = Preprocess(height=HEIGHT, width=WIDTH, channels=3)
+    stored = TASK.examples.stored(source.label, source.file, record)
+    wanted = (mask == 1).astype(np.uint8) if form == "white" else mask
+    np.testing.assert_array_equal(decoded(stored["mask"]), wanted)
+    names = {"colours": tuple(PALETTE), "white": ("class 0", "class 1")}
+    assert found.classes == names.get(form, ("class 0", "class 1", "class 2"))
+    assert bool(found.notes) == (form == "white")
+    if form == "colours":
+        pixels[0, 0] = 1, 2, 3
+        Image.fromarray(pixels).save(source.label.file)
+        with pytest.raises(DataError, match="colour of no class"):
+            TASK.examples.stored(source.label, source.file, record)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +293,7 @@ def test_a_mask_moves_with_its_picture(pictures: Path, resize: str, crop, tmp_pa
 def _request(folder: Path, mask: np.ndarray, shown: np.ndarray) -> Request:
     """What an import asks of a folder with one picture and its mask."""
     for name, pixels in (("images", shown), ("masks", mask)):
-        (folder / name).mkdir(exist_ok=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(folder / name / "a.png")
     return Request(
         source=folder,

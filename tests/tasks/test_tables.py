@@ -120,6 +120,18 @@ def test_a_path_out_of_the_folder_is_listed(tmp_path, path):
     assert "out of the folder" in got.skipped[0].reason
 
 
+def test_a_row_with_other_cells_than_the_header_is_listed(tmp_path):
+    """Behind Excel's mark, with semicolons and quotes."""
+    text = '\ufeffpath;label\n"a;b.png";"cat"\nc.png;dog;2\nd.png\ne f.png;"d""g"\n'
+    got = found("classification", write(tmp_path / "a.csv", text))
+    assert [s.path for s in got.sources] == ["a;b.png", "e f.png"]
+    assert got.classes == ("cat", 'd"g')
+    assert [(s.path, s.reason) for s in got.skipped] == [
+        ("c.png;dog;2", "3 cells where the header has 2"),
+        ("d.png", "1 cells where the header has 2"),
+    ]
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -41,7 +41,10 @@ class Checker:
         polygons: Sequence[Any] = (),
         counts: bytes | None = None,
     ) -> None:
-        """Add a thing whose box is x, y, width, height, unless it is broken or there already."""
+        """Add a thing whose box is x, y, width, height, unless it is broken or there already.
+
+        A thing whose mask alone is broken keeps its box.
+        """
         if len(self.things) >= MAX_THINGS:
             if len(self.things) == MAX_THINGS:
                 self.tell(f"more than {MAX_THINGS:,} things; the others are left out")
@@ -51,11 +54,9 @@ class Checker:
             return
         x, y, width, height = placed
         outlines = self._outlines(polygons)
-        if outlines is None:
-            return
         if counts is not None and not rle.fits(counts, self.height, self.width):
             self.tell(f"a mask is not {self.height} × {self.width} pixels, as its picture is")
-            return
+            counts = None
         key = (label, x, y, width, height, crowd, outlines, counts)
         if key in self._seen:
             self.tell(f"a thing of class {label} is there twice, at {_box(placed)}")
@@ -95,21 +96,22 @@ class Checker:
             return left, top, right - left, bottom - top
         return x, y, width, height
 
-    def _outlines(self, polygons: Sequence[Any]) -> tuple[tuple[float, ...], ...] | None:
-        """The outlines as numbers, or None after saying what is wrong with one."""
+    def _outlines(self, polygons: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
+        """The outlines as numbers; none after saying what is wrong with one, as it may be a part
+        of the thing or a hole in it."""
         outlines = []
         for polygon in polygons:
             if not isinstance(polygon, list | tuple) or not 6 <= len(polygon) <= 2 * MAX_POINTS:
                 self.tell("an outline has fewer than three points, or too many")
-                return None
+                return ()
             points = tuple(polygon)
             # A sum of finite numbers is one, and of nothing else.
             if not PLAIN.issuperset(map(type, points)) or len(points) % 2 or not _adds_up(points):
                 self.tell("an outline is not pairs of finite numbers")
-                return None
+                return ()
             if self._strays(points):
                 self.tell("an outline leads far out of the picture, or is too long")
-                return None
+                return ()
             outlines.append(points)
         return tuple(outlines)
 

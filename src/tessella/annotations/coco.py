@@ -15,9 +15,11 @@ import numpy as np
 
 from tessella.annotations import rle
 from tessella.annotations.check import Checker, sides_of
-from tessella.annotations.files import inside, no_collection, read_json
+from tessella.annotations.files import inside, no_collection, read_json, size_of
 from tessella.annotations.record import Annotations, Picture, Problem, Thing
 from tessella.core.errors import DataError
+
+Key = int | str  # of a picture or a category
 
 MAX_CLASSES = 1 << 16
 FOLDERS = ("", "images", "train", "val", "train2017", "val2017", "test2017", "data")
@@ -69,13 +71,14 @@ def _read(path: Path, image_root: Path | None, split: str) -> Annotations:
 
 def _classes(
     entries: list[Any], path: Path, problems: list[Problem]
-) -> tuple[dict[int, int], tuple[str, ...]]:
+) -> tuple[dict[Key, int], tuple[str, ...]]:
     """The label of each category's id, and the names; in the order of the ids."""
-    known: dict[int, str] = {}
+    known: dict[Key, str] = {}
     names: set[str] = set()
     for entry in entries[:MAX_CLASSES]:
         number, name = (entry.get("id"), entry.get("name")) if isinstance(entry, dict) else (0, 0)
-        if type(number) is not int or not isinstance(name, str):
+        number = _key(number)
+        if number is None or not isinstance(name, str):
             problems.append(Problem(path=path.name, what=f"no category: {str(entry)[:80]}"))
         elif number in known or name in names:
             problems.append(Problem(path=path.name, what=f"category {number} is there twice"))
@@ -85,7 +88,7 @@ def _classes(
     if len(entries) > MAX_CLASSES:
         what = f"{len(entries):,} categories, of which the first {MAX_CLASSES:,} are read"
         problems.append(Problem(path=path.name, what=what))
-    ids = sorted(known)
+    ids = sorted(known, key=lambda number: (isinstance(number, str), number))
     return {number: label for label, number in enumerate(ids)}, tuple(known[i] for i in ids)
 
 
@@ -95,7 +98,8 @@ def _root(path: Path, images: list[Any]) -> Path:
     if not isinstance(first, str):
         return path.parent
     parents = (path.parent, path.parent.parent)
-    usual = (path.stem.removeprefix("instances_"), *FOLDERS)
+    own = path.stem.removeprefix("instances_")
+    usual = (own, *FOLDERS, f"images/{own}")
     places = [parent / folder for parent in parents for folder in usual]
     for place in places:
         name = inside(first, place)
@@ -106,18 +110,23 @@ def _root(path: Path, images: list[Any]) -> Path:
 
 def _pictures(
     entries: list[Any], root: Path, path: Path, problems: list[Problem]
-) -> tuple[dict[int, Checker], dict[int, str]]:
-    checkers: dict[int, Checker] = {}
-    files: dict[int, str] = {}
+) -> tuple[dict[Key, Checker], dict[Key, str]]:
+    checkers: dict[Key, Checker] = {}
+    files: dict[Key, str] = {}
     names: set[str] = set()
     for entry in entries:
-        key = entry.get("id") if isinstance(entry, dict) else None
+        key = _key(entry.get("id")) if isinstance(entry, dict) else None
         name = entry.get("file_name") if isinstance(entry, dict) else None
-        if type(key) is not int or not isinstance(name, str):
+        if key is None or not isinstance(name, str):
             problems.append(Problem(path=path.name, what=f"no picture: {str(entry)[:80]}"))
             continue
         below = inside(name, root)
-        wrong = sides_of(entry.get("height"), entry.get("width"))
+        height, width = (_whole(entry.get(side)) for side in ("height", "width"))
+        wrong = sides_of(height, width)
+        if below is not None and height is width is None:  # the picture's file says it, too
+            told = size_of(os.path.join(root, below))
+            wrong = told if isinstance(told, str) else None
+            height, width = (0, 0) if isinstance(told, str) else told
         if below is None:
             wrong = "the path leads out of the folder"
         elif key in checkers or below in names:
@@ -126,36 +135,50 @@ def _pictures(
             problems.append(Problem(path=name[:200], what=wrong or ""))
             continue
         names.add(below)
-        checkers[key] = Checker(below, entry["height"], entry["width"], problems)
+        checkers[key] = Checker(below, height, width, problems)
         files[key] = os.path.join(root, below)
     return checkers, files
 
 
+def _key(value: Any) -> Key | None:
+    """An id: a number or a text; None for anything else."""
+    if isinstance(value, str):
+        return value
+    number = _whole(value)
+    return number if type(number) is int else None
+
+
+def _whole(value: Any) -> Any:
+    """640 for 640.0, as exports of tables write it; all else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
 def _add(
     entry: Any,
-    checkers: dict[int, Checker],
-    numbers: dict[int, int],
+    checkers: dict[Key, Checker],
+    numbers: dict[Key, int],
     path: Path,
     problems: list[Problem],
 ) -> None:
     if not isinstance(entry, dict):
         problems.append(Problem(path=path.name, what=f"no annotation: {str(entry)[:80]}"))
         return
-    image, category = entry.get("image_id"), entry.get("category_id")
-    checker = checkers.get(image) if type(image) is int else None
+    image, category = _key(entry.get("image_id")), _key(entry.get("category_id"))
+    checker = None if image is None else checkers.get(image)
     if checker is None:
-        what = f"annotation {str(entry.get('id'))[:20]} is of no picture: {str(image)[:40]}"
+        said = str(entry.get("image_id"))[:40]
+        what = f"annotation {str(entry.get('id'))[:20]} is of no picture: {said}"
         problems.append(Problem(path=path.name, what=what))
         return
-    if type(category) is not int or category not in numbers:
-        checker.tell(f"a thing's class is unknown: {str(category)[:40]}")
+    if category is None or category not in numbers:
+        checker.tell(f"a thing's class is unknown: {str(entry.get('category_id'))[:40]}")
         return
     shape, box = entry.get("segmentation"), entry.get("bbox")
     polygons = shape if isinstance(shape, list) else ()
     counts = None
     if isinstance(shape, dict):
         counts = _counts(shape, checker)
-        if counts is None:
+        if counts is None and not isinstance(box, list):
             return
     if not isinstance(box, list):
         box = _box_around(polygons, counts, checker)

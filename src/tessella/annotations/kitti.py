@@ -85,7 +85,15 @@ def _lines(texts: Path, stem: str) -> list[str]:
 def _names(texts: Path, stems: set[str]) -> tuple[str, ...]:
     """The classes that occur, by the alphabet."""
     names = {ln.split()[0] for stem in stems for ln in _lines(texts, stem) if ln.split()}
-    return tuple(sorted(n for n in names if n.lower() != IGNORED))
+    return tuple(sorted(n for n in names if n.lower() != IGNORED and not _is_number(n)))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _add(line: str, checker: Checker, numbers: dict[str, int]) -> bool:
@@ -95,6 +103,12 @@ def _add(line: str, checker: Checker, numbers: dict[str, int]) -> bool:
         return False
     if words[0].lower() == IGNORED:
         return True
+    if _is_number(words[0]):
+        checker.tell(
+            f"a line begins with a number, as YOLO's do, which want a data.yaml or a classes.txt: "
+            f"{line[:80]}"
+        )
+        return False
     if words[0] not in numbers:
         checker.tell(f"a thing's class is unknown: {words[0][:40]!r}")
         return False

@@ -57,8 +57,10 @@ def _reader(
             return lambda: coco.read(source / name, image_root=image_root)
     if files := sorted((source / "annotations").glob("*.json")):
         return lambda: coco.read(_only(files), image_root=image_root)
-    if (source / "Annotations").is_dir() or any(source.glob("*.xml")):
+    if voc.roots_of(source) or any(source.glob("*.xml")):
         return lambda: voc.read(source, labels=labels)
+    if yolo.is_folder(source):
+        return lambda: yolo.read_folder(source)
     if kitti.is_folder(source):
         return lambda: kitti.read(source, labels=labels)
     return None

@@ -15,6 +15,7 @@ from tessella.annotations.record import Annotations, Picture, Problem
 from tessella.core.errors import DataError
 
 PICTURES = ("JPEGImages", "images", "")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = {"train": "train", "val": "val", "test": "test"}
 MAX_XML = 4 << 20
 MAX_DEPTH = 16
@@ -37,7 +38,10 @@ class _Builder(ElementTree.TreeBuilder):
 
 
 def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
-    """The annotations of a folder that holds ``Annotations``, or XML files beside pictures.
+    """The annotations of a folder that holds ``Annotations``, of several such folders in one, or of
+    XML files beside pictures.
+
+    A thing that is marked difficult is a crowd: VOC counts no answer there as wrong.
 
     Args:
         labels: the classes in their order; by default all that occur, by the alphabet.
@@ -45,21 +49,50 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
     Raises:
         DataError: there is no XML file.
     """
-    place = folder / "Annotations" if (folder / "Annotations").is_dir() else folder
-    files = sorted(place.glob("*.xml"))
-    if not files:
-        raise DataError("there are no XML files", seen=place, fix="give VOC's folder")
+    roots = roots_of(folder) or [folder]
+    files = {root: _files(root) for root in roots}
+    if not any(files.values()):
+        raise DataError("there are no XML files", seen=folder, fix="give VOC's folder")
     problems: list[Problem] = []
-    classes = labels or _names(files)
+    classes = labels or _names([file for some in files.values() for file in some])
     numbers = {name: label for label, name in enumerate(classes)}
-    splits = _splits(folder)
-    pictures = []
-    for file in files:  # read again: trees of a hundred thousand files take gigabytes
-        tree = _tree(file, problems)
-        if tree is not None:
-            picture = _picture(file, tree, folder, numbers, splits.get(file.stem, ""), problems)
-            pictures += [] if picture is None else [picture]
-    return Annotations(classes=classes, pictures=tuple(pictures), problems=tuple(problems))
+    pictures: dict[str, Picture] = {}
+    for root, some in files.items():
+        splits = _splits(root)
+        for file in some:  # read again: trees of a hundred thousand files take gigabytes
+            tree = _tree(file, problems)
+            place = _place(file, tree, root, problems) if tree is not None else None
+            if tree is None or place is None:
+                continue
+            name = (root / place).relative_to(folder).as_posix()
+            if name in pictures:
+                what = f"its picture has another XML already: {name}"
+                problems.append(Problem(path=file.name, what=what))
+            elif picture := _picture(
+                root / place, name, tree, numbers, splits.get(file.stem, ""), problems
+            ):
+                pictures[name] = picture
+    difficult = sum(thing.crowd for picture in pictures.values() for thing in picture.things)
+    note = f"{difficult:,} things are marked difficult: no answer counts there as wrong"
+    return Annotations(
+        classes=classes,
+        pictures=tuple(pictures.values()),
+        problems=tuple(problems),
+        notes=(note,) if difficult else (),
+    )
+
+
+def roots_of(folder: Path) -> list[Path]:
+    """The folder with ``Annotations``: this one, or those in it, such as VOC2007 and VOC2012."""
+    if (folder / "Annotations").is_dir():
+        return [folder]
+    return sorted(p.parent for p in folder.glob("*/Annotations") if p.is_dir())
+
+
+def _files(root: Path) -> list[Path]:
+    if (root / "Annotations").is_dir():
+        return sorted((root / "Annotations").rglob("*.xml"))
+    return sorted(root.glob("*.xml"))
 
 
 def _names(files: list[Path]) -> tuple[str, ...]:
@@ -98,25 +131,31 @@ def _splits(folder: Path) -> dict[str, str]:
     return splits
 
 
+def _place(
+    file: Path, tree: ElementTree.Element, root: Path, problems: list[Problem]
+) -> str | None:
+    """Where the picture of an XML file lies: as it says, or else the one of the file's own name."""
+    name = (tree.findtext("filename") or file.with_suffix(".jpg").name).strip()
+    below = file.relative_to(root)
+    own = Path(*below.parts[1:]) if below.parts[0] == "Annotations" else below
+    for said in (name, (own.parent / name).as_posix(), *map(own.with_suffix, SUFFIXES)):
+        for place in PICTURES:
+            found = inside(f"{place}/{said}" if place else str(said), root)
+            if found is not None and (root / found).is_file():
+                return found
+    problems.append(Problem(path=file.name, what=f"there is no picture {name[:100]!r}"))
+    return None
+
+
 def _picture(
     file: Path,
+    found: str,
     tree: ElementTree.Element,
-    folder: Path,
     numbers: dict[str, int],
     split: str,
     problems: list[Problem],
 ) -> Picture | None:
-    name = (tree.findtext("filename") or file.with_suffix(".jpg").name).strip()
-    found = None
-    for place in PICTURES:
-        below = inside(f"{place}/{name}" if place else name, folder)
-        if below is not None and (folder / below).is_file():
-            found = below
-            break
-    if found is None:
-        problems.append(Problem(path=file.name, what=f"there is no picture {name[:100]!r}"))
-        return None
-    size = size_of(str(folder / found))
+    size = size_of(str(file))
     if isinstance(size, str):
         problems.append(Problem(path=found, what=size))
         return None
@@ -130,7 +169,7 @@ def _picture(
     for entry in tree.iter("object"):
         _add(entry, checker, numbers)
     return Picture(
-        file=str(folder / found),
+        file=str(file),
         path=found,
         height=height,
         width=width,
@@ -154,4 +193,6 @@ def _add(entry: ElementTree.Element, checker: Checker, numbers: dict[str, int]) 
     except ValueError:
         checker.tell(f"a box is not four numbers: {texts}"[:120])
         return
-    checker.add(numbers[name], [left - 1, top - 1, right - left + 1, bottom - top + 1])
+    box = [left - 1, top - 1, right - left + 1, bottom - top + 1]
+    difficult = (entry.findtext("difficult") or "").strip() == "1"
+    checker.add(numbers[name], box, crowd=difficult)

@@ -1,11 +1,16 @@
 """YOLO's ``data.yaml``: folders of pictures, and beside them one text file a picture.
 
 A line is a class and four numbers, the middle and the size of a box, or a class and an outline; all
-as fractions of the picture.
+as fractions of the picture. Of a class, a box and key points (``kpt_shape``) the box is read.
+
+Instead of a ``data.yaml`` Label Studio writes ``classes.txt`` beside ``images`` and ``labels``, and
+CVAT ``obj.names`` beside lists of pictures.
 """
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,35 @@ SPLITS = ("train", "val", "test")
 MAX_YAML = 1 << 20
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MAX_LINES = 1 << 16
+NAMES = ("classes.txt", "obj.names")  # of a folder without a data.yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What the lines of a dataset mean: how many classes, and whether key points follow a box."""
+
+    classes: int
+    points: bool = False
+
+
+def is_folder(folder: Path) -> bool:
+    """Whether a folder without a ``data.yaml`` names its classes."""
+    named = any((folder / name).is_file() for name in NAMES)
+    lists = any((folder / f"{split}.txt").is_file() for split in SPLITS)
+    return named and (lists or ((folder / "images").is_dir() and (folder / "labels").is_dir()))
+
+
+def read_folder(folder: Path) -> Annotations:
+    """The annotations of such a folder.
+
+    Raises:
+        DataError: it names no classes, or no pictures.
+    """
+    file = next(folder / name for name in NAMES if (folder / name).is_file())
+    names = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    classes = _names(names, file)
+    lists = {split: f"{split}.txt" for split in SPLITS if (folder / f"{split}.txt").is_file()}
+    return _read(folder, folder, lists or {"": "images"}, classes, Names(classes=len(classes)))
 
 
 def read(path: Path) -> Annotations:
@@ -43,26 +77,56 @@ def read(path: Path) -> Annotations:
     base = path.parent
     if isinstance(data.get("path"), str) and inside(data["path"], base):
         base = base / str(inside(data["path"], base))
+    places = {split: data[split] for split in SPLITS if split in data}
+    known = Names(classes=len(classes), points="kpt_shape" in data)
+    return _read(base, path.parent, places, classes, known)
+
+
+def _read(
+    base: Path, here: Path, entries: dict[str, Any], classes: tuple[str, ...], known: Names
+) -> Annotations:
     problems: list[Problem] = []
-    pictures: list[Picture] = []
-    for split in SPLITS:
-        for place in _places(data.get(split), base, path.parent, problems):
+    pictures: dict[Path, Picture] = {}
+    labels: set[Path] = set()
+    for split, entry in entries.items():
+        for place in _places(entry, base, here, problems):
             for file in _files(place, base, problems):
-                picture = _picture(file, base, len(classes), split, problems)
-                pictures += [] if picture is None else [picture]
+                if (where := Path(os.path.normpath(file))) in pictures:
+                    name = pictures[where].path
+                    what = f"the picture is there twice: in {pictures[where].split} and {split}"
+                    problems.append(Problem(path=name, what=what))
+                    continue
+                labels.add(_label_file(file))
+                if (picture := _picture(file, base, known, split, problems)) is not None:
+                    pictures[where] = picture
     if not pictures:
         raise DataError(
             "the data.yaml leads to no pictures",
-            seen=f"{[data.get(s) for s in SPLITS]} in {base}"[:200],
+            seen=f"{list(entries.values())} in {base}"[:200],
             fix="let train and val name folders of pictures below it",
         )
-    pictures.sort(key=lambda p: (SPLITS.index(p.split), p.path))
-    return Annotations(classes=classes, pictures=tuple(pictures), problems=tuple(problems))
+    folders = {file.parent for file in labels if file.parent.name == "labels"}
+    for folder in sorted(folders):
+        for lost in sorted(set(folder.glob("*.txt")) - labels):
+            if lost.name not in NAMES:
+                name = inside(str(lost), base) or lost.name
+                problems.append(Problem(path=name, what="there is no picture of this name"))
+    bare = sum(not file.is_file() for file in labels)
+    note = f"{bare:,} pictures have no file of labels: they show nothing"
+    order = sorted(pictures.values(), key=lambda p: ([*SPLITS, ""].index(p.split), p.path))
+    return Annotations(
+        classes=classes,
+        pictures=tuple(order),
+        problems=tuple(problems),
+        notes=(note,) if bare else (),
+    )
 
 
 def _names(names: Any, path: Path) -> tuple[str, ...]:
-    if isinstance(names, dict) and sorted(names, key=str) == sorted(range(len(names)), key=str):
-        names = [names[k] for k in range(len(names))]
+    if isinstance(names, dict):
+        by_text = {str(number): name for number, name in names.items()}
+        if set(by_text) == {str(number) for number in range(len(names))}:
+            names = [by_text[str(number)] for number in range(len(names))]
     if not isinstance(names, list) or not names or len(set(map(str, names))) != len(names):
         raise DataError(
             "the data.yaml does not name its classes",
@@ -94,6 +158,9 @@ def _files(place: Path, base: Path, problems: list[Problem]) -> list[Path]:
     files = []
     for line in read_text(place).splitlines():
         name = inside(line, base)
+        if name is not None and not (base / name).is_file():
+            below = name.removeprefix("data/")  # where CVAT says its pictures would lie
+            name = below if (base / below).is_file() else name
         if name is None:
             if line.strip():
                 what = "the path leads out of the folder"
@@ -104,16 +171,18 @@ def _files(place: Path, base: Path, problems: list[Problem]) -> list[Path]:
 
 
 def _label_file(file: Path) -> Path:
-    """``…/labels/x.txt`` of ``…/images/x.png``: the last folder ``images`` on the way."""
+    """``…/labels/x.txt`` of ``…/images/x.png``: the last folder ``images`` on the way; or else the
+    file beside the picture, if there is one."""
     parts = list(file.parts)
     places = [i for i, part in enumerate(parts[:-1]) if part == "images"]
     if places:
         parts[places[-1]] = "labels"
-    return Path(*parts).with_suffix(".txt")
+    made, beside = Path(*parts).with_suffix(".txt"), file.with_suffix(".txt")
+    return beside if not made.is_file() and beside.is_file() else made
 
 
 def _picture(
-    file: Path, base: Path, classes: int, split: str, problems: list[Problem]
+    file: Path, base: Path, known: Names, split: str, problems: list[Problem]
 ) -> Picture | None:
     name = inside(str(file), base) or file.name
     size = size_of(str(file))
@@ -124,8 +193,13 @@ def _picture(
     checker = Checker(name, height, width, problems)
     labels = _label_file(file)
     if labels.is_file():  # without one the picture shows nothing
-        for line in read_text(labels).splitlines()[:MAX_LINES]:
-            _add(line, checker, classes)
+        try:
+            lines = read_text(labels).splitlines()
+        except DataError as error:
+            problems.append(Problem(path=name, what=str(error)[:200]))
+            return None
+        for line in lines[:MAX_LINES]:
+            _add(line, checker, known)
     return Picture(
         file=str(file),
         path=name,
@@ -136,7 +210,7 @@ def _picture(
     )
 
 
-def _add(line: str, checker: Checker, classes: int) -> None:
+def _add(line: str, checker: Checker, known: Names) -> None:
     words = line.split()
     if not words:
         return
@@ -145,10 +219,11 @@ def _add(line: str, checker: Checker, classes: int) -> None:
     except ValueError:
         checker.tell(f"a line is not numbers: {line[:80]}")
         return
-    if not (label.is_integer() and 0 <= label < classes):
+    if not (label.is_integer() and 0 <= label < known.classes):
         checker.tell(f"a thing's class is unknown: {words[0][:40]}")
         return
     height, width = checker.height, checker.width
+    numbers = numbers[:4] if known.points else numbers
     if len(numbers) == 4:
         x, y, w, h = numbers
         checker.add(int(label), [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height])

@@ -29,7 +29,8 @@ from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit
 from tessella.core.record import to_plain
 from tessella.core.reporter import reported
-from tessella.training.prepare import check, smooths, validates
+from tessella.tasks import for_defaults
+from tessella.training.prepare import check, validates
 from tessella.training.study import require_optuna
 from tessella.training.sweep import Search
 
@@ -86,13 +87,13 @@ def sweep(
             fix="import again with holdout=0.1",
         )
 
-    smoothed = smooths(dataset.path)
+    asked = for_defaults(dataset)
 
     def recipe_of(values: Mapping[str, Scalar]) -> Recipe:
         given = base
         for path, value in values.items():
             given = with_value(given, path, value)
-        return completed(recipe_from(given), given, smoothed=smoothed)
+        return completed(recipe_from(given), given, **asked)
 
     usual = to_plain(recipe_of({}))
     info = SweepInfo(

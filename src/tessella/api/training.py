@@ -15,10 +15,11 @@ from tessella.artifacts.settings import recipe_from, spelled_out
 from tessella.core.events import Emit, phase
 from tessella.core.record import to_plain
 from tessella.core.reporter import reported
+from tessella.tasks import for_defaults
 from tessella.training import forecast as forecasting
 from tessella.training import loop
 from tessella.training.forecast import Forecast
-from tessella.training.prepare import check, smooths
+from tessella.training.prepare import check
 
 AUTO = "auto"
 
@@ -99,7 +100,7 @@ def _recipe(
     if going_on and there is not None:  # what is not said stays, whatever is default by now
         return recipe_from(_merged(to_plain(Run(there).recipe), given))
     recipe = recipe_from(given)
-    recipe = completed(recipe, given, smoothed=smooths(recipe.dataset))
+    recipe = completed(recipe, given, **for_defaults(Dataset(recipe.dataset)))
     check(recipe)
     if line := describe_defaults(recipe, given):
         emit(phase("recipe", line))

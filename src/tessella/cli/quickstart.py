@@ -10,7 +10,7 @@ from typer import Option
 
 from tessella.cli.output import Events, Json, grid, output
 from tessella.core.record import to_plain
-from tessella.quickstart import classification, detection
+from tessella.quickstart import classification, detection, segmentation
 
 Rows = list[tuple[str, str]]
 
@@ -24,22 +24,27 @@ def quickstart(
         "quickstart"
     ),
     task: Annotated[
-        Literal["classification", "detection"], Option(help="What is asked about a picture.")
+        Literal["classification", "detection", "segmentation"],
+        Option(help="What is asked about a picture."),
     ] = "classification",
     json: Json = False,
     events: Events = None,
 ) -> None:
     """Folder of digits → dataset → network → plan → served over HTTP, in about a minute.
 
-    With --task detection digits are scattered on textures, and boxes served: three minutes.
+    With --task detection or segmentation digits are scattered on textures, and boxes or masks
+    served: three minutes.
 
     Example: tessella quickstart --workspace quickstart
     """
     with output(json_only=json, events=events) as out:
-        report: classification.Report | detection.Report
+        report: classification.Report | detection.Report | segmentation.Report
         if task == "detection":
             report = detection.quickstart(workspace, emit=out.emit)
             rows = _detected(report, workspace)
+        elif task == "segmentation":
+            report = segmentation.quickstart(workspace, emit=out.emit)
+            rows = _segmented(report, workspace)
         else:
             report = classification.quickstart(workspace, emit=out.emit)
             rows = _classified(report)
@@ -78,4 +83,15 @@ def _detected(report: detection.Report, workspace: Path) -> Rows:
         ("of what was told, a digit", f"{100 * report.right:.1f} %"),
         ("a picture with its boxes", str(workspace / "drawn.png")),
         ("one image in torch, pixels to boxes", f"{report.eager_ms:.3f} ms"),
+    ]
+
+
+def _segmented(report: segmentation.Report, workspace: Path) -> Rows:
+    return [
+        ("mean IoU of the checkpoint · Dice", f"{report.miou:.3f} · {report.dice:.3f}"),
+        ("mean IoU of the plan", f"{report.plan_miou:.3f}"),
+        ("mean IoU of the masks over HTTP", f"{report.http_miou:.3f}"),
+        ("pictures with the same masks", f"{report.agreement:.4f} of {report.images}"),
+        ("a picture with its masks", str(workspace / "drawn.png")),
+        ("one image in torch, pixels to masks", f"{report.eager_ms:.3f} ms"),
     ]

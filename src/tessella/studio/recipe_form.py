@@ -118,14 +118,12 @@ class RecipeForm:
                     self._add(setting, label[0].upper() + label[1:], start)
         self._show_policy()
 
-    def recipe(
-        self, *, network: str, dataset: str, smoothed: bool = True, init: str = "random"
-    ) -> Recipe:
+    def recipe(self, *, network: str, dataset: str, init: str = "random", **asked: Any) -> Recipe:
         """The recipe that the form describes, checked; untouched fields have their defaults.
 
         Args:
-            smoothed: see ``artifacts.defaults.completed``.
             init: as in ``Recipe``, unless the form has another than ``random``.
+            asked: of the dataset: see ``artifacts.defaults.completed``.
 
         Raises:
             UsageError: a value is missing or out of range.
@@ -141,7 +139,7 @@ class RecipeForm:
             plain["init"] = init
         try:
             recipe = from_plain(Recipe, plain, where="recipe")
-            return completed(recipe, plain, smoothed=smoothed)
+            return completed(recipe, plain, **asked)
         except ArtifactError as error:
             raise UsageError(error.wrong, seen=error.seen, fix="correct the setting") from error
 

@@ -12,12 +12,12 @@ from tessella.tasks.folders import named, names, of, verbs
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves, still, turn
 from tessella.tasks.pieces import Piece, joined
-from tessella.tasks.targets import column_of, targets_of
+from tessella.tasks.targets import column_of, for_defaults, targets_of
 from tessella.tasks.task import LossSettings, Query, Report, Targets, Task
 from tessella.tasks.view import View
 
 __all__ = [
     "Block", "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source",
-    "Targets", "Task", "View", "column_of", "joined", "named", "names", "of", "still", "targets_of",
-    "turn", "verbs",
+    "Targets", "Task", "View", "column_of", "for_defaults", "joined", "named", "names", "of",
+    "still", "targets_of", "turn", "verbs",
 ]  # fmt: skip

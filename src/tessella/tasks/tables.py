@@ -12,8 +12,9 @@ import csv
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ class Table:
         paths: name in the dataset, one a row.
         columns: the other columns by name, one a row; an empty cell is the empty text.
         groups: of the column ``group``, by path: pictures of one stay in one split.
-        skipped: rows whose path leads out of the folder.
+        skipped: rows whose path leads out of the folder, or which have more or fewer cells.
     """
 
     files: tuple[str, ...]
@@ -142,7 +143,9 @@ def read(source: Path, *, image_root: Path | None) -> Table:
     if nbytes > MAX_BYTES:
         raise DataError("the table is too large", seen=f"{nbytes:,} bytes", fix="split it")
     try:
-        data = _read_parquet(source) if source.suffix.lower() == ".parquet" else _read_csv(source)
+        ragged: list[SkippedFile] = []
+        parquet = source.suffix.lower() == ".parquet"
+        data = _read_parquet(source) if parquet else _read_csv(source, ragged)
     except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
         raise DataError(
             "this is not a table that can be read",
@@ -156,7 +159,9 @@ def read(source: Path, *, image_root: Path | None) -> Table:
             fix="write a header line, then a row a picture: its path and its labels",
         )
     key = _path_column(data.column_names)
-    return _placed(data, key, source, source.parent if image_root is None else image_root)
+    root = source.parent if image_root is None else image_root
+    table = _placed(data, key, source, root)
+    return replace(table, skipped=(*ragged, *table.skipped))
 
 
 def _path_column(names: Sequence[str]) -> str:
@@ -194,8 +199,20 @@ def _placed(data: pa.Table, key: str, source: Path, root: Path) -> Table:
     )
 
 
-def _read_csv(source: Path) -> pa.Table:
-    """All cells as text: a task knows what they mean, a guess of types does not."""
+def _read_csv(source: Path, ragged: list[SkippedFile]) -> pa.Table:
+    """All cells as text: a task knows what they mean, a guess of types does not.
+
+    Args:
+        ragged: gets the rows that have more or fewer cells than the header.
+    """
+
+    def skip(row: Any) -> str:
+        if len(ragged) >= MAX_ROWS:
+            return "error"
+        reason = f"{row.actual_columns} cells where the header has {row.expected_columns}"
+        ragged.append(SkippedFile(path=row.text[:120], reason=reason))
+        return "skip"
+
     with source.open(encoding="utf-8-sig", newline="") as file:
         head = file.read(1 << 20)
     first = head.splitlines()[0] if head.strip() else ""
@@ -208,7 +225,9 @@ def _read_csv(source: Path) -> pa.Table:
     with pa.csv.open_csv(
         source,
         read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
-        parse_options=pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=False),
+        parse_options=pa.csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=False, invalid_row_handler=skip
+        ),
         convert_options=options,
     ) as reader:
         batches, rows = [], 0

@@ -1,10 +1,11 @@
-"""The targets of a split, checked by its task once."""
+"""The targets of a split, checked by its task once, and what they mean for a recipe's defaults."""
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
-from tessella.artifacts.dataset import Split
+from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.shards import Column
 from tessella.core.errors import DataError
 from tessella.tasks.folders import of
@@ -44,3 +45,13 @@ def column_of(task: Task, classes: tuple[str, ...]) -> Column:
         classes=len(classes),
         occurs=examples.occurs,
     )
+
+
+def for_defaults(dataset: Dataset) -> dict[str, Any]:
+    """What ``artifacts.defaults.completed`` asks about a dataset."""
+    task = of(dataset.info.task)
+    places = task.head.ANSWERS != "picture"
+    return {
+        "smoothed": task.examples.SMOOTHED,
+        "sides": dataset.preprocess.input_shape[1:] if places else None,
+    }

@@ -6,6 +6,8 @@ A ResNet-50's launches take 45 to 60 ms of a slow core, beside 39 ms of an H100 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from tessella.nn.fused import interruptions
 from tessella.training.feed import gpu_asked
 from tessella.training.parallel import World
 
+MOST = 4  # graphs, of targets of several shapes: batches of boxes have few
 WARM = 3  # steps of a shape before its graph: libraries choose algorithms, and Dynamo captures
 
 
@@ -53,63 +56,89 @@ class Captured:
     ) -> None:
         self._work = work
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._shape: tuple[object, ...] | None = None
-        self._seen = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._images: tuple[torch.Size, torch.dtype] = (torch.Size([0]), torch.float32)
+        self._seen: dict[tuple[object, ...], int] = {}  # passes of a shape of targets
+        self._recorded: dict[tuple[object, ...], _Recorded] = {}
+        self._pool: Any = None  # memory of all graphs: one runs at a time
         self.refused: str | None = None
 
     def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
         """One pass; its gradients replace those of the one before."""
-        shape = (images.shape, images.dtype, targets.shape, targets.dtype)
-        if shape != self._shape and self.refused is None:
-            if self._graph is not None and images.shape[0] < self._images.shape[0]:
+        sizes, shape = (images.shape, images.dtype), (targets.shape, targets.dtype)
+        if sizes != self._images and self.refused is None:
+            if self._recorded and images.shape[0] < self._images[0][0]:
                 return self._eagerly(images, targets)  # the last batch of an epoch
-            self._shape, self._seen, self._graph = shape, 0, None
-        self._seen += 1
-        if self._graph is None and (self._seen <= WARM or self.refused is not None):
+            self._images = sizes
+            self._seen, self._recorded, self._pool = {}, {}, None
+        seen = self._seen[shape] = self._seen.get(shape, 0) + 1
+        if (recorded := self._recorded.get(shape)) is not None:
+            return recorded.replay(images, targets)
+        if seen <= WARM or self.refused is not None or len(self._recorded) == MOST:
             before = interruptions()
             measured = self._eagerly(images, targets)
             if interruptions() > before:
                 self.refused = "the network is not one graph of tensor operations"
             return measured
-        if self._graph is None:
-            self._graph = self._capture(images, targets)
-        if self._graph is None:
+        recorded = self._record(images, targets)
+        if recorded is None:
             return self._eagerly(images, targets)
-        self._images.copy_(images)
-        self._targets.copy_(targets)
-        self._graph.replay()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return self._measured.clone()
+        self._recorded[shape] = recorded
+        return recorded.replay(images, targets)
 
     def _eagerly(self, images: Tensor, targets: Tensor) -> Tensor:
         for parameter in self._parameters:
             parameter.grad = None
         return self._work(images, targets)
 
-    def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph | None:
+    def _record(self, images: Tensor, targets: Tensor) -> _Recorded | None:
         """Record the pass; nothing of it is computed yet. None where it cannot be recorded.
 
         Raises:
             TrainError: torch is not what it was afterwards.
         """
-        self._images, self._targets = torch.empty_like(images), torch.empty_like(targets)
+        given = torch.empty_like(images), torch.empty_like(targets)
         for parameter in self._parameters:
             parameter.grad = None  # the graph makes gradients of its own
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads may pin memory meanwhile
-            with gpu_asked, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._measured = self._work(self._images, self._targets)
+            with (
+                gpu_asked,
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                measured = self._work(*given)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             self.refused = str(error).splitlines()[0][:200]
             _forget_recording(images.device, self.refused)
             return None
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        return graph
+        self._pool = graph.pool()
+        gradients = [(p, p.grad) for p in self._parameters]
+        return _Recorded(graph=graph, given=given, measured=measured, gradients=gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """A pass as a graph.
+
+    Attributes:
+        given: the images and targets that it reads.
+        measured: what it writes, beside the gradients of parameters.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    given: tuple[Tensor, Tensor]
+    measured: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor | None]]
+
+    def replay(self, images: Tensor, targets: Tensor) -> Tensor:
+        for into, tensor in zip(self.given, (images, targets), strict=True):
+            into.copy_(tensor)
+        self.graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        return self.measured.clone()
 
 
 def _forget_recording(device: torch.device, seen: str) -> None:

@@ -75,11 +75,6 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def smooths(dataset: str | Path) -> bool:
-    """Whether the task of a dataset smooths its targets."""
-    return of(Dataset(dataset).info.task).examples.SMOOTHED
-
-
 def _network(dataset: Dataset, recipe: Recipe) -> Network:
     channels, *sides = dataset.preprocess.input_shape
     head = of(dataset.info.task).head

@@ -236,7 +236,8 @@ class Trainer:
             if self._exchange is not None:
                 self._exchange.close()
             self._exchange = self._captured = None
-            graph = self.way.way != "eager" and not self._task.head.TAUGHT
+            alone = self._world.size == 1 or not self._task.head.TAUGHT
+            graph = self.way.way != "eager" and alone
             if not (graph and captures(self._info.recipe, self._world, self.module)):
                 self._parallel = self._world.wrap(self._called, compress=self._info.recipe.compress)
                 return

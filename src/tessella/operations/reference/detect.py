@@ -24,8 +24,10 @@ def boxes_of(sides_NP4: Tensor, places_NP4: Tensor, *, down: float, along: float
         places_NP4: these middles, as x y x y.
         down, along: fractions of the picture from one place to the next.
     """
-    far = torch.tensor([-along, -down, along, down], device=sides_NP4.device) * 2
-    return places_NP4 + sides_NP4.float().clamp(max=MOST_LOG).exp() * far
+    far = sides_NP4.float().clamp(max=MOST_LOG).exp().unbind(-1)
+    # no tensor of the four factors: a CUDA graph could not bring one to the device
+    steps = (-2 * along, -2 * down, 2 * along, 2 * down)
+    return places_NP4 + torch.stack([d * step for d, step in zip(far, steps, strict=True)], -1)
 
 
 def places(rows: int, columns: int, device: torch.device, *, down: float, along: float) -> Tensor:

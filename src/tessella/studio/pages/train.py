@@ -22,7 +22,7 @@ from tessella.studio.recipe_form import RecipeForm, flat
 from tessella.studio.sweep_form import SweepForm
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import plain_name, readable
-from tessella.tasks import of
+from tessella.tasks import for_defaults
 
 # Shown until the command line has answered with its own list; DIGITS' users look for these first.
 STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
@@ -159,8 +159,8 @@ class _Train:
         continued = self._source.value == "run" and self._previous.value
         init = self._best(self._previous.value) if continued else "random"
         dataset = self._dataset.value
-        smoothed = of(self._datasets[dataset].info.task).examples.SMOOTHED
-        return self._form.recipe(network=network, dataset=dataset, smoothed=smoothed, init=init)
+        asked = for_defaults(self._datasets[dataset])
+        return self._form.recipe(network=network, dataset=dataset, init=init, **asked)
 
     def _best(self, ref: str) -> str:
         return self._context.workspace.ref(self._runs[ref].best().path)

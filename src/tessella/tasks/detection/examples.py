@@ -32,6 +32,7 @@ LEAST = 1.0  # pixels of a side that the network sees
 APART = 0.5  # intersection over union: boxes of two equal pictures with less contradict
 FIELDS = 6  # of a box in a batch: x0 y0 x1 y1 in fractions of the input, label, crowd
 NOTHING = -1.0  # the label of a row that fills a batch up
+LEAST_ROWS = 8  # for boxes of each picture in a batch
 
 Boxes = npt.NDArray[np.float32]
 
@@ -242,16 +243,16 @@ class BoxSets:
         return np.unique(np.searchsorted(self.starts, rows, side="right") - 1)
 
     def batch(self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None) -> Boxes:
-        """Boxes float32 [B, M, 6], M of the image with most; all others are filled up.
+        """Boxes float32 [B, M, 6], M of the image with most or more; all others are filled up.
 
+        M is one of few numbers, since code and a graph are made for each.
         A box is x0 y0 x1 y1 in fractions of what the network sees, its label, and 1 for a crowd.
         """
         made = []
         for place, i in enumerate(indices.tolist()):
             seen, _ = self.seen(i, self.still(i) if moves is None else moves[place])
             made.append(seen[:, :FIELDS])
-        out = np.zeros((len(made), max((len(m) for m in made), default=0), FIELDS), np.float32)
-        out[:, :, 4] = NOTHING
+        out = _nothing(len(made), max((len(m) for m in made), default=0))
         for row, boxes in zip(out, made, strict=True):
             row[: len(boxes)] = boxes
         return out
@@ -325,5 +326,13 @@ def targets(column: pa.ChunkedArray, classes: int) -> BoxSets:
 
 def blank(count: int, classes: int, size: Sequence[int]) -> Boxes:
     """A box in the middle of each picture."""
-    box = np.array([0.25, 0.25, 0.75, 0.75, 0.0, 0.0], np.float32)
-    return np.tile(box, (count, 1, 1))
+    out = _nothing(count, 1)
+    out[:, 0] = 0.25, 0.25, 0.75, 0.75, 0.0, 0.0
+    return out
+
+
+def _nothing(count: int, boxes: int) -> Boxes:
+    """Rows for so many boxes of each of ``count`` pictures, and up to twice as many, all empty."""
+    out = np.zeros((count, max(LEAST_ROWS, 1 << (boxes - 1).bit_length()), FIELDS), np.float32)
+    out[:, :, 4] = NOTHING
+    return out

@@ -6,7 +6,8 @@ Pixels of the number 255 have no class: nothing is learned from them, and nothin
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
 from tessella.core.pictures import MAX_PIXELS, read_pixels
 from tessella.core.preprocess import Preprocess, placement
+from tessella.tasks import by_place
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves
 from tessella.tasks.pieces import Piece, joined
@@ -36,11 +38,12 @@ SMOOTHED = True
 JOINED: tuple[str, ...] = ("mosaic",)
 IGNORED = 255
 BACKGROUND = "background"  # of annotations that name things only
-IMAGES, MASKS = ("images", "image"), ("masks", "mask", "labels", "annotations")
+IMAGES = ("images", "image", "JPEGImages")
+MASKS = ("masks", "mask", "labels", "annotations", "SegmentationClass")
 LISTS = ("classes.txt", "labels.txt")
+COLORS = "labelmap.txt"  # CVAT's: a line "name:r,g,b:…" for each class
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MAX_FILE = 1 << 28
-APART = 0.05  # of the pixels: masks of two equal pictures that differ in more contradict
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,24 @@ class MaskFile:
     """A picture's mask as a PNG whose pixels are numbers of so many classes.
 
     Attributes:
+        colors: of the classes in their order, where the pixels are colours.
+        binary: 255 is the second of two classes.
         state: size and time of the file: an import knows again whether it has changed.
     """
 
     file: str
     classes: int
     state: str
+    colors: tuple[tuple[int, ...], ...] = ()
+    binary: bool = False
 
 
 def find(request: Request) -> Found:
     """Pictures with their masks, in one of two forms.
 
     - a folder with ``images`` and ``masks``: PNGs of the same names, whose pixels are numbers of
-      classes; ``classes.txt`` names these, a line each;
+      classes; ``classes.txt`` names these, a line each. With CVAT's ``labelmap.txt`` they are the
+      colours that it names. Masks that hold 0 and 255 alone have two classes;
     - annotations with outlines or run lengths (``annotations.opening``): their classes follow
       a class ``background``, and later things lie over earlier ones.
     """
@@ -81,12 +89,46 @@ def find(request: Request) -> Found:
             skipped.append(SkippedFile(path=path, reason=reason))
     if not found:
         raise DataError("no picture has a mask", seen=request.source, fix="give both one name")
-    classes = request.labels or _named(request.source) or _counted([m for _, _, m in found])
+    colors = _colors(request.source / COLORS)
+    classes, binary = request.labels or tuple(colors) or _named(request.source), False
+    if not colors and len(classes) in (0, 2):
+        counted, binary = _counted([m for _, _, m in found])
+        classes = classes or counted
+    if lost := sorted(set(classes) - set(colors)) if colors else []:
+        raise DataError(f"{COLORS} has no colour of a class", seen=", ".join(lost)[:200])
+    told = tuple(colors[name] for name in classes) if colors else ()
     sources = tuple(
-        Source(str(file), path, MaskFile(str(mask), len(classes), _state(mask)))
+        Source(
+            str(file), path,
+            MaskFile(str(mask), len(classes), by_place.state_of(mask), colors=told, binary=binary),
+        )
         for file, path, mask in found
-    )
-    return Found(classes=classes, sources=sources, skipped=tuple(skipped))
+    )  # fmt: skip
+    notes = ("the masks hold 0 and 255 alone: 255 is read as the second class",) if binary else ()
+    return Found(classes=classes, sources=sources, skipped=tuple(skipped), notes=notes)
+
+
+def _colors(file: Path) -> dict[str, tuple[int, ...]]:
+    """The colour of each class by its name; nothing where there is no such file.
+
+    Raises:
+        DataError: a line is no class with a colour, or a name or a colour is there twice.
+    """
+    known: dict[str, tuple[int, ...]] = {}
+    for line in read_text(file).splitlines() if file.is_file() else ():
+        if not line.strip() or line.startswith("#"):
+            continue
+        name, *rest = line.split(":")
+        words = rest[0].split(",") if rest else []
+        color = tuple(int(w) for w in words if w.strip().isdecimal() and int(w) < 256)
+        if len(color) != 3 or len(words) != 3 or name in known or color in known.values():
+            raise DataError(
+                f"a line of {COLORS} is no class with a colour of its own",
+                seen=line[:80],
+                fix="write name:red,green,blue:: with numbers up to 255",
+            )
+        known[name] = color
+    return known
 
 
 def _folders(source: Path) -> tuple[Path, Path] | None:
@@ -97,30 +139,29 @@ def _folders(source: Path) -> tuple[Path, Path] | None:
     return images, masks
 
 
-def _state(mask: Path) -> str:
-    status = mask.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def _named(source: Path) -> tuple[str, ...]:
     """The classes that a file beside the pictures names."""
     for name in LISTS:
         if (source / name).is_file():
-            lines = read_text(source / name).splitlines()
-            return tuple(line.strip() for line in lines if line.strip())
+            return by_place.listed(source / name)
     return ()
 
 
-def _counted(masks: Sequence[Path]) -> tuple[str, ...]:
-    """A name for each number up to the largest that occurs. Masks that cannot be read wait."""
-    highest = 0
+def _counted(masks: Sequence[Path]) -> tuple[tuple[str, ...], bool]:
+    """A name for each number up to the largest that occurs, and whether all are 0 or 255.
+
+    Masks that cannot be read wait.
+    """
+    highest, white = 0, False
     for mask in masks:
         try:
             numbers = np.unique(read_mask(str(mask)))
         except DataError:
             continue
         highest = max(highest, *(int(n) for n in numbers[numbers != IGNORED]), 0)
-    return tuple(f"class {k}" for k in range(highest + 1))
+        white |= bool((numbers == IGNORED).any())
+    binary = highest == 0 and white  # as a mark of no class it would leave nothing to learn
+    return tuple(f"class {k}" for k in range(1 + (1 if binary else highest))), binary
 
 
 def _annotated(request: Request) -> Found:
@@ -133,7 +174,8 @@ def _annotated(request: Request) -> Found:
             seen=f"{lost:,} boxes in {request.source}",
             fix="give outlines or run lengths, or a folder with images and masks",
         )
-    notes = (f"{lost:,} things have a box and no mask: they are background",) if lost else ()
+    note = f"{lost:,} things have a box and no mask: nothing is learned in these boxes"
+    notes = (note,) if lost else ()
     return Found(
         classes=(BACKGROUND, *found.classes),
         sources=tuple(Source(p.file, p.path, p, p.split) for p in found.pictures),
@@ -147,7 +189,8 @@ def stored(target: MaskFile | Picture, file: str, record: Preprocess) -> dict[st
     if isinstance(size, str):
         raise DataError(size)
     if isinstance(target, MaskFile):
-        mask = read_mask(target.file)
+        mask = read_mask(target.file, target.colors)
+        mask = np.where(mask == IGNORED, np.uint8(1), mask) if target.binary else mask
         if mask.shape != size:
             raise DataError("the mask has another size", seen=f"{mask.shape}, the picture {size}")
         wrong = mask[(mask >= target.classes) & (mask != IGNORED)]
@@ -169,8 +212,16 @@ def target_of(mask: Mask) -> dict[str, Any]:
 
 
 def painted(picture: Picture) -> Mask:
-    """The mask of a picture's things: class k is number k + 1, what is a crowd is ignored."""
+    """The mask of a picture's things: class k is number k + 1, what is a crowd is ignored, and so
+    is the box of a thing that has no mask."""
     mask = np.zeros((picture.height, picture.width), np.uint8)
+    for thing in picture.things:
+        if not (thing.polygons or thing.rle):
+            rows, columns = (
+                slice(int(first), math.ceil(first + side))
+                for first, side in ((thing.y, thing.height), (thing.x, thing.width))
+            )
+            mask[rows, columns] = IGNORED
     for thing in picture.things:
         counts = coco.mask_counts(thing, picture)
         if counts is not None:
@@ -179,24 +230,57 @@ def painted(picture: Picture) -> Mask:
     return mask
 
 
-def read_mask(file: str) -> Mask:
-    """The class numbers in a PNG: of a grey one its values, of one with a palette its indices."""
+def read_mask(file: str, colors: Sequence[tuple[int, ...]] = ()) -> Mask:
+    """The class numbers in a PNG: of a grey one its values, of one with a palette its indices.
+
+    Args:
+        colors: of the classes: then each pixel's colour says its class.
+    """
     content = read_bytes(Path(file), MAX_FILE)
     try:
         with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise DataError("the mask has too many pixels", seen=image.size)
+            if colors:
+                return _classes_of(np.asarray(image.convert("RGB")), colors)
+            if image.mode in ("RGB", "RGBA"):  # grey, saved as colour
+                pixels = np.asarray(image)
+                if (pixels[:, :, :1] == pixels[:, :, 1:3]).all():
+                    return np.ascontiguousarray(pixels[:, :, 0])
+            if image.mode == "I;16" or image.mode == "I":
+                deep = np.asarray(image)
+                if deep.max(initial=0) > IGNORED:
+                    raise DataError("the mask has the number of no class", seen=int(deep.max()))
+                return deep.astype(np.uint8)
             if image.mode not in ("1", "L", "P"):
                 raise DataError(
                     "the mask is not one channel of 8 bits",
                     seen=image.mode,
-                    fix="save class numbers as a grey or palette PNG",
+                    fix="save class numbers as a grey or palette PNG, or name the colours in a "
+                    f"{COLORS}: name:red,green,blue",
                 )
             return np.asarray(image, np.uint8)
     except DataError:
         raise
     except Exception as error:  # readers of headers raise SyntaxError, struct.error and others
         raise DataError("the mask is no PNG that can be read", seen=str(error)[:80]) from error
+
+
+def _classes_of(pixels: npt.NDArray[np.uint8], colors: Sequence[tuple[int, ...]]) -> Mask:
+    """The class of each pixel by its colour.
+
+    Raises:
+        DataError: a colour is that of no class.
+    """
+    weights = np.array([1 << 16, 1 << 8, 1])
+    seen, known = pixels.astype(np.int64) @ weights, np.array(colors) @ weights
+    order = known.argsort()
+    place = np.searchsorted(known[order], seen).clip(max=len(known) - 1)
+    wrong = known[order][place] != seen
+    if wrong.any():
+        color = pixels[wrong][0].tolist()
+        raise DataError("the mask has a colour of no class", seen=color)
+    return np.asarray(order[place], np.uint8)
 
 
 def fitted(mask: Mask, record: Preprocess) -> Mask:
@@ -245,33 +329,8 @@ def feature(classes: tuple[str, ...]) -> dict[str, Any]:
     return {"mask": {"_type": "Value", "dtype": "binary"}, "classes": names}
 
 
-def occurs(target: dict[str, Any] | MaskFile | Picture) -> Iterable[int]:
-    """The classes of a stored mask; those of a file count when it is stored."""
-    return target["classes"] if isinstance(target, dict) else ()
-
-
-def renumbered(
-    target: MaskFile | Picture, numbers: Sequence[int], classes: int
-) -> MaskFile | Picture:
-    if list(numbers) != list(range(len(numbers))):
-        raise DataError(
-            "the held-out masks count their classes in another order",
-            seen=list(numbers)[:20],
-            fix="give both the same classes.txt, or the same categories",
-        )
-    return target
-
-
-def contradiction(targets: Sequence[dict[str, Any]]) -> Callable[[Sequence[int]], bool]:
-    def contradict(places: Sequence[int]) -> bool:
-        first, *others = (decoded(targets[i]["mask"]) for i in places)
-        return any(float((first != mask).mean()) > APART for mask in others)
-
-    return contradict
-
-
-def strata(targets: Sequence[Any]) -> npt.NDArray[np.int64]:
-    return np.zeros(len(targets), np.int64)
+occurs, renumbered, strata = by_place.occurs, by_place.renumbered, by_place.strata
+contradiction = by_place.contradiction_of(decoded)
 
 
 class Masks:
@@ -284,9 +343,7 @@ class Masks:
         return len(self._masks)
 
     def having(self, label: int) -> npt.NDArray[np.int64]:
-        rows = pa.compute.list_parent_indices(self._labels).to_numpy(zero_copy_only=False)
-        labels = pa.compute.list_flatten(self._labels).to_numpy(zero_copy_only=False)
-        return np.unique(rows[labels == label])
+        return by_place.having(self._labels, label)
 
     def batch(self, indices: npt.NDArray[np.int64], moves: Sequence[Moves] | None = None) -> Mask:
         """Class numbers uint8 [B, H, W], 255 where there is none.

@@ -5,7 +5,7 @@ Voxels of the number 255 have no class: nothing is learned from them, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tessella.core.volumes import (
     read_values,
     suffix_of,
 )
+from tessella.tasks import by_place
 from tessella.tasks.block import Block, Sides
 from tessella.tasks.found import Found, Request, Source
 
@@ -42,7 +43,6 @@ IMAGES, LABELS = ("imagesTr", "images", "image"), ("labelsTr", "labels", "label"
 LIST, DESCRIPTION = "classes.txt", "dataset.json"
 MODALITY = "_0000"  # behind the names of nnU-Net's images, and not of their labels
 PLACES = 256  # voxels of each class that are kept, around which crops may be laid
-APART = 0.05  # of the voxels: labels of two equal volumes that differ in more contradict
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def find(request: Request) -> Found:
         raise DataError("no volume has labels", seen=root, fix="give both one name")
     classes = request.labels or _named(root) or _counted([label for _, _, label in found])
     sources = tuple(
-        Source(str(file), path, LabelFile(str(label), len(classes), _state(label)))
+        Source(str(file), path, LabelFile(str(label), len(classes), by_place.state_of(label)))
         for file, path, label in found
     )
     return Found(classes=classes, sources=sources, skipped=tuple(skipped))
@@ -106,16 +106,10 @@ def _files(folder: Path) -> list[tuple[str, Path]]:
     ]
 
 
-def _state(file: Path) -> str:
-    status = file.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
 def _named(root: Path) -> tuple[str, ...]:
     """The classes that a file beside the volumes names."""
     if (root / LIST).is_file():
-        lines = read_text(root / LIST).splitlines()
-        return tuple(line.strip() for line in lines if line.strip())
+        return by_place.listed(root / LIST)
     if not (root / DESCRIPTION).is_file():
         return ()
     where = str(root / DESCRIPTION)
@@ -226,31 +220,8 @@ def feature(classes: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def occurs(target: dict[str, Any] | LabelFile) -> Iterable[int]:
-    """The classes of stored labels; those of a file count when it is stored."""
-    return target["classes"] if isinstance(target, dict) else ()
-
-
-def renumbered(target: LabelFile, numbers: Sequence[int], classes: int) -> LabelFile:
-    if list(numbers) != list(range(len(numbers))):
-        raise DataError(
-            "the held-out labels count their classes in another order",
-            seen=list(numbers)[:20],
-            fix="give both the same classes.txt or dataset.json",
-        )
-    return target
-
-
-def contradiction(targets: Sequence[dict[str, Any]]) -> Callable[[Sequence[int]], bool]:
-    def contradict(places: Sequence[int]) -> bool:
-        first, *others = (decoded(targets[i]["mask"]) for i in places)
-        return any(float((first != labels).mean()) > APART for labels in others)
-
-    return contradict
-
-
-def strata(targets: Sequence[Any]) -> npt.NDArray[np.int64]:
-    return np.zeros(len(targets), np.int64)
+occurs, renumbered, strata = by_place.occurs, by_place.renumbered, by_place.strata
+contradiction = by_place.contradiction_of(decoded)
 
 
 class Voxels:
@@ -266,9 +237,7 @@ class Voxels:
         return len(self._masks)
 
     def having(self, label: int) -> npt.NDArray[np.int64]:
-        rows = pa.compute.list_parent_indices(self._labels).to_numpy(zero_copy_only=False)
-        labels = pa.compute.list_flatten(self._labels).to_numpy(zero_copy_only=False)
-        return np.unique(rows[labels == label])
+        return by_place.having(self._labels, label)
 
     def shape(self, index: int) -> Sides:
         """Slices, rows and columns of a volume."""
