@@ -37,6 +37,7 @@ from tests.support.problems import (
     groups,
     grown,
     looks,
+    pooled_convolutions,
     pools,
     products,
     programs,
@@ -86,6 +87,7 @@ def problems() -> dict[str, Problem]:
     )  # fmt: skip
     scaling = {"gain": [0.1, 0.2, 0.3], "offset": [0.0, 0.1, 0.2], "dtype": "float16"}
     return found | {
+        "first, pooled": pooled_convolutions.problem_of(N=8),
         "dgrad": gradient("conv2d_dgrad", padding=(1, 1)),
         "wgrad": gradient("conv2d_wgrad", padding=(1, 1)),
         "dgrad ieee": gradient("conv2d_dgrad", padding=(1, 1), dtype="float32"),
@@ -162,6 +164,7 @@ BESIDES = {
     "conv tf32": "conv2d.implicit_gemm",
     "conv int8": "conv2d.implicit_gemm",
     "conv depthwise": "conv2d.direct",
+    "first, pooled": "conv2d_pool.direct.sm80",
     "linear bfloat16": "linear.tiled",
     "linear fp8": "linear.tiled",
 }
