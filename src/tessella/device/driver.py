@@ -91,7 +91,7 @@ class Driver:
         """
         place = device, name, cubin
         if place not in self._functions:
-            self._require_context(device)
+            self.require_context(device)
             module, handle = ctypes.c_void_p(), ctypes.c_void_p()
             self.call("cuModuleLoadData", ctypes.byref(module), cubin)
             self.call("cuModuleGetFunction", ctypes.byref(handle), module, name.encode())
@@ -257,8 +257,10 @@ class Driver:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(context))
         return stream.value or 0
 
-    def _require_context(self, device: int) -> None:
-        """A thread that has not met the device yet has none; torch makes it when it allocates."""
+    def require_context(self, device: int) -> None:
+        """See that the calling thread has a context: one that has not met the device yet has none,
+        and torch makes it when it allocates.
+        """
         context = ctypes.c_void_p()
         self.call("cuCtxGetCurrent", ctypes.byref(context))
         if not context:

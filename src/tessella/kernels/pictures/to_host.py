@@ -24,8 +24,8 @@ from tessella.device.nvjpeg import JpegDecoder, places
 from tessella.device.page_locked import locked_empty
 from tessella.kernels.pictures.decode import few
 from tessella.kernels.pictures.fit import Tables, fit_block, fitted, tables
-from tessella.kernels.pictures.fit_device import colour_kernel, fit_kernel
 
+COLOUR, FIT = "colour_kernel", "fit_kernel"  # of fit_device
 _ADDRESS, _LEFT_ALONE = ctypes.c_uint64, 2  # the launch's scratch memory, and a profiler's
 
 
@@ -54,6 +54,7 @@ class HostDecoder:
         shape = len(files), self._height, self._width, self._record.channels
         host = locked_empty(torch.Size(shape), torch.uint8)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._driver.require_context(torch.cuda.current_device())
             if not self._kernels:
                 self._compile(files[:1], frames[:1])
             for some in few(frames):
@@ -84,10 +85,10 @@ class HostDecoder:
         out = self._room("out", len(files) * size)
         there, taps = self._tables(made, stream)
         self._decoder.decode(files, starts + planes, pitches, stream)
-        self._launch(colour_kernel, (made.blocks, len(files), 1), (planes, there, pixels), stream)
+        self._launch(COLOUR, (made.blocks, len(files), 1), (planes, there, pixels), stream)
         grid = self._height * ceil_div(self._width, fit_block(self._width)), len(files), 1
         args = pixels, there, taps, out, self._height, self._width
-        self._launch(fit_kernel, grid, args, stream)
+        self._launch(FIT, grid, args, stream)
         self._driver.copy_out(host.data_ptr() + first * size, out, len(files) * size, stream)
         self._stream.synchronize()
 
@@ -112,10 +113,7 @@ class HostDecoder:
                 self._rooms["staged"] = locked_empty(held.shape, held.dtype)
         return held.data_ptr()
 
-    def _launch(
-        self, kernel: object, grid: Sequence[int], args: Sequence[int], stream: int
-    ) -> None:
-        name: str = kernel.__name__  # type: ignore[attr-defined]
+    def _launch(self, name: str, grid: Sequence[int], args: Sequence[int], stream: int) -> None:
         compiled, function = self._kernels[name]
         values = [
             (_ADDRESS if p.type == "pointer" else ctypes.c_int32)(args[p.place[0]])
