@@ -98,7 +98,8 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
     rounds = always | {"insert_quantization", "lower_quantization"}
     assert runs("cpu", "int8") == rounds | {"mark_non_negative"}
     gpu = {
-        "pad_channels", "lower_precision", "keep_pixels", "widen_results", "mark_sparse_weights"
+        "pad_channels", "lower_precision", "keep_pixels", "split_group_norms", "widen_results",
+        "mark_sparse_weights",
     }  # fmt: skip
     assert runs("sm_90", "int8") == rounds | gpu
 

@@ -100,6 +100,11 @@ PROBLEMS = [
               dict.fromkeys(("stride", "padding", "dilation"), (1,) * axes)
               | {"groups": 1, "activation": "relu"}, (1, 2))
       for axes in (1, 3)),
+    *(problem(f"conv_transpose{axes}d", [(2, 4, *(3,) * axes), (4, 8, *(3,) * axes), (8,)],
+              (2, 8, *(6,) * axes),
+              dict.fromkeys(("padding", "output_padding", "dilation"), (1,) * axes)
+              | {"stride": (2,) * axes, "groups": 1}, (1, 2), format=LAST)
+      for axes in (2, 3)),
     problem("matmul", [(2, 3, 4), (2, 4, 5)], (2, 3, 5), {}),
     problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(1,)),
     problem("matmul", [(3, 4), (4, 5)], (3, 5), {}, constant=(0,)),

@@ -33,7 +33,7 @@ def product(op: str, dtype: str, out: str, m: int = 48) -> Problem:
 
 
 def image(axes: int, dtype: str, channels: int = 64, taps: int = 3) -> Problem:
-    format: Format = "channels_last" if axes == 2 else "contiguous"
+    format: Format = "channels_last" if axes > 1 else "contiguous"
     x = TensorMeta(shape=(2, channels, *[8] * axes), dtype=dtype, format=format)
     weight = TensorMeta(shape=(64, channels, *[taps] * axes), dtype=dtype, format=format)
     return problems.conv(x, weight, padding=taps // 2, out_dtype=dtype, constant=(1,),
@@ -76,7 +76,7 @@ def test_these_know_it() -> None:
             "direct", "gemm", "implicit_gemm", "implicit_precomp_gemm",
         )),
         "conv2d.avx2", "conv2d.avx512", "conv2d.avx2_int8", "linear.avx2_int8",
-        "conv2d.implicit_gemm.sm90", "conv2d.pointwise.sm90", "conv2d.direct.sm90",
+        "conv2d.implicit_gemm.sm90", "conv3d.implicit_gemm.sm90", "conv2d.pointwise.sm90", "conv2d.direct.sm90",
         "conv2d.implicit_gemm.sm80", "conv2d.direct.sm80",
         "linear.sparse.sm90", "conv2d.sparse.sm90", "linear.cusparselt", "conv2d.cusparselt",
     }  # fmt: skip

@@ -155,7 +155,7 @@ def _packed_shape(problem: Problem, shape: Shape) -> tuple[int, int, int, int]:
     64.
     """
     multiple = 64 if problem.output.dtype in EIGHT_BITS else 1
-    return round_up(shape.K, multiple), shape.C, shape.T * shape.R, shape.S
+    return round_up(shape.K, multiple), shape.C, shape.rows, shape.S
 
 
 def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Call:
@@ -171,8 +171,7 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
         known = packed(known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(_flat(w), K))
     known = None if known is None else _flat(known)
     parts_bytes = _parts_bytes(shape, config)
-    taps = shape.T * shape.R * shape.S
-    is_small = small_sums(problem, constants, shape.C // shape.groups * taps)
+    is_small = small_sums(problem, constants, shape.C // shape.groups * shape.rows * shape.S)
     vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
@@ -304,13 +303,11 @@ def _run(
         (tuple(tiles[:3]), tuple(_digits(blocks, tiles[:3])), splits),
         max(0, weight.shape[0] - tile_k), (target.shape[1] // splits, items), group,
         TILE=Tile(
-            BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw,
+            BH=box[0], BN=box[1], BW=box[2], BCO=tile_k, BK=tile_c, SH=sh, SW=sw, DEPTH=shape.T,
             DILATED=shape.dilation != (1, 1), SPLIT=not whole, TAPS=taps, INTERLEAVE=interleave,
-            DEPTH=shape.T,
         ),
         RING=Ring(
-            STAGES=config["stages"],
-            HELD=shape.T * shape.R * shape.S * chunks if held else 0,
+            STAGES=config["stages"], HELD=shape.rows * shape.S * chunks if held else 0,
             GROUPS=config["groups"], SLOTS=config["slots"],
         ),
         PRODUCT=Product(

@@ -76,6 +76,11 @@ class Shape:
         )  # fmt: skip
 
     @property
+    def rows(self) -> int:
+        """Rows of the filter, those of all its slices."""
+        return self.T * self.R
+
+    @property
     def image(self) -> tuple[int, int]:
         return self.H, self.W
 
@@ -274,7 +279,7 @@ def _held_bytes(shape: Shape, config: Mapping[str, Any]) -> int:
         return 0
     tile_k: int = config["tile_k"]
     channels = round_up(channels_read(shape, tile_k), config["tile_c"])
-    return shape.T * shape.R * shape.S * tile_k * channels * shape.itemsize
+    return shape.rows * shape.S * tile_k * channels * shape.itemsize
 
 
 def stages_of_a_tile(shape: Shape, config: dict[str, Any]) -> float:
@@ -361,7 +366,7 @@ def _estimate(shape: Shape, config: dict[str, Any], problem: Problem) -> float:
     out_bytes = shape.N * shape.P * shape.Q * shape.K * shape.out_itemsize
     moved = shape.N * shape.H * shape.W * shape.C * shape.itemsize
     channels = channels_read(shape, config["tile_k"])
-    moved += shape.T * shape.R * shape.S * channels * shape.K * shape.itemsize
+    moved += shape.rows * shape.S * channels * shape.K * shape.itemsize
     moved += out_bytes * (2 if residual else 1)
     work, traffic = per_sm * tile, moved / (16.5 * multiprocessors())
     total: float = max(work, traffic) + 0.2 * min(work, traffic) + epilogue + 2000
