@@ -153,6 +153,24 @@ def test_moved_values_share_a_scale(
     assert found.scale("x", "fp8") == pytest.approx(float(x.abs().max()) / 448)
 
 
+def test_moved_constants_have_a_scale() -> None:
+    """As a detector's queries, which a layer reads that were learned, not computed."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.layer = nn.Parameter(bell(2.0, 24).reshape(3, 8)), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.queries.expand(len(x), -1, -1)) + x
+
+    asks = Asks()
+    graph = graph_of(asks, 3, 4)
+    made = compiler.calibrate(graph, [{"x": torch.zeros(2, 3, 4)}], method="min-max")
+    (name,) = (n["input"].name for n in graph.nodes if n.op == "linear")
+    assert made.largest[name] == pytest.approx(float(asks.queries.detach().abs().max()))
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_errors_and_corrections_are_those_of_float64(
     net: tuple[Net, Graph, list[dict[str, torch.Tensor]]], found: Calibration, kind: str

@@ -181,6 +181,27 @@ def test_an_answer_that_is_not_finite_is_refused() -> None:
         build(Logs(), IMAGE)
 
 
+def test_an_answer_that_is_chance_is_refused() -> None:
+    """Which rows a top-k takes of scores that only the last bits tell apart; a clear one passes."""
+
+    class Best(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 1)
+            nn.init.normal_(self.layer.weight, std=scale)
+            nn.init.constant_(self.layer.bias, 1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = self.layer(x)[..., 0].topk(4).indices
+            return x.gather(1, places[..., None].expand(-1, -1, 64))
+
+    rows = TensorSpec(name="x", dtype="float32", shape=(1, 32, 64))
+    torch.manual_seed(0)
+    with pytest.raises(CompileError, match=r"last bits of float32.*samples="):
+        build(Best(1e-9), rows)
+    build(Best(1.0), rows)
+
+
 def test_an_output_without_a_batch_axis_is_refused() -> None:
     class Sums(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

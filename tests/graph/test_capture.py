@@ -329,6 +329,18 @@ def test_a_fixed_batch_takes_shapes_that_are_no_line() -> None:
     assert reshaped.inputs[0].shape == (1, 3, 8, 8)
 
 
+def test_what_is_asserted_of_numbers_is_not_part_of_a_graph() -> None:
+    """As Hugging Face's detectors do: what the assertion reads goes with it."""
+
+    def asserts(x: torch.Tensor) -> torch.Tensor:
+        sizes = torch.arange(3)
+        torch._check((sizes.sum() == 3).all().item())
+        torch._check(torch.ops.aten._is_all_true(x == x).item())
+        return x + 1
+
+    assert operators(capture(Calls(asserts), image(3))) == {"add": 1}
+
+
 def test_state_that_changes_is_refused() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

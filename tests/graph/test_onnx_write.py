@@ -203,7 +203,6 @@ LATER = {
     "conv2d_chain",
     "conv2d_pool",
     "linear_norm",
-    "norm_linear",
     "rearrange",
     "pointwise",
     "user",

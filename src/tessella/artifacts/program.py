@@ -347,7 +347,7 @@ _FOLLOW_BATCH = frozenset(
 # Two steps in one, where that is faster: at some batch sizes it is, at others it is not (ResNet-18
 # on an H200 has 25 steps for one image, and for 8 a chain of two and 24 in all). The rows
 # of ``operations`` say which; the studio reads plans without torch, so the names are here, too.
-PAIRS = frozenset({"conv2d_chain", "conv2d_pool", "linear_norm", "norm_linear"})
+PAIRS = frozenset({"conv2d_chain", "conv2d_pool", "linear_norm"})
 
 
 def _difference(one: Bucket, other: Bucket) -> str | None:

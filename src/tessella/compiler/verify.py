@@ -49,6 +49,9 @@ NARROW_MARGIN, MOST_NARROW = 2, 5
 # Where a deep network is rounded to int8, 16-bit values between two steps fall either way, in torch
 # as in a plan, and each that falls moves others: a larger tolerance is multiplied by MOST_NARROW.
 ROUNDED_TOLERANCE = 0.1
+# What float32 alone moves by more is no rounding, but a choice: which rows a top-k takes of ties.
+# Other random inputs may be clearer: so many are tried.
+OTHERWISE, SEEDS = 0.05, 3
 NO_NOISE = 3e-6  # an error of float32 at which another order of sums cannot matter
 LAST_BITS = 4e-6  # of a float32, which sums in another order change
 INDEPENDENT = 1e-4  # of the largest value: what other samples may change of an answer
@@ -136,7 +139,31 @@ def expected(
     """
     free = any(isinstance(d, Dim) for v in graph.inputs for d in v.shape)
     batch = min(SAMPLES, largest) if free else smallest
-    inputs = _random_inputs(graph, batch) if samples is None else _resized(samples, batch)
+    tried = []
+    for seed in range(1 if samples else SEEDS):
+        inputs = _resized(samples, batch) if samples else _random_inputs(graph, batch, seed)
+        outputs = _exact(graph, inputs, target, asks_finite=not samples)
+        single = _interpreted(graph, inputs, target)
+        noise = _noise(graph, inputs, outputs, single, target, align)
+        tried.append((noise, inputs, outputs, single))
+        if noise <= OTHERWISE:
+            break
+    noise, inputs, outputs, single = min(tried, key=lambda one: one[0])
+    if NOISE_MARGIN * noise > 1:
+        raise CompileError(
+            "what the network answers hangs on the last bits of float32, so no plan can be checked",
+            seen=f"two orders of the same sums are {noise:.1f} of the largest value apart",
+            fix="give inputs of which it is sure, samples={name: array}, or weights that have "
+            "learned: of fresh ones, scores are ties, and which rows a top-k takes is chance",
+        )
+    if batch > 1:
+        _require_independent_samples(graph, inputs, outputs, single, target, align)
+    own = _own_precision(graph)
+    return Expected(inputs=inputs, outputs=outputs, noise=noise, own=own, align=align)
+
+
+def _exact(graph: Graph, inputs: Tensors, target: str, *, asks_finite: bool) -> Tensors:
+    """The answers; raises ``CompileError`` if there are none, or some that are not finite."""
     try:
         outputs = _answers(graph, inputs, target)
     except (RuntimeError, IndexError, ZeroDivisionError) as error:  # torch's, of one operation
@@ -146,19 +173,14 @@ def expected(
             fix="give some that it runs on: samples={name: array}",
         ) from error
     for name, answer in outputs.items():
-        if samples is None and not torch.isfinite(answer).all():
+        if asks_finite and not torch.isfinite(answer).all():
             raise CompileError(
                 f"output {name!r} of the network is not finite",
                 seen="NaN or infinity for normal(0, 1) inputs",
                 fix="check the network's weights; where other inputs are right, give them: "
                 "samples={name: array}",
             )
-    single = _interpreted(graph, inputs, target)
-    if batch > 1:
-        _require_independent_samples(graph, inputs, outputs, single, target, align)
-    noise = _noise(graph, inputs, outputs, single, target, align)
-    own = _own_precision(graph)
-    return Expected(inputs=inputs, outputs=outputs, noise=noise, own=own, align=align)
+    return outputs
 
 
 def _own_precision(graph: Graph) -> str:
@@ -269,8 +291,8 @@ def _channels_last(inputs: Tensors) -> Tensors:
     }
 
 
-def _random_inputs(graph: Graph, batch: int) -> Tensors:
-    generator = torch.Generator().manual_seed(0)
+def _random_inputs(graph: Graph, batch: int, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
     inputs: Tensors = {}
     concrete = graph.at_batch(batch)
     images = {n["input"] for n in concrete.nodes if n.op == "image_to_tensor"}

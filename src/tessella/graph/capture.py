@@ -23,7 +23,7 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.aten import TRANSLATORS, dtype_name, translate
 from tessella.graph.build import Builder
 from tessella.graph.check import check
-from tessella.graph.functional import made_functional
+from tessella.graph.functional import drop_checks, made_functional
 from tessella.graph.graph import Dim, Graph, Shape, Value
 from tessella.graph.operator_call import OperatorCall
 from tessella.graph.recognize import recognize
@@ -124,6 +124,7 @@ def _export(
             exported: torch.export.ExportedProgram = torch.export.export(
                 module, example, dynamic_shapes=_star(module, shapes), strict=False
             )
+            drop_checks(exported)
             return exported if made_functional(exported) else exported.run_decompositions({})
         except TessellaError:
             raise

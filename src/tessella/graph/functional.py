@@ -42,6 +42,7 @@ _IN_PLACE = _overloads(
     "hardsigmoid_.default leaky_relu_.default elu_.default sigmoid_.default tanh_.default",
     "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor",
 )
+_READ_BY_CHECKS = _overloads("item.default _is_all_true.default")
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # what symbolic sizes are computed with
 
 
@@ -72,6 +73,18 @@ def made_functional(exported: torch.export.ExportedProgram) -> bool:
             node.target = getattr(getattr(torch.ops.aten, packet), overload)
     exported.graph.eliminate_dead_code()
     return True
+
+
+def drop_checks(exported: torch.export.ExportedProgram) -> None:
+    """Take out what is asserted about numbers, and all that is computed for that alone.
+
+    A plan asserts nothing; some of what assertions read, no plan can hold.
+    """
+    graph = exported.graph
+    for node in reversed(list(graph.nodes)):
+        asserts = isinstance(node.target, Overload) and node.target.__name__.startswith("_assert")
+        if asserts or (not node.users and _overload(node) in _READ_BY_CHECKS):
+            graph.erase_node(node)
 
 
 def _overload(node: Node) -> str:

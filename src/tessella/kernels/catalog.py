@@ -370,7 +370,6 @@ KERNELS: tuple[Kernel, ...] = (
     *_hopper("linear matmul", "fma", "gemm.fma_sm90", gamma=True),
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
-    *_dot("norm_linear", "tiled", "gemm.norm_first", gamma=True),
     # the other layers
     *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),

@@ -203,54 +203,6 @@ def unnormable(first: Problem, second: Problem) -> str | None:
     return None
 
 
-def norm_linear(first: Problem, second: Problem) -> Problem:
-    """A ``layer_norm`` and the ``linear`` that reads its rows as one problem.
-
-    Raises:
-        UsageError: they are no such pair; ``unprepared`` says why.
-    """
-    norm = norm_step(first)
-    if (why := unprepared(first, second)) or not isinstance(norm, NormStep):
-        raise UsageError(
-            "these are no norm and the linear behind it",
-            seen=why,
-            fix="let a linear read the layer_norm's result",
-        )
-    row = operation("norm_linear")
-    operands = {name: second.get(name) for name in ("weight", "bias")}
-    operands |= {"input": first.meta(norm.value)}
-    operands |= {
-        f"norm_{n}": first.meta(i) for n, i in (("weight", norm.weight), ("bias", norm.bias))
-    }
-    known = [name for name in ("weight", "bias") if name in second.constants]
-    known += [
-        f"norm_{n}"
-        for n, i in (("weight", norm.weight), ("bias", norm.bias))
-        if i in first.constant
-    ]
-    return replace(
-        second,
-        op=row.name,
-        inputs=row.ordered(**operands),
-        attrs={**second.attrs, "eps": norm.eps},
-        constant=row.positions(known),
-    )
-
-
-def unprepared(first: Problem, second: Problem) -> str | None:
-    """Why these are no layer norm and the ``linear`` of its rows, or None."""
-    norm = norm_step(first)
-    if isinstance(norm, str):
-        return norm
-    if norm.results != ("norm",) or second.op != "linear":
-        return "a layer_norm, and a linear"
-    if second.get("residual") is not None or second.get("scale") is not None:
-        return "the linear adds no residual, and is not of quantized values"
-    if replace(first.output, strides=None) != replace(second["input"], strides=None):
-        return f"the linear reads {second['input']}, not {first.output}"
-    return None
-
-
 def conv_dgrad(
     dy: TensorMeta,
     weight: TensorMeta,

@@ -5,7 +5,6 @@
 - A convolution and a ``max_pool2d`` that alone reads it: most of what it makes is never stored.
 - A ``linear`` and the layer norm over its rows, with the quantization that one step may hold.
   Where the norm comes first in a block (ViT), the sum is the next residual, and is written, too.
-- A layer norm and the ``linear`` that alone reads it: of few rows, a launch less.
 
 Whether that pays depends on sizes and machine: each chain is asked by search beside its two steps,
 and those that win alone are raced as a whole program, one kind after the other.
@@ -36,11 +35,9 @@ from tessella.operations.problems import (
     conv2d_chain,
     conv2d_pool,
     linear_norm,
-    norm_linear,
     unchainable,
     unnormable,
     unpoolable,
-    unprepared,
 )
 from tessella.search.prefetch import Prefetch
 
@@ -116,8 +113,7 @@ def refusal(first: Choice, second: Choice, held: set[str], keep: bool) -> str | 
     kind = KINDS.get((first.node.op, second.node.op))
     if kind is None:
         return "there is no such chain"
-    written = (*first.node.outputs, *([] if kind.holds else second.node.outputs))
-    results = {value.name for value in written}
+    results = {value.name for value in (*first.node.outputs, *second.node.outputs)}
     if first.slices or second.slices or results & held:
         return "a result lies in another value, or holds one"
     return kind.refusal(first, second, keep)
@@ -202,13 +198,11 @@ class Kind:
         refusal: why two steps are not of this kind, or None; whether others read the first's
             result is given.
         join: both as one problem, and what it reads.
-        holds: whether slices may lie in the second's result, which is written as before.
     """
 
     op: str
     refusal: Callable[[Choice, Choice, bool], str | None]
     join: Callable[[Choice, Choice, bool], tuple[Problem, Inputs]]
-    holds: bool = False
 
 
 def _not_chained(first: Choice, second: Choice, keep: bool) -> str | None:
@@ -255,28 +249,6 @@ def _normed(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]
     return problem, problem.operation.ordered(**_operands(first), **vectors)
 
 
-def _not_prepared(first: Choice, second: Choice, keep: bool) -> str | None:
-    if keep:
-        return "others read it too"
-    constants = second.problem.operation.positions(("weight", "bias"))
-    if why := _not_read(first, second, 0) or _computed(second, constants):
-        return why
-    return unprepared(first.problem, second.problem)
-
-
-def _prepared(first: Choice, second: Choice, keep: bool) -> tuple[Problem, Inputs]:
-    norm, read = norm_step(first.problem), first.node.inputs
-    assert not isinstance(norm, str)
-    operands = {
-        **{name: second.node.get(name) for name in ("weight", "bias")},
-        "input": read[norm.value],
-        "norm_weight": read[norm.weight],
-        "norm_bias": read[norm.bias],
-    }
-    problem = norm_linear(first.problem, second.problem)
-    return problem, problem.operation.ordered(**operands)
-
-
 def _operands(layer: Choice) -> dict[str, Value | None]:
     """What a layer reads, by name."""
     names = ("input", "weight", "bias", "residual", "scale")
@@ -302,8 +274,5 @@ KINDS: dict[tuple[str, str], Kind] = {  # by the two steps' operations, in the o
     ("conv2d", "max_pool2d"): Kind(op="conv2d_pool", refusal=_not_pooled, join=_pooled),
     ("linear", "layer_norm"): _NORM,
     ("linear", "pointwise"): _NORM,
-    ("layer_norm", "linear"): Kind(
-        op="norm_linear", refusal=_not_prepared, join=_prepared, holds=True
-    ),
 }
 OPS = tuple(dict.fromkeys(kind.op for kind in KINDS.values()))

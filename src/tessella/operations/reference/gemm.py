@@ -91,27 +91,6 @@ def linear_norm(
     return tuple(made[name] for name in results)
 
 
-def norm_linear(
-    input: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    *,
-    eps: float,
-    dtype: str | None = None,
-    epilogue: Added = NOTHING,
-) -> Tensor:
-    """``linear`` with its epilogue, of rows that a layer norm has been through.
-
-    norm_weight and norm_bias [K]; the normalized rows are not rounded to the input's type.
-    """
-    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps is a number from zero on, not {eps!r}")
-    by, plus = (vector.to(input.dtype) for vector in (norm_weight, norm_bias))
-    normed = F.layer_norm(input, [input.shape[-1]], by, plus, eps)
-    return linear(normed, weight, epilogue=epilogue, dtype=dtype)
-
-
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """As stored; on the meta device, whose own rules are slow to import, only its shape."""
     return torch.empty(x.shape, dtype=dtype, device="meta") if x.is_meta else store(x, dtype)
@@ -146,13 +125,6 @@ def _linear(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
         differs(shapes, "residual", made),
         _one(shapes, "code_scale"),
     )
-
-
-def _normed_linear(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
-    """x […, C], weight [K, C], the norm's vectors [C] → […, K]"""
-    norm = ("norm_weight", "norm_bias")
-    layer = {name: shape for name, shape in shapes.items() if name not in norm}
-    return _linear(layer, result, attrs) or vectors(shapes, shapes["weight"][1], *norm)
 
 
 def _one(shapes: Shapes, name: str) -> str | None:
@@ -194,15 +166,6 @@ ROWS = (
         flops=products,
         pair=("linear", "layer_norm"),
         many=True,
-    ),
-    row(
-        norm_linear,
-        "input weight bias? residual? scale? norm_weight norm_bias",
-        "activation eps",
-        **PRODUCT,
-        rule=_normed_linear,
-        flops=products,
-        pair=("layer_norm", "linear"),
     ),
     row(
         matmul,

@@ -255,12 +255,6 @@ def _products(gpu: bool) -> Named:
         constant=(1, 2), normalized_shape=(768,), eps=1e-5,
     )  # fmt: skip
     yield main, problems.linear_norm(summed, norm, keep=True)
-    normed = _problem(
-        "layer_norm", _tokens(gpu), vector, vector,
-        constant=(1, 2), normalized_shape=(768,), eps=1e-5,
-    )  # fmt: skip
-    layer = problems.linear(normed.output, square, vector, constant=(1, 2))
-    yield main, problems.norm_linear(normed, layer)
 
 
 def _attention(gpu: bool) -> Named:
