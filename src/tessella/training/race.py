@@ -122,7 +122,12 @@ def described(raced: Raced) -> str:
     if raced.step_s is None:
         return raced.problem or "not tried"
     setup = "" if raced.setup_s is None else f", the first after {raced.setup_s:.3g} s"
-    return f"{1e3 * raced.step_s:.3g} ms a step{setup}"
+    return f"{lasting(raced.step_s)} a step{setup}"
+
+
+def lasting(seconds: float) -> str:
+    """A time for people, in milliseconds where it is shorter than a second."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def step_times(trainer: Trainer, images: int, world: World, *, advises: bool = True) -> Raced:
