@@ -20,7 +20,7 @@ from tessella.core.record import parse_json, to_plain
 from tessella.search.limits import Limits, limits
 from tessella.search.tuning import CACHE_FOLDER
 from tessella.training.forecast import Forecast
-from tessella.training.race import described, fastest
+from tessella.training.race import described, fastest, lasting
 from tessella.training.ways import NAMES, Way
 
 SHOWN = 12  # layers
@@ -166,7 +166,7 @@ def _explain(out_: Output, found: Forecast) -> None:
             _bytes(n) for n in (memory.weights + memory.average, memory.gradients, memory.solver)
         )),
         ("  kept for the backward pass", kept),
-        ("a step", f"{1e3 * found.step_s:.3g} ms, loading its images {1e3 * found.load_s:.3g} ms"),
+        ("a step", f"{lasting(found.step_s)}, loading its images {lasting(found.load_s)}"),
         ("way of a step", f"{NAMES[found.way]}: {found.why}"),
         *((f"  {NAMES[raced.way]}", described(raced)) for raced in found.ways),
         *([("  shortest step", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 WARM, TIMED = 2, 5  # passes
+ENOUGH_S = 3.0  # behind which no further pass begins, nor is one for warming
 Layers = list[tuple[str, nn.Module]]
 
 
@@ -71,7 +72,7 @@ def layer_times(
     """
     layers = [(n, m) for n, m in module.named_modules() if not any(m.children())]
     work = _work(layers, loss)
-    passes = []
+    passes, began = [], time.perf_counter()
     with _watched(layers, device) as seen:
         for number in range(WARM + TIMED):
             seen.starts, seen.ends, seen.back = [], [], []
@@ -80,9 +81,12 @@ def layer_times(
             seen.back.append((-1, _stamp(device)))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if number >= WARM:
+            late = time.perf_counter() - began > ENOUGH_S
+            if number >= WARM or late:
                 passes.append((_lasted(seen.starts, seen.ends), _lasted(seen.back, seen.back[1:])))
             module.zero_grad()
+            if late:
+                break
     found = []
     for number in dict.fromkeys(number for number, _ in seen.starts):
         name, layer = layers[number]

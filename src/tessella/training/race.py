@@ -33,6 +33,7 @@ from tessella.training.trainer import Trainer
 from tessella.training.ways import WAYS, Choice, Way, refusal, usual_way
 
 CLEARLY = 0.97  # of the usual way's time: with more, it stays
+ENOUGH_S = 10.0  # of steps that are timed: where one takes seconds, two tell
 LATE = 1 << 40  # so many steps are done: all that will ever learn does
 MOST_ANSWER = 1 << 16  # bytes at the end of what a process prints: libraries print there, too
 
@@ -121,7 +122,12 @@ def described(raced: Raced) -> str:
     if raced.step_s is None:
         return raced.problem or "not tried"
     setup = "" if raced.setup_s is None else f", the first after {raced.setup_s:.3g} s"
-    return f"{1e3 * raced.step_s:.3g} ms a step{setup}"
+    return f"{lasting(raced.step_s)} a step{setup}"
+
+
+def lasting(seconds: float) -> str:
+    """A time for people, in milliseconds where it is shorter than a second."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def step_times(trainer: Trainer, images: int, world: World, *, advises: bool = True) -> Raced:
@@ -134,13 +140,16 @@ def step_times(trainer: Trainer, images: int, world: World, *, advises: bool = T
     step = trainer.step if advises else trainer.plain_step
     on_gpu = world.device.type == "cuda"
     warm, timed = (captured.WARM + 2, 20) if on_gpu else (2, 5)
+    since = time.perf_counter()
     for number in range(warm + timed):
         began = time.perf_counter()
+        if number > 1 and began - since > ENOUGH_S:
+            break
         step(
             fed.images, fed.labels, done=LATE + number, rate=0.0, momentum=0.9
         ).tolist()  # waits for the step
         times.append(time.perf_counter() - began)
-    return Raced(way="eager", step_s=statistics.median(times[warm:]), setup_s=times[0])
+    return Raced(way="eager", step_s=statistics.median(times[warm:] or times[1:]), setup_s=times[0])
 
 
 def measured(order: Order, way: Way) -> Raced:
