@@ -44,8 +44,8 @@ JOINED: tuple[str, ...] = ()  # masks are decoded for one picture at a time
 Mask = npt.NDArray[np.uint8]
 
 __all__ = [
-    "JOINED", "NAMES", "PLACED", "SMOOTHED", "MaskSets", "blank", "column", "contradiction", "feature",
-    "find", "lacking", "occurs", "renumbered", "stored", "strata", "targets",
+    "JOINED", "NAMES", "PLACED", "SMOOTHED", "MaskSets", "blank", "column", "contradiction",
+    "feature", "find", "lacking", "occurs", "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip
 
 
