@@ -27,15 +27,14 @@ TURNED = {"scale": 0.15, "rotation": 8.0}
 RECIPES: dict[tuple[str, str], tuple[int, int, str, dict[str, Any]]] = {
     ("detection", "cuda"): (2000, 200, "centernet", {
         "network_options": {"backbone": "test_resnet", "width": 32}, "batch_size": 32,
-        "augment": TURNED, "epochs": 40}),
+        "augment": TURNED | {"mosaic": 0.5}, "epochs": 40}),
     ("segmentation", "cuda"): (2000, 200, "unet", {
         "batch_size": 32, "augment": TURNED, "epochs": 24}),
     ("detection", "cpu"): (300, 60, "centernet", {
         "network_options": {"backbone": "test_resnet", "width": 32}, "batch_size": 16,
         "augment": TURNED | {"mosaic": 0.5}, "epochs": 40}),
     ("segmentation", "cpu"): (300, 60, "unet", {
-        "network_options": {"width": 12}, "batch_size": 4, "solver": {"lr": 3e-3},
-        "augment": TURNED, "epochs": 24}),
+        "network_options": {"width": 12}, "batch_size": 4, "augment": TURNED, "epochs": 24}),
 }  # fmt: skip
 SCORES = {"detection": ("map50", "map"), "segmentation": ("miou", "dice")}
 

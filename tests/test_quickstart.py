@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from tessella import api
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
 from tessella.core.events import Event, silent
@@ -66,7 +68,12 @@ def test_scattered_digits_from_coco_to_served_boxes(tmp_path: Path) -> None:
     assert detection.hits([[], [], []], dataset) == (0.0, 0.0)
 
 
-def test_scattered_digits_from_run_lengths_to_served_masks(tmp_path: Path) -> None:
+def test_scattered_digits_from_run_lengths_to_served_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, with a small network and a plan whose kernels are not searched."""
+    monkeypatch.setattr(api, "compile", functools.partial(api.compile, untuned=True))
+    monkeypatch.setitem(segmentation.RECIPE, "network_options", {"width": 2})
     report = segmentation.quickstart(tmp_path, emit=silent, pictures=16, held_out=3, epochs=2)
     assert report.agreement == 1.0
     assert report.http_miou == pytest.approx(report.miou, abs=1e-6)

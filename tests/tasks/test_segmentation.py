@@ -22,7 +22,7 @@ from tessella.core.preprocess import Preprocess, fit
 from tessella.data import ImportSettings, examine, images, import_images
 from tessella.data.augment import augmented
 from tessella.server import Server
-from tessella.tasks import Found, LossSettings, Request, named, still
+from tessella.tasks import Found, LossSettings, Query, Request, View, named, still
 from tessella.tasks.segmentation.examples import IGNORED, decoded, encoded, target_of
 from tests.support.cli import Tessella
 
@@ -189,6 +189,24 @@ def test_a_palette_s_indices_are_the_classes(tmp_path: Path) -> None:
 
 
 PALETTE = {"background": (0, 0, 0), "road": (128, 64, 128), "car": (0, 0, 142)}
+
+
+def test_masks_are_drawn_where_the_network_saw_them() -> None:
+    """Of a picture that was padded to a square, and of one whose middle alone was seen."""
+    shown = np.full((40, 80, 3), 7, np.uint8)
+    for resize, crop, seen in (("fill", None, (0, 40, 0, 80)), ("crop", None, (0, 40, 20, 60))):
+        record = Preprocess(height=16, width=16, channels=3, resize=resize, crop=crop)  # type: ignore[arg-type]
+        scores = np.zeros((1, 2, 16, 16), np.float32)
+        scores[:, 1, :, 8:] = 1.0  # the right half is of the second class
+        query = Query(views=(View(height=40, width=80, record=record),))
+        (told,) = TASK.answers.answer(scores, ("ground", "red"), TASK.record(), query)
+        made = TASK.answers.drawn(shown, told)
+        wanted = np.zeros((40, 80), bool)
+        wanted[seen[0] : seen[1], (seen[2] + seen[3]) // 2 : seen[3]] = True
+        assert made is not None
+        np.testing.assert_array_equal((made != shown).any(axis=2), wanted)
+    (told,) = TASK.answers.answer(scores, ("ground", "red"), TASK.record(), Query())
+    assert TASK.answers.drawn(shown, told) is None
 
 
 @pytest.mark.parametrize("form", ["colours", "white", "deep", "grey as colour"])

@@ -52,7 +52,7 @@ class Measured:
     target: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gone:
     """The way behind a quick start: what lies in the workspace, and what a server told.
 
@@ -129,10 +129,7 @@ def go(
         images=len(dataset.val),
         target=default_target(),
     )
-    score = verification.plan_score
-    return Gone(
-        dataset=dataset, checkpoint=checkpoint, plan_score=score, told=told, measured=measured
-    )
+    return Gone(dataset, checkpoint, verification.plan_score, told, measured)
 
 
 def _told_over_http(

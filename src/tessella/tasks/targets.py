@@ -49,9 +49,6 @@ def column_of(task: Task, classes: tuple[str, ...]) -> Column:
 
 def for_defaults(dataset: Dataset) -> dict[str, Any]:
     """What ``artifacts.defaults.completed`` asks about a dataset."""
-    task = of(dataset.info.task)
-    places = task.head.ANSWERS != "picture"
-    return {
-        "smoothed": task.examples.SMOOTHED,
-        "sides": dataset.preprocess.input_shape[1:] if places else None,
-    }
+    examples = of(dataset.info.task).examples
+    sides = dataset.preprocess.input_shape[1:]
+    return {"smoothed": examples.SMOOTHED, "sides": sides if examples.PLACED else None}

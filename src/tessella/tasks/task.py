@@ -68,6 +68,9 @@ class Examples(Protocol):
 
     NAMES: str  # what a dataset's names are: classes, of which there can be too few, or numbers
     SMOOTHED: bool  # whether the loss smooths its targets: ``LossSettings.smoothing``
+    PLACED: (
+        bool  # whether what is answered lies somewhere in the image: large ones take much memory
+    )
     JOINED: tuple[str, ...]  # the settings of ``Augment`` that join its pictures: mosaic, paste
 
     def find(self, request: Request) -> Found:

@@ -18,4 +18,6 @@ def iou_and_giou(one_N4: Tensor, other_N4: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _area(low_N2: Tensor, high_N2: Tensor) -> Tensor:
-    return (high_N2 - low_N2).clamp(min=0).prod(1)
+    # prod() asks the GPU, on the way back, whether a side is 0
+    sides = (high_N2 - low_N2).clamp(min=0)
+    return sides[:, 0] * sides[:, 1]

@@ -26,6 +26,10 @@ from tessella.tasks import for_defaults
 
 # Shown until the command line has answered with its own list; DIGITS' users look for these first.
 STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
+FIRST = {
+    "detection": ("centernet",), "segmentation": ("unet",), "instances": ("mask_rcnn",),
+    "volumes": ("unet3d",),
+}  # fmt: skip
 SOURCES = {"standard": "Standard", "timm": "timm", "run": "Previous", "file": "Own file"}
 SEEN = 8  # training images of the preview
 DRAW_AFTER_S = 0.5  # of no typing
@@ -116,9 +120,10 @@ class _Train:
             "unelevated dense no-caps spread toggle-color=teal-9 size=13px"
         )
         self._wanted = start.network if start else ""
-        value = self._wanted if self._wanted in STANDARD else STANDARD[0]
+        first = FIRST.get(self._datasets[dataset].info.task.name, STANDARD)
+        value = self._wanted if self._wanted in first else first[0]
         self._standard = parts.field(
-            ui.select(list(STANDARD), value=value, label="Network", on_change=self._network_changed)
+            ui.select(list(first), value=value, label="Network", on_change=self._network_changed)
         )
         self._timm = parts.field(ui.input("Model of timm", on_change=self._network_changed))
         self._timm.props('placeholder="efficientnet_b0"')
@@ -303,6 +308,7 @@ class _Train:
         """Offer the networks that learn the dataset's task."""
         task = self._datasets[self._dataset.value].info.task.name
         names = {n["name"]: n["title"] or n["name"] for n in self._known if task in n["tasks"]}
+        names = names or {name: name for name in FIRST.get(task, STANDARD)}
         if names:
             wanted, self._wanted = self._wanted or self._standard.value, ""
             value = wanted if wanted in names else next(iter(names))

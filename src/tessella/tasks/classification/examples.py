@@ -18,6 +18,7 @@ from tessella.tasks.moves import Moves
 
 NAMES = "classes"
 SMOOTHED = True
+PLACED = False
 JOINED: tuple[str, ...] = ()
 
 

@@ -26,6 +26,7 @@ from tessella.tasks.pieces import Piece, seen_in
 
 NAMES = "classes"
 SMOOTHED = False
+PLACED = True
 JOINED: tuple[str, ...] = ("mosaic", "paste")
 VISIBLE = 0.3  # of a thing's area: where less is seen, nobody could say what it is
 LEAST = 1.0  # pixels of a side that the network sees

@@ -24,6 +24,7 @@ from tessella.tasks.detection.examples import (
     FIELDS,
     NAMES,
     NOTHING,
+    PLACED,
     SMOOTHED,
     contradiction,
     occurs,
@@ -43,8 +44,8 @@ JOINED: tuple[str, ...] = ()  # masks are decoded for one picture at a time
 Mask = npt.NDArray[np.uint8]
 
 __all__ = [
-    "JOINED", "NAMES", "SMOOTHED", "MaskSets", "blank", "column", "contradiction", "feature",
-    "find", "lacking", "occurs", "renumbered", "stored", "strata", "targets",
+    "JOINED", "NAMES", "PLACED", "SMOOTHED", "MaskSets", "blank", "column", "contradiction",
+    "feature", "find", "lacking", "occurs", "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip
 
 

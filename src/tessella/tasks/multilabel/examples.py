@@ -19,6 +19,7 @@ from tessella.tasks.moves import Moves
 
 NAMES = "classes"
 SMOOTHED = True
+PLACED = False
 JOINED: tuple[str, ...] = ()
 Target = tuple[int, ...]
 SEPARATORS = "|;,"  # between labels in a cell

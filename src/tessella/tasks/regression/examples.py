@@ -22,6 +22,7 @@ from tessella.tasks.moves import Moves
 
 NAMES = "numbers"
 SMOOTHED = False
+PLACED = False
 JOINED: tuple[str, ...] = ()
 Target = tuple[float, ...]
 BINS = 8  # of the first number, for the holdout

@@ -28,12 +28,17 @@ def answer(
 ) -> list[Any]:
     """Of scores [B, K, H, W] the classes that win a pixel, with their masks in H × W pixels.
 
-    The masks are run lengths in COCO's compressed form, of the picture as the network sees it.
+    The masks are run lengths in COCO's compressed form, of the picture as the network sees it:
+    ``box`` says where that lies, in pixels of the picture's own, and may reach over its edge.
     """
     classes, height, width = outputs.shape[1:]
     named = len(labels) == classes
     answers = []
-    for mask in outputs.argmax(axis=1):
+    for number, mask in enumerate(outputs.argmax(axis=1)):
+        place: dict[str, Any] = {}
+        if query.views:
+            whole = np.array([[0.0, 0.0, 1.0, 1.0]])
+            place = {"box": query.views[number].around_picture(whole)[0].tolist()}
         pixels = np.bincount(mask.ravel(), minlength=classes)
         order = np.argsort(-pixels, kind="stable")[: query.top]
         answers.append(
@@ -46,6 +51,7 @@ def answer(
                         "size": [height, width],
                         "counts": rle.compressed(rle.counts_of(mask == k)).decode(),
                     },
+                    **place,
                 }
                 for k in order.tolist()
                 if pixels[k]
@@ -89,8 +95,22 @@ def _described(mask: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
     return ", ".join(f"{labels[k]} {100 * pixels[k] / mask.size:.0f} %" for k in order)
 
 
-def drawn(picture: Pixels, answer: Any) -> None:
-    return None
+def drawn(picture: Pixels, answer: Any) -> Pixels | None:
+    """The picture, coloured as ``taught`` does it; None where nobody knows where a mask lies."""
+    if not answer or "box" not in answer[0]:
+        return None
+    height, width = answer[0]["mask"]["size"]
+    told = np.zeros((height, width), np.uint8)
+    for one in answer:
+        mask = rle.mask_of(rle.expanded(one["mask"]["counts"].encode()), height, width)
+        told[mask > 0] = one["index"]
+    x0, y0, x1, y1 = answer[0]["box"]
+    along, down = (x1 - x0) / width, (y1 - y0) / height
+    # OpenCV's pixels have their centres at whole numbers, boxes theirs at halves
+    matrix = np.array([[along, 0, x0 + (along - 1) / 2], [0, down, y0 + (down - 1) / 2]])
+    size = (picture.shape[1], picture.shape[0])
+    placed = cv2.warpAffine(told, matrix, size, flags=cv2.INTER_NEAREST)
+    return taught(picture, placed, ())
 
 
 def things(answer: Any) -> tuple[Thing, ...]:

@@ -35,6 +35,7 @@ Mask = npt.NDArray[np.uint8]
 
 NAMES = "classes"
 SMOOTHED = True
+PLACED = True
 JOINED: tuple[str, ...] = ("mosaic",)
 IGNORED = 255
 BACKGROUND = "background"  # of annotations that name things only

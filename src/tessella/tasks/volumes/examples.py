@@ -38,6 +38,7 @@ Labels = npt.NDArray[np.uint8]
 
 NAMES = "classes"
 SMOOTHED = False
+PLACED = True
 JOINED: tuple[str, ...] = ()
 IMAGES, LABELS = ("imagesTr", "images", "image"), ("labelsTr", "labels", "label", "masks")
 LIST, DESCRIPTION = "classes.txt", "dataset.json"

@@ -3,6 +3,7 @@
 from tessella.tasks.regression.examples import (
     JOINED,
     NAMES,
+    PLACED,
     SMOOTHED,
     blank,
     column,
@@ -18,6 +19,6 @@ from tessella.tasks.regression.examples import (
 )
 
 __all__ = [
-    "JOINED", "NAMES", "SMOOTHED", "blank", "column", "contradiction", "feature", "find", "lacking",
-    "occurs", "renumbered", "stored", "strata", "targets",
+    "JOINED", "NAMES", "PLACED", "SMOOTHED", "blank", "column", "contradiction", "feature", "find",
+    "lacking", "occurs", "renumbered", "stored", "strata", "targets",
 ]  # fmt: skip
