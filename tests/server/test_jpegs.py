@@ -262,9 +262,9 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as clients:
-            files = [damaged(n) if n % 7 == 3 else jpeg(n, (9 + n, 14, 3)) for n in range(120)]
+            files = [damaged(n) if n % 7 == 3 else jpeg(n, (9 + n, 14, 3)) for n in range(70)]
             coming = clients.map(lambda content: in_words(http, content), files)
-            for _ in range(6):  # nobody's files are lost when the plan is loaded again
+            for _ in range(4):  # nobody's files are lost when the plan is loaded again
                 assert http.post("/v2/repository/models/flowers/load").status_code == 200
             answers = list(coming)
         for n, (answer, content) in enumerate(zip(answers, files, strict=True)):

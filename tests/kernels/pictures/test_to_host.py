@@ -21,7 +21,7 @@ from tessella.core.jpeg import Frame
 from tessella.core.preprocess import Preprocess, centre_crop, fitted
 from tessella.device.launch import launch
 from tessella.kernels.pictures import decode, fit, fit_device, to_host
-from tests.kernels.pictures.test_fit import jpeg, planes_of
+from tests.support.planes import jpeg, planes_of
 
 STREAM = 77
 

@@ -30,7 +30,8 @@ _ADDRESS, _LEFT_ALONE = ctypes.c_uint64, 2  # the launch's scratch memory, and a
 
 
 class HostDecoder:
-    """Decodes, fits and cuts batches of JPEG files; for one thread.
+    """Decodes, fits and cuts batches of JPEG files; for one thread. It keeps the memory of its
+    largest batch, 460 MB at most.
 
     Raises:
         KernelError: nvJPEG does not run here.
