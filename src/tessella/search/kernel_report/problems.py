@@ -17,7 +17,7 @@ from tessella.core.architectures import is_gpu
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations import problems, shapes
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import Format, TensorMeta
+from tessella.operations.tensor_meta import Format, TensorMeta, memory_format
 from tessella.search.inputs import sample_inputs
 
 Named = Iterator[tuple[str, Problem]]
@@ -84,7 +84,7 @@ def _constant(
         made = (made.abs() + 0.5 if name == "running_var" else made).to(dtype)
     if problem.attr("sparsity") == TWO_FOUR and name == "weight":
         made = prune_two_four(made)
-    return made.contiguous(memory_format=torch.channels_last) if meta.format == LAST else made
+    return made.contiguous(memory_format=memory_format(meta.format, made.dim()))
 
 
 def _meta(*shape: int, dtype: str = "float32", format: Format = "contiguous") -> TensorMeta:
