@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.machine import gpu
-from tessella.kernels.conv.hopper import implicit_gemm
+from tessella.kernels.conv.hopper import implicit_gemm, implicit_gemm_tiles
 from tessella.operations import problems
 from tessella.operations.tensor_meta import Format, TensorMeta
 
@@ -85,6 +85,6 @@ def _bound(x: tuple[int, ...], weight: tuple[int, ...], dtype: str) -> tuple[Any
         TensorMeta(shape=weight, dtype=dtype),
         padding=tuple(t // 2 for t in weight[2:]),
     )
-    config = implicit_gemm.configs(problem)[0]
+    config = implicit_gemm_tiles.configs(problem)[0]
     nbytes = implicit_gemm.workspace_bytes(problem, **config)
     return implicit_gemm.bind(problem, {}, **config), nbytes
