@@ -82,6 +82,9 @@ FUNCTIONS: dict[str, Any] = {
     "conv2d": lambda x: F.conv2d(x, W, None, (1, 2), 1, (2, 1), 2),
     "conv3d": lambda x: F.conv3d(x[:, None], W[:, :1, None]),
     "conv_transpose2d": lambda x: F.conv_transpose2d(x, T, None, 2, 1, 1),
+    "conv_transpose3d": lambda x: F.conv_transpose3d(
+        x[..., None], T[..., None], None, (2, 2, 1), (1, 1, 0), (1, 1, 0)
+    ),
     "linear": lambda x: (F.linear(x, V, V[:, 0]), F.linear(x.mean((1, 2)), V)),
     "matmul": lambda x: x @ x.transpose(-1, -2),
     "batch_norm": lambda x: F.batch_norm(x, C, C * 2),
@@ -203,6 +206,7 @@ LATER = {
     "conv2d_chain",
     "conv2d_pool",
     "linear_norm",
+    "group_factors",
     "rearrange",
     "pointwise",
     "user",

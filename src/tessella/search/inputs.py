@@ -154,7 +154,7 @@ def _normal(meta: TensorMeta, generator: torch.Generator, drawn: _Drawn | None) 
     if meta.format == "contiguous" or meta.pixel_pitch is None:
         return flat.view(meta.shape)
     images, channels, *pixels = meta.shape
-    return flat.view(images, *pixels, channels).permute(0, 3, 1, 2)
+    return flat.view(images, *pixels, channels).movedim(-1, 1)
 
 
 @functools.cache

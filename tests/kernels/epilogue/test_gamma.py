@@ -76,7 +76,8 @@ def test_these_know_it() -> None:
             "direct", "gemm", "implicit_gemm", "implicit_precomp_gemm",
         )),
         "conv2d.avx2", "conv2d.avx512", "conv2d.avx2_int8", "linear.avx2_int8",
-        "conv2d.implicit_gemm.sm90", "conv3d.implicit_gemm.sm90", "conv2d.pointwise.sm90", "conv2d.direct.sm90",
+        "conv2d.implicit_gemm.sm90", "conv3d.implicit_gemm.sm90", "conv2d.pointwise.sm90",
+        "conv2d.direct.sm90",
         "conv2d.implicit_gemm.sm80", "conv2d.direct.sm80",
         "linear.sparse.sm90", "conv2d.sparse.sm90", "linear.cusparselt", "conv2d.cusparselt",
     }  # fmt: skip

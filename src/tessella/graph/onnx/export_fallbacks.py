@@ -251,20 +251,6 @@ def _expm1(w: Writer, node: Node) -> None:
     w.add("Sub", [power, w.number(1.0, node.output)], out=node.output.name)
 
 
-def _conv_transpose3d(w: Writer, node: Node) -> None:
-    listed = ("stride", "padding", "output_padding", "groups", "dilation")
-    given = dict(zip(listed, node.attrs["args"][3:], strict=False)) | dict(node.attrs["kwargs"])
-
-    def each(name: str, usual: int) -> list[int]:
-        return list(given.get(name, (usual,) * 3))
-
-    w.add(
-        "ConvTranspose", [name for name in names(node) if name], out=node.output.name,
-        strides=each("stride", 1), dilations=each("dilation", 1), pads=each("padding", 0) * 2,
-        output_padding=each("output_padding", 0), group=given.get("groups", 1),
-    )  # fmt: skip
-
-
 def _bits(op: str) -> Export:
     """Of truth values."""
 
@@ -294,7 +280,6 @@ FALLBACKS: dict[str, Export] = {
         for torch_name, name in _COMPARED.items()
         for kind in ("Tensor", "Scalar")
     },
-    "aten::conv_transpose3d.input": _conv_transpose3d,
     "aten::where.self": _where,
     "aten::masked_fill.Scalar": _masked_fill,
     "aten::all.dim": _all,

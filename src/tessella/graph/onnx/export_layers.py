@@ -243,6 +243,7 @@ LAYERS: dict[str, Export] = {
     "conv2d": _conv,
     "conv3d": _conv,
     "conv_transpose2d": _conv_transpose,
+    "conv_transpose3d": _conv_transpose,
     "linear": _linear,
     "matmul": same("MatMul"),
     "batch_norm": _batch_norm,

@@ -72,9 +72,9 @@ def _conv_transpose(call: Call) -> Result:
     groups = call.attrs.get("group", 1)
     # torch takes one padding for both sides, so crop as much as both have, then the rest.
     both = [max(0, min(pair)) for pair in zip(before, after, strict=True)]
-    if rank == 2:
+    if rank > 1:
         made = call.emit(
-            "conv_transpose2d",
+            f"conv_transpose{rank}d",
             *(x, weight, call.optional(2)),
             stride=stride,
             padding=both,
@@ -83,9 +83,9 @@ def _conv_transpose(call: Call) -> Result:
             dilation=dilation,
         )
     else:
-        target = {1: "conv_transpose1d", 3: "conv_transpose3d.input"}[rank]
         bias = call.optional(2)
-        made = call.aten(target, x, weight, bias, stride, both, extra, groups, dilation)
+        given = (x, weight, bias, stride, both, extra, groups, dilation)
+        made = call.aten("conv_transpose1d", *given)
     rest = [(p - c, q - c) for p, q, c in zip(before, after, both, strict=True)]
     for axis, (low, high) in enumerate(rest, start=2):
         if low < 0 or high < 0:

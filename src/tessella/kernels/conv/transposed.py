@@ -70,8 +70,8 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:
     tile = config or configs(problem)[0]
     x, weight = problem["input"], problem["weight"]
-    images, channels, *sides = x.shape
-    sides, taps = (1,) * (3 - len(sides)) + tuple(sides), _three(weight.shape[2:])
+    images, channels = x.shape[:2]
+    sides, taps = _three(x.shape[2:]), _three(weight.shape[2:])
     pixels, columns = images * math.prod(sides), math.prod(weight.shape[1:])
     held = with_packed(constants, ("conv_transpose.spread",), _taps_innermost)
     grid = (ceil_div(pixels, tile["pixels"]) * ceil_div(columns, tile["columns"]),)
@@ -85,7 +85,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             SIDES=sides, TAPS=taps, STRIDES=(first, *(0,) * (3 - len(rest)), *rest),
             CHANNELS=channels, FILTERS=problem["weight"].shape[1],
             PIXELS=tile["pixels"], COLUMNS=tile["columns"], DEPTH=tile["depth"],
-            PRECISION=problem.math if x.dtype == torch.float32 else "ieee",
+            PRECISION=problem.math if problem["input"].dtype == "float32" else "ieee",
             num_warps=tile["warps"], num_stages=3, **overlapping(),
         )  # fmt: skip
         return out

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.machine import gpu
-from tessella.kernels.conv.hopper import implicit_gemm
+from tessella.kernels.conv.hopper import implicit_gemm, implicit_gemm_tiles
 from tessella.operations import problems
 from tessella.operations.tensor_meta import Format, TensorMeta
 
 FEWEST = 16  # channels: of fewer, most of what is multiplied would be zeros
+FEWEST_VOXELS = 1 << 15  # of smaller ones a launch for each of a batch takes longer
 UNIT = 8  # channels of 16 bytes
 
 
@@ -39,6 +40,7 @@ def runs(x: Tensor, weight: Tensor, window: tuple[tuple[int, ...], ...], groups:
         and {*stride, *dilation} == {1}
         and all(t % 2 for t in taps)
         and max(taps) > 1
+        and math.prod(x.shape[2:]) >= FEWEST_VOXELS
         and padding == tuple(t // 2 for t in taps)
         and all(c >= FEWEST and c % UNIT == 0 for c in weight.shape[:2])
         and 0 < max(weight.shape[:2]) * (x.numel() // max(1, x.shape[1])) < 2**31
@@ -83,6 +85,6 @@ def _bound(x: tuple[int, ...], weight: tuple[int, ...], dtype: str) -> tuple[Any
         TensorMeta(shape=weight, dtype=dtype),
         padding=tuple(t // 2 for t in weight[2:]),
     )
-    config = implicit_gemm.configs(problem)[0]
+    config = implicit_gemm_tiles.configs(problem)[0]
     nbytes = implicit_gemm.workspace_bytes(problem, **config)
-    return implicit_gemm.bind(problem, {}, **config), math.ceil(nbytes)
+    return implicit_gemm.bind(problem, {}, **config), nbytes

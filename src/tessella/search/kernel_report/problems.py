@@ -18,7 +18,7 @@ from tessella.kernels.shared import onednn
 from tessella.kernels.sparse.two_four import TWO_FOUR, prune_two_four
 from tessella.operations import problems, shapes
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import Format, TensorMeta
+from tessella.operations.tensor_meta import Format, TensorMeta, memory_format
 from tessella.search.inputs import sample_inputs
 
 Named = Iterator[tuple[str, Problem]]
@@ -94,7 +94,7 @@ def _constant(
         made = (made.abs() + 0.5 if name == "running_var" else made).to(dtype)
     if problem.attr("sparsity") == TWO_FOUR and name == "weight":
         made = prune_two_four(made)
-    return made.contiguous(memory_format=torch.channels_last) if meta.format == LAST else made
+    return made.contiguous(memory_format=memory_format(meta.format, made.dim()))
 
 
 def _meta(*shape: int, dtype: str = "float32", format: Format = "contiguous") -> TensorMeta:
@@ -140,7 +140,7 @@ def _conv(
     **window: Any,
 ) -> Problem:
     """A convolution with a bias; of int8 with a scale, so that it makes int8 again."""
-    dense: Format = format if len(x) == 4 else "contiguous"
+    dense: Format = format if len(x) > 3 else "contiguous"
     narrow = dtype in ("int8", "float8_e4m3fn")
     vector = _meta(weight[0], dtype="float32" if narrow else dtype)
     image = _meta(*x, dtype=dtype, format=dense)
@@ -187,10 +187,8 @@ def _convolutions(gpu: bool) -> Named:
     for dtype in dict.fromkeys((main, "float32")):
         yield dtype, _conv((n, 64, 256), (64, 64, 3), padding=1, dtype=dtype)
         yield dtype, _conv((n, 16, 8, 28, 28), (32, 16, 3, 3, 3), padding=1, dtype=dtype)
-    volume = (1, 32, 16, 32, 32)
-    yield f"volume {main}", _conv(volume, (32, 32, 3, 3, 3), padding=1, dtype=main)
-    for axes in (2, 3):
-        yield f"twice {main}", _grown((1, 64, *(28, 28, 8)[:axes]), 32, main)
+        for axes in (2, 3):
+            yield f"twice {dtype}", _grown((1, 64, *(28, 28, 8)[:axes]), 32, dtype)
 
 
 def _grown(x: Sequence[int], filters: int, dtype: str) -> Problem:

@@ -26,7 +26,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
         x, weight, bias = (*problem.operands(constants, inputs), None)[:3]
-        made = product(x, weight, bias, *how, groups, dilation)
+        made: torch.Tensor = product(x, weight, bias, *how, groups, dilation)
         return made.contiguous(memory_format=layout)
 
     return convolve
