@@ -143,7 +143,8 @@ class RfDetr(nn.Module):
         backbone, embeddings = encoder.backbone, encoder.backbone.embeddings
         first, places = embeddings.position_embeddings.split([1, self._rows * self._columns], 1)
         rows, columns = self._rows // WINDOWS, self._columns // WINDOWS
-        cut = images.unflatten(3, (WINDOWS, columns, PATCH)).unflatten(2, (WINDOWS, rows, PATCH))
+        cut = torch.unflatten(images, 3, (WINDOWS, columns, PATCH))
+        cut = torch.unflatten(cut, 2, (WINDOWS, rows, PATCH))
         cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7).flatten(5).flatten(3, 4).flatten(1, 2)
         projection = embeddings.patch_embeddings.projection
         places = places.reshape(WINDOWS, rows, WINDOWS, columns, -1).transpose(1, 2)
@@ -157,16 +158,19 @@ class RfDetr(nn.Module):
             told = layer(told)
             if number in backbone.config.out_indices:
                 kept.append(told)
-        told = backbone.layernorm(torch.cat(kept, 2).unflatten(2, (len(kept), -1))).flatten(2)
+        told = torch.unflatten(torch.cat(kept, 2), 2, (len(kept), -1))
+        told = backbone.layernorm(told).flatten(2)
         mixing = encoder.projector.projector_layer
         told = F.linear(told, mixing.conv1.conv.weight.flatten(1))
         told = mixing.conv1.activation(F.layer_norm(told, *_norm(mixing.conv1.norm)))[:, 1:]
-        told = told.unflatten(1, (rows, columns)).unflatten(0, (-1, WINDOWS, WINDOWS))
+        told = torch.unflatten(told, 1, (rows, columns))
+        told = torch.unflatten(told, 0, (-1, WINDOWS, WINDOWS))
         map = told.transpose(2, 3).flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
-        parts = list(map.split(mixing.hidden_channels, 1))
+        parts = list(torch.split(map, mixing.hidden_channels, 1))
         for block in mixing.bottlenecks:
             parts.append(block(parts[-1]))
-        return encoder.projector.layer_norm(mixing.conv2(torch.cat(parts, 1)))
+        made: Tensor = encoder.projector.layer_norm(mixing.conv2(torch.cat(parts, 1)))
+        return made
 
     def _positions(self, points_NQ4: Tensor) -> Tensor:
         """What the decoder's queries are told of their boxes: waves of x, y, width and height.
