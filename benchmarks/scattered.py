@@ -27,7 +27,7 @@ TURNED = {"scale": 0.15, "rotation": 8.0}
 RECIPES: dict[tuple[str, str], tuple[int, int, str, dict[str, Any]]] = {
     ("detection", "cuda"): (2000, 200, "centernet", {
         "network_options": {"backbone": "test_resnet", "width": 32}, "batch_size": 32,
-        "augment": TURNED | {"mosaic": 0.5}, "epochs": 40}),
+        "augment": TURNED | {"mosaic": 0.5}, "epochs": 30}),
     ("segmentation", "cuda"): (2000, 200, "unet", {
         "batch_size": 32, "augment": TURNED, "epochs": 24}),
     ("detection", "cpu"): (300, 60, "centernet", {

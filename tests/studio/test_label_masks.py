@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from tessella.studio.drawn_masks import (
     stored,
     things_of,
 )
-from tessella.tasks import View, named
+from tessella.tasks import Query, View, named
 from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tests.support.studio.browsing import enter, fit, go, press, resize, see, until
 from tests.support.studio.served import Served, serve, stop
@@ -98,6 +99,22 @@ def test_what_is_no_list_of_things_is_refused(things: Any) -> None:
         checked(things, len(CLASSES), (SIZE, SIZE))
 
 
+def test_a_dataset_is_shown_with_its_masks(labelled: Served) -> None:
+    """Each pixel of a class but the first is coloured, and no other."""
+    client = labelled.client()
+    page = client.get("/image", params={"dataset": "datasets/shapes", "split": "val"}).text
+    assert "drawn=true" in page
+    query = {"dataset": "datasets/shapes", "split": "val", "index": 0}
+    plain, drawn = (
+        np.asarray(Image.open(io.BytesIO(client.get("/pictures/example", params=asked).content)))
+        for asked in (query, query | {"drawn": "true"})
+    )
+    (example,) = Dataset(labelled.root / "datasets" / "shapes").val
+    changed = (plain != drawn).any(axis=2)
+    np.testing.assert_array_equal(changed, decoded(example.label["mask"]) > 0)
+    client.close()
+
+
 def test_a_picture_too_large_for_so_many_things_is_refused() -> None:
     text = rle.compressed(np.array([1 << 28])).decode()
     with pytest.raises(UsageError, match="at most 8 things"):
@@ -125,7 +142,7 @@ def test_what_a_network_answers_is_proposed_in_the_datasets_classes_and_size() -
     told[0, 1, 120, 2] = 1  # a speck
     answers = named("segmentation").answers
     labels = ("background", "unknown", "<b>two</b>")
-    query = type("Q", (), {"top": None})()
+    query = Query()
     (answer,) = answers.answer(told, labels, None, query)
     record = Preprocess(height=128, width=128)
     (thing,) = proposed(answer, CLASSES, View(height=64, width=64, record=record))

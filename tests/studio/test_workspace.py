@@ -24,6 +24,9 @@ def test_finds_what_lies_there_whoever_wrote_it(space):
     assert {f.ref for f in space.plans()} == {
         "plans/digits.plan", "plans/small.plan", "plans/broken.plan",
     }  # fmt: skip
+    for name in ("imagesTr", "labelsTr"):  # nnU-Net's, which an import reads
+        (space.root / "source" / name).mkdir(parents=True)
+    (space.root / "source" / "dataset.json").write_text("{}")
     make_dataset(space.root / "elsewhere" / "deep" / "more", hostile=False)
     assert {f.ref for f in space.datasets()} == {"datasets/digits", "elsewhere/deep/more"}
 

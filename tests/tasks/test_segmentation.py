@@ -79,7 +79,7 @@ def way(pictures: Path):
         "unet", dataset, out=here / "run", epochs=20, batch_size=9, network_options={"width": 8},
         solver={"name": "adamw", "lr": 5e-3}, augment={"flip": True}, val_interval=5,
     )  # fmt: skip
-    api.compile(run, batch=(1, 2, 4)).save(here / "net.plan")
+    api.compile(run, batch=(1, 2, 4), untuned=True).save(here / "net.plan")
     return dataset, run, here / "net.plan"
 
 
@@ -110,7 +110,7 @@ def test_the_whole_way(way, pictures: Path, tessella: Tessella) -> None:
         wrong = client.post("/v2/models/net/classify", content=files[0].read_bytes())
     assert wrong.status_code == 404
     api.export(run, pictures.parent / "net.onnx")
-    again = api.compile(pictures.parent / "net.onnx", batch=1)
+    again = api.compile(pictures.parent / "net.onnx", batch=1, untuned=True)
     assert again.manifest.task.name == "segmentation"
     assert api.answer(api.load(again), files[:1])[0][0]["label"] == told[0][0]["label"]
     assert "share of the picture" in tessella("run", plan, files[0]).out

@@ -48,12 +48,16 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     atexit.register(decoder.close)
 
     @routes.get("/example")
-    def example(dataset: str, split: str, index: int, v: str = "") -> Response:
-        """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached."""
+    def example(dataset: str, split: str, index: int, v: str = "", drawn: bool = False) -> Response:
+        """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached.
+
+        ``drawn``: with its target over it.
+        """
         opened = open_dataset(workspace.path(dataset))
         content = stored_file(opened, split, index)
         pixels = shown_of(content, opened.preprocess, index, decoder)
-        return _png(to_depth(pixels, 8), _KEEP)
+        shown = to_depth(pixels, 8)
+        return _png(_with_target(opened, split, index, shown) if drawn else shown, _KEEP)
 
     @routes.get("/trained")
     def trained(dataset: str, index: int, changes: str, epoch: int = 0, v: str = "") -> Response:
@@ -154,10 +158,19 @@ def seen_in_training(
     else:
         pieces = drawn_pieces(settings, record, drawn_from, index, targets)
         pixels, moves = made_of(index, pieces, pixels_of, settings, record, drawn_from)
-    shown = to_depth(pixels, 8)
-    shown = np.repeat(shown[:, :, :1], 3, axis=2) if shown.shape[2] < 3 else shown[:, :, :3]
+    shown = _in_rgb(to_depth(pixels, 8))
     target = targets.batch(np.array([index], np.int64), cast("list[Moves]", [moves]))[0]
     return task.answers.taught(shown, target, dataset.classes)
+
+
+def _with_target(dataset: Dataset, split: str, index: int, shown: Pixels) -> Pixels:
+    """An image as it is stored, of 8 bits, with its target drawn over it."""
+    target = targets_of(dataset.split(split)).batch(np.array([index], np.int64))[0]
+    return of(dataset.info.task).answers.taught(_in_rgb(shown), target, dataset.classes)
+
+
+def _in_rgb(shown: Pixels) -> Pixels:
+    return np.repeat(shown[:, :, :1], 3, axis=2) if shown.shape[2] < 3 else shown[:, :, :3]
 
 
 def thumb(dataset: Dataset, ref: str, split: str, index: int, title: str = "") -> Element:
@@ -172,9 +185,11 @@ def example_picture(
     dataset: Dataset, ref: str, split: str, index: int, title: str, *, names: bool = False
 ) -> Element:
     """An image of a dataset, with what its target marks in it; ``names`` are written beside."""
-    answers, record = of(dataset.info.task).answers, dataset.preprocess
-    things = answers.marked(dataset.split(split)[index].label, dataset.classes)
+    task, record = of(dataset.info.task), dataset.preprocess
+    things = task.answers.marked(dataset.split(split)[index].label, dataset.classes)
     source = example_address(dataset, ref, split, index)
+    if task.examples.PLACED and not things:  # a mask: the page draws boxes itself
+        source += "&drawn=true"
     return boxed(source, title, things, (record.height, record.width), names=names)
 
 

@@ -145,7 +145,7 @@ class Workspace:
             here = Path(folder)
             depth = len(here.relative_to(self.root).parts)
             for kind, marker in MARKERS.items():
-                if marker in files:
+                if marker in files and not (kind == "dataset" and _is_source(here)):
                     yield kind, here
                     folders.clear()
             if front.FILE in files:  # its plans are shown with the plan that was chosen of them
@@ -208,6 +208,11 @@ def best_checkpoint(run: Run) -> Checkpoint:
 
 def _newest_first(found: Iterator[Found[T]]) -> list[Found[T]]:
     return sorted(found, key=lambda f: (-f.modified, f.ref))
+
+
+def _is_source(folder: Path) -> bool:
+    """Whether a ``dataset.json`` is that of volumes by MSD or nnU-Net, which an import reads."""
+    return (folder / "imagesTr").is_dir() and (folder / "labelsTr").is_dir()
 
 
 def open_dataset(path: Path) -> Dataset:
