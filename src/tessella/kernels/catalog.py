@@ -309,7 +309,6 @@ KERNELS: tuple[Kernel, ...] = (
         "implicit_gemm.sm80",
         "conv.ampere.implicit_gemm",
         needs=("cp_async",),
-        version=2,
         sliced_out=True,
         gamma=True,
     ),

@@ -6,16 +6,13 @@ constexpr int LOADS_A = BM / ROWS, LOADS_B = BN / ROWS;
 constexpr int MI = BM / WARPS_M / 16, NI = BN / WARPS_N / 8;  // products of a warp, 16 × 8 each
 constexpr int DEEP = ROW_BYTES / 32;  // products below one another in a stage
 constexpr bool PATCH = PATCHES > 0;  // all taps read the same pixels in shared memory
-constexpr int A_BYTES = PATCH ? 0 : BM * ROW_BYTES, B_BYTES = BN * ROW_BYTES;
-constexpr int STAGE_BYTES = A_BYTES + (HELD ? 0 : B_BYTES);
-constexpr int HELD_AT = STAGES * STAGE_BYTES, HELD_BYTES = HELD * B_BYTES;  // a block's filters
+constexpr int A_BYTES = PATCH ? 0 : BM * ROW_BYTES, STAGE_BYTES = A_BYTES + BN * ROW_BYTES;
 constexpr int PATCH_BYTES = PATCH_ROWS * ROW_BYTES, PATCH_AT = STAGES * STAGE_BYTES;
 constexpr int COUNT = PATCH ? PATCHES : 1, ZERO_AT = PATCH_AT + PATCHES * PATCH_BYTES;
-constexpr int OUT_AT = EARLY || PERSISTENT ? STAGES * STAGE_BYTES + HELD_BYTES : 0;
+constexpr int OUT_AT = EARLY || PERSISTENT ? STAGES * STAGE_BYTES : 0;
 constexpr int OUT_VALUES = 16 / OUT_ITEM, OUT_CHUNKS = BN / OUT_VALUES;
 static_assert(BM % ROWS == 0 && BN % ROWS == 0 && ROWS % 8 == 0 && NI % 2 == 0 && DEEP % 2 == 0);
-static_assert(!PATCH || (!PERSISTENT && !EARLY && !HELD));
-static_assert(!HELD || PERSISTENT);
+static_assert(!PATCH || (!PERSISTENT && !EARLY));
 static_assert(EARLY || !RESIDUAL || !PERSISTENT);
 static_assert(BM * OUT_CHUNKS % THREADS == 0 && OUT_CHUNKS % 4 == 0);
 
@@ -177,22 +174,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     load_patch(0);
   }
   #pragma unroll 1
-  for (int step = 0; step < HELD; ++step) {  // the first stage's copies are waited for with them
-    #pragma unroll
-    for (int i = 0; i < LOADS_B; ++i) {
-      const bool there = d + step * BK < depth && (used >> i & 1);
-      copy_16(shared + HELD_AT + step * B_BYTES + mine + i * ROWS * ROW_BYTES,
-              there ? from_w + i * rows_apart + step * ROW_BYTES : (const char*)weight, there);
-    }
-  }
-  #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if constexpr (!PATCH) {
       #pragma unroll
       for (int i = 0; i < LOADS_A; ++i) load_a(i, shared + stage * STAGE_BYTES);
     }
     #pragma unroll
-    for (int i = 0; i < LOADS_B && !HELD; ++i) load_b(i, shared + stage * STAGE_BYTES);
+    for (int i = 0; i < LOADS_B; ++i) load_b(i, shared + stage * STAGE_BYTES);
     advance();
     end_copies();
   }
@@ -211,9 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   };
   if constexpr (PATCH) a_at += PATCH_AT;
   const int b_row = lane % 8 + lane / 16 * 8;
-  u32 held = shared + HELD_AT;  // the step's filters
   const u32 b_at =
-      (HELD ? 0 : A_BYTES) + (warp_k + b_row) * ROW_BYTES + turned<CHUNKS>(b_row, lane / 8 % 2) * 16;
+      A_BYTES + (warp_k + b_row) * ROW_BYTES + turned<CHUNKS>(b_row, lane / 8 % 2) * 16;
   u32 a[2][MI][4], b[2][NI][2];
   auto fetch = [&](int to, u32 stage, int deep) {
     #pragma unroll
@@ -227,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     #pragma unroll
     for (int j = 0; j < NI; j += 2)
       read_blocks(b[to][j][0], b[to][j][1], b[to][j + 1][0], b[to][j + 1][1],
-                  (HELD ? held : stage) + ((b_at + j * 8 * ROW_BYTES) ^ deep * 32));
+                  stage + ((b_at + j * 8 * ROW_BYTES) ^ deep * 32));
   };
   Sum sums[MI][NI][4];
   u32 read = shared, write = shared + (STAGES - 1) * STAGE_BYTES;
@@ -255,10 +242,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
           __syncthreads();
           read += STAGE_BYTES;
           if (read == end) read = shared;
-          if constexpr (HELD) {
-            held += B_BYTES;
-            if (held == shared + HELD_AT + HELD_BYTES) held = shared + HELD_AT;
-          }
           if constexpr (PATCH) next_tap();
         }
         fetch((deep + 1) % 2, read, (deep + 1) % DEEP);
@@ -269,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
             if (!PATCH && i * PARTS / LOADS_A == deep) load_a(i, write);
           #pragma unroll
           for (int i = 0; i < LOADS_B; ++i)
-            if (!HELD && i * PARTS / LOADS_B == deep) load_b(i, write);
+            if (i * PARTS / LOADS_B == deep) load_b(i, write);
           if (deep == DEEP - 2) {
             advance();
             end_copies();

@@ -35,8 +35,7 @@ OUTPUTS = {
     "bfloat16": ("bfloat16",),
     "int8": ("int8", "float16", "bfloat16"),
 }
-MOST_HELD = 16  # stages of filters that stay in shared memory
-TRIED = 12
+TRIED = 10
 # pixels, filters, bytes of the depth, warps along both, stages, blocks of a multiprocessor
 _TILES = (
     (128, 256, 128, 2, 4, 3, 1),
@@ -50,14 +49,6 @@ _TILES = (
     (128, 64, 64, 2, 2, 4, 3),
     (64, 128, 128, 2, 2, 3, 2),
     (64, 64, 128, 2, 2, 4, 2),
-)
-# the same, of filters that stay where they are: the shared memory beside them is the pixels'
-_HELD = (
-    (128, 256, 128, 2, 4, 4, 1),
-    (192, 128, 128, 4, 2, 4, 1),
-    (128, 128, 128, 2, 4, 4, 1),
-    (96, 128, 64, 2, 2, 4, 2),
-    (128, 64, 64, 2, 2, 4, 2),
 )
 
 
@@ -105,14 +96,15 @@ def configs(problem: Problem, most: int = TRIED) -> tuple[Config, ...]:
     """
     geometry = Geometry.of(problem)
     estimates: dict[Tile, float] = {}
-    for cut in (*(Tile(*n, persistent=True, held=1) for n in _HELD), *(Tile(*n) for n in _TILES)):
+    for numbers in _TILES:
+        cut = Tile(*numbers)
         blocks = ceil_div(geometry.pixels, cut.pixels) * ceil_div(geometry.filters, cut.filters)
         rounds = ceil_div(blocks, multiprocessors() * cut.blocks)
         share = cut.blocks if blocks > multiprocessors() else 1
         steps = ceil_div(geometry.depth * problem["input"].itemsize, cut.depth) + LEAST_STAGES
         work = rounds * share * steps * cut.depth * cut.pixels * cut.filters
-        ways = [cut, *([replace(cut, persistent=True)] if rounds > 1 and not cut.held else [])]
-        if not cut.held and (patches := _patches(problem, cut)):
+        ways = [cut, *([replace(cut, persistent=True)] if rounds > 1 else [])]
+        if patches := _patches(problem, cut):
             ways.append(replace(cut, patches=patches))
         for tile in filter(None, (_fitted(way, problem) for way in ways)):
             estimates[tile] = work * (1 + 24 / cut.pixels + 24 / cut.filters)
@@ -144,33 +136,17 @@ def _fitted(tile: Tile, problem: Problem) -> Tile | None:
     first = residual and not tile.patches
     for early in dict.fromkeys((first, first and tile.persistent)):
         for depth in dict.fromkeys((tile.depth, 64)):
-            if tile.pixels % (tile.threads * 16 // depth) or not _stays(tile, problem, depth):
+            if tile.pixels % (tile.threads * 16 // depth):
                 continue
             patches = _patches(problem, replace(tile, depth=depth)) if tile.patches else 0
-            held = _held(problem, depth) if tile.held else 0
-            made = replace(tile, depth=depth, early=early, patches=patches, held=held)
+            made = replace(tile, depth=depth, early=early, patches=patches)
             apart = early or tile.persistent
             room = limit - made.patch_bytes(beside) - (made.result_bytes(item) if apart else 0)
-            room -= made.held_bytes
             most = tile.stages if depth == tile.depth else 4
             made = replace(made, stages=min(most, room // made.stage_bytes))
             if made.stages >= LEAST_STAGES and made.shared_bytes(item, beside) <= limit:
                 return made
     return None
-
-
-def _stays(tile: Tile, problem: Problem, depth: int) -> bool:
-    """Whether a block, if its filters are held, can have the same ones in two tiles and more."""
-    geometry = Geometry.of(problem)
-    across = ceil_div(geometry.filters, tile.filters)
-    blocks = multiprocessors() * tile.blocks // across * across
-    count = across * ceil_div(geometry.pixels, tile.pixels)
-    return not tile.held or (0 < blocks < count and _held(problem, depth) <= MOST_HELD)
-
-
-def _held(problem: Problem, depth: int) -> int:
-    """Stages of all filters' numbers."""
-    return ceil_div(Geometry.of(problem).depth * problem["input"].itemsize, depth)
 
 
 def workspace_bytes(problem: Problem, **config: Any) -> int:
@@ -236,10 +212,7 @@ def launch_of(problem: Problem, tile: Tile) -> tuple[int, tuple[float, ...], tup
     geometry, epilogue = Geometry.of(problem), problem.epilogue
     across = ceil_div(geometry.filters, tile.filters)
     count = across * ceil_div(geometry.pixels, tile.pixels)
-    most = multiprocessors() * tile.blocks
-    if tile.held:  # a block's tiles are of the same filters
-        most -= most % across
-    blocks = min(count, most) if tile.persistent else count
+    blocks = min(count, multiprocessors() * tile.blocks) if tile.persistent else count
     factors = float(epilogue.alpha), float(epilogue.beta), float(epilogue.gamma)
     pitches = problem["input"].pixel_pitch or 0, problem.output.pixel_pitch or 0
     axes = (geometry.image, geometry.out, geometry.filter, geometry.stride, geometry.padding,

@@ -36,8 +36,6 @@ class Tile:
             while it stores.
         patches: above 0 all taps read the same pixels in shared memory, which are so often there:
             for one part of the channels, or for the next one too.
-        held: above 0 a block makes tiles of the same filters, which stay in shared memory: so many
-            stages of them.
     """
 
     pixels: int
@@ -50,7 +48,6 @@ class Tile:
     early: bool = False
     persistent: bool = False
     patches: int = 0
-    held: int = 0
 
     @property
     def threads(self) -> int:
@@ -58,12 +55,7 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        pixels, filters = not self.patches and self.pixels, not self.held and self.filters
-        return self.depth * (pixels + filters)
-
-    @property
-    def held_bytes(self) -> int:
-        return self.held * self.depth * self.filters
+        return self.depth * ((0 if self.patches else self.pixels) + self.filters)
 
     def result_bytes(self, itemsize: int) -> int:
         return itemsize * self.pixels * self.filters
@@ -74,7 +66,7 @@ class Tile:
 
     def shared_bytes(self, itemsize: int, beside: int = 0) -> int:
         """Of a block: stages and patches, and the result behind them or in their place."""
-        loaded = self.stages * self.stage_bytes + self.held_bytes + self.patch_bytes(beside)
+        loaded = self.stages * self.stage_bytes + self.patch_bytes(beside)
         result = self.result_bytes(itemsize)
         return loaded + result if self.early or self.persistent else max(loaded, result)
 
@@ -119,7 +111,6 @@ def source(
         "TAPS": int(taps),
         "DEEPER": int(deeper),
         "PATCHES": tile.patches,
-        "HELD": tile.held,
         "PATCH_ROWS": tile.pixels + beside if tile.patches else 0,
         "RESCALED": int(rescaled),
     }
