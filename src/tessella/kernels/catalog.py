@@ -291,7 +291,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
-    *_gpu("conv2d conv3d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
+    *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
     *_hopper(
         "conv2d conv3d",
         "implicit_gemm",

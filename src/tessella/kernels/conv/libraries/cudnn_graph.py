@@ -23,7 +23,7 @@ from tessella.device.packing import with_packed
 from tessella.device.streams import is_captured
 from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta, memory_format
+from tessella.operations.tensor_meta import TensorMeta
 
 MOST_PLANS = 8
 TYPES = {"int8": "INT8", "float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
@@ -44,9 +44,9 @@ def fits(problem: Problem) -> str | None:
     added = (epilogue.bias, epilogue.residual, epilogue.scale)
     if any(t is not None and t.dtype not in TYPES for t in added):
         return "the epilogue's tensors must be int8 or floating"
-    tensors = (epilogue.residual, problem.output)
-    if x.pixel_pitch is None or not all(t is None or t.has("channels_last") for t in tensors):
-        return "needs channels_last, or a slice of its channels to read"
+    tensors = (x, epilogue.residual, problem.output)
+    if not all(t is None or t.has("channels_last") for t in tensors):
+        return "needs channels_last"
     if 0 in (*x.shape, *problem.output.shape):
         return "empty"
     if importlib.util.find_spec("cudnn") is None:
@@ -74,8 +74,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, plan: int =
     except library.cudnnGraphNotSupportedError as error:
         raise _refused(error) from error
     nbytes = graph.get_workspace_size_plan_at_index(plan)
-    one = (1,) * len(problem.output.shape)
-    beta = torch.full(one, float(problem.epilogue.beta), device="cuda")
+    beta = torch.full((1, 1, 1, 1), float(problem.epilogue.beta), device="cuda")
     with torch.inference_mode(False):  # else it could not be written outside of that mode
         fence = torch.zeros(1, device="cuda") if problem.epilogue.residual is not None else None
 
@@ -103,7 +102,6 @@ def described(problem: Problem, **context: Any) -> tuple[Any, dict[str, Any], An
         context: of the graph; a handle, where there is a GPU.
     """
     library, attrs, epilogue = _library(), problem.attrs, problem.epilogue
-    one = (1,) * len(problem.output.shape)
     x, weight, residual = problem["input"], problem["weight"], epilogue.residual
     kind = library.data_type
     graph = library.pygraph(
@@ -113,14 +111,14 @@ def described(problem: Problem, **context: Any) -> tuple[Any, dict[str, Any], An
         **context,
     )
     tensors: dict[str, Any] = {
-        "input": _tensor(graph, "x", x.shape, _type(x), x.strides),
+        "input": _tensor(graph, "x", x.shape, _type(x)),
         "weight": _tensor(graph, "weight", weight.shape, _type(weight)),
     }
     if residual is not None and epilogue.beta != 0:
         tensors["residual"] = _tensor(graph, "residual", residual.shape, _type(residual))
     for name, vector in (("bias", epilogue.bias), ("scale", epilogue.scale)):
         if vector is not None:
-            shape = (1, problem.output.shape[1], *one[2:])
+            shape = (1, problem.output.shape[1], 1, 1)
             tensors[name] = _tensor(graph, name, shape, _type(vector))
     product = getattr(kind, PRODUCTS[x.dtype])
     y = graph.conv_fprop(
@@ -139,7 +137,7 @@ def described(problem: Problem, **context: Any) -> tuple[Any, dict[str, Any], An
     if "residual" in tensors:
         added = tensors["residual"]
         if epilogue.beta != 1:
-            tensors["beta"] = _tensor(graph, "beta", one, kind.FLOAT)
+            tensors["beta"] = _tensor(graph, "beta", (1, 1, 1, 1), kind.FLOAT)
             added = graph.mul(a=added, b=tensors["beta"])
         y = graph.add(a=y, b=added)
     if epilogue.activation == "relu":
@@ -197,12 +195,9 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return list(TensorMeta(shape=shape, dtype="int8", format="channels_last").dense_strides)
 
 
-def _tensor(
-    graph: Any, name: str, shape: tuple[int, ...], kind: Any, strides: tuple[int, ...] | None = None
-) -> Any:
-    steps = list(strides or _strides(shape))
-    return graph.tensor(name=name, dim=list(shape), stride=steps, data_type=kind)
+def _tensor(graph: Any, name: str, shape: tuple[int, ...], kind: Any) -> Any:
+    return graph.tensor(name=name, dim=list(shape), stride=_strides(shape), data_type=kind)
 
 
 def _pixels_innermost(weight: torch.Tensor) -> torch.Tensor:
-    return weight.contiguous(memory_format=memory_format("channels_last", weight.dim()))
+    return weight.contiguous(memory_format=torch.channels_last)
