@@ -49,15 +49,9 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
 
     @routes.get("/example")
     def example(dataset: str, split: str, index: int, v: str = "", drawn: bool = False) -> Response:
-        """An image of a dataset. ``v`` is the dataset's content hash, so that it may be cached.
-
-        ``drawn``: with its target over it.
-        """
+        """An image of a dataset, ``drawn`` with its target. ``v`` is the dataset's content hash."""
         opened = open_dataset(workspace.path(dataset))
-        content = stored_file(opened, split, index)
-        pixels = shown_of(content, opened.preprocess, index, decoder)
-        shown = to_depth(pixels, 8)
-        return _png(_with_target(opened, split, index, shown) if drawn else shown, _KEEP)
+        return _png(_stored(opened, split, index, decoder, drawn=drawn), _KEEP)
 
     @routes.get("/trained")
     def trained(dataset: str, index: int, changes: str, epoch: int = 0, v: str = "") -> Response:
@@ -163,8 +157,12 @@ def seen_in_training(
     return task.answers.taught(shown, target, dataset.classes)
 
 
-def _with_target(dataset: Dataset, split: str, index: int, shown: Pixels) -> Pixels:
-    """An image as it is stored, of 8 bits, with its target drawn over it."""
+def _stored(dataset: Dataset, split: str, index: int, decoder: Decoder, *, drawn: bool) -> Pixels:
+    """An image as it is stored, of 8 bits; or with its target drawn over it."""
+    content = stored_file(dataset, split, index)
+    shown = to_depth(shown_of(content, dataset.preprocess, index, decoder), 8)
+    if not drawn:
+        return shown
     target = targets_of(dataset.split(split)).batch(np.array([index], np.int64))[0]
     return of(dataset.info.task).answers.taught(_in_rgb(shown), target, dataset.classes)
 
