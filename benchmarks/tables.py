@@ -31,6 +31,8 @@ PLANS = (
     ("engine-sm_90.json", H200, "An NVIDIA H200. Eager PyTorch is replayed from a CUDA graph,"
      " which is the fastest that it can be; torch.compile runs with `max-autotune`. No open peer"
      " convolves in 8 bits: beside int8 and fp8 stands eager in float16."),
+    ("engine-sm_90-h100.json", "H100", "An NVIDIA H100, whose memory is slower (3.4 TB/s for 4.8):"
+     " times are longer than an H200's. torch.compile was not run."),
     ("engine-cpu.json", EPYC, "Two cores of an AMD EPYC with AVX-512 and its bfloat16 products. On"
      " a processor with AVX2 alone our own code has vectors half as wide, and these ratios"
      " do not hold."),
