@@ -22,7 +22,7 @@ from tessella.kernels.conv.libraries import onednn as conv_onednn
 from tessella.runtime import profiler
 from tessella.search import timing
 from tests.support.kernels import scratch
-from tests.support.networks import NETWORKS, build, captured, network, plan
+from tests.support.networks import NETWORKS, build, captured, graph_of, network, plan
 
 IMAGE = TensorSpec(name="image", dtype="float32", shape=(1, 3, 8, 8))
 
@@ -200,6 +200,31 @@ def test_an_answer_that_is_chance_is_refused() -> None:
     with pytest.raises(CompileError, match=r"last bits of float32.*samples="):
         build(Best(1e-9), rows)
     build(Best(1.0), rows)
+
+
+class _Squeezed(nn.Module):
+    """Volumes whose channels are weighed, and what is made of five axes besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weigh = nn.Conv3d(4, 8, 3, padding=1), nn.Conv3d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y = y * torch.sigmoid(self.weigh(y.mean((2, 3, 4), keepdim=True)))
+        up = nn.functional.interpolate(nn.functional.pad(y, (0, 1, 1, 0, 0, 2)), size=(6, 5, 4))
+        return self.weigh(up) + up.sum(2, keepdim=True)
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_means_sums_pads_and_sizes_of_volumes(target: str) -> None:
+    torch.manual_seed(0)
+    module = _Squeezed().eval()
+    spec = TensorSpec(name="image", dtype="float32", shape=(1, 4, 4, 4, 5))
+    made = plan(graph_of(module, spec, DimRange(min=1, opt=1, max=2)), target=target)
+    x = torch.randn(2, 4, 4, 4, 5)
+    (answer,) = runtime.load(made)(image=x).values()
+    assert error(answer, float64(module, x)) < 1e-4
 
 
 def test_an_output_without_a_batch_axis_is_refused() -> None:

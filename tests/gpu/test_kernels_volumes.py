@@ -59,6 +59,9 @@ CASES = {
     "two": replace(VOLUME, x=(2, 64, 6, 12, 10), w=(48, 64, 3, 3, 3), **EPILOGUE),
     "deep": replace(VOLUME, x=(1, 256, 8, 8, 8), w=(256, 256, 3, 3, 3)),
     "flat": replace(VOLUME, w=(64, 32, 3, 1, 1), padding=(1, 0, 0)),
+    "slices": replace(
+        VOLUME, x=(2, 32, 9, 20, 24), w=(48, 32, 1, 3, 3), padding=(0, 1, 1), **EPILOGUE
+    ),
     "a pixel": replace(VOLUME, w=(16, 32, 1, 1, 1), padding=0, bias="float16"),
     "bfloat16": replace(VOLUME, dtype="bfloat16", w=(64, 32, 5, 3, 3), padding=(2, 1, 1)),
 }
@@ -73,20 +76,24 @@ def test_convolutions_of_volumes(name: str) -> None:
         convolutions.check(row, CASES[name], config, device="cuda")
 
 
+@pytest.mark.parametrize("taps", [(3, 3, 3), (1, 3, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_of_convolutions_of_volumes(dtype: torch.dtype) -> None:
+def test_gradients_of_convolutions_of_volumes(
+    dtype: torch.dtype, taps: tuple[int, int, int]
+) -> None:
     """No further from float64 than torch's own, with a margin."""
     torch.manual_seed(0)
     x = torch.randn(2, 32, 32, 40, 33, device="cuda").to(dtype)
     x = x.contiguous(memory_format=torch.channels_last_3d).requires_grad_()
-    weight = torch.randn(48, 32, 3, 3, 3, device="cuda", requires_grad=True)
-    if not volumes.runs(x, weight, ((1,) * 3,) * 3, 1):
+    weight = torch.randn(48, 32, *taps, device="cuda", requires_grad=True)
+    padding = tuple(t // 2 for t in taps)
+    if not volumes.runs(x, weight, ((1,) * 3, padding, (1,) * 3), 1):
         pytest.skip("needs a Hopper GPU")
     cotangent = torch.randn(2, 48, 32, 40, 33, device="cuda")
 
     def step(call: Any, given: torch.Tensor, by: torch.Tensor, low: bool) -> list[torch.Tensor]:
         with torch.autocast("cuda", dtype=dtype, enabled=low):
-            made = call(given, by, None, 1, 1)
+            made = call(given, by, None, 1, padding)
         return [made, *torch.autograd.grad(made, (given, by), cotangent.to(made.dtype))]
 
     right = step(torch.conv3d, x.double(), weight.double(), False)

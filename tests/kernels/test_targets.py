@@ -141,6 +141,11 @@ def test_kernels_compile_within_the_limits_of_the_chip(target: str) -> None:
     assert {catalog.kernel(case.split("|")[1]).module for case in found} == wanted
 
 
+def test_every_problem_is_some_kernels() -> None:
+    used = {name for target in GPU_TARGETS for name, _, _ in for_targets.cases(target)}
+    assert used == set(for_targets.problems())
+
+
 def test_hoppers_kernels_are_hoppers_alone() -> None:
     for row in ours():
         alone = [target for target in GPU_TARGETS if row.runs_on(target)] == ["sm_90"]

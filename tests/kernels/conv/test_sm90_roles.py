@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "int8, swapped": (replace(EIGHT_BITS, **EPILOGUE), {"tile_k": 64, "swap": True}),
     "int8 to int32": (replace(EIGHT_BITS, out="int32"), {}),
     "volumes": (replace(VOLUME, w=(40, 40, 3, 1, 3), padding=(1, 0, 1), **EPILOGUE), {}),
+    "volumes, each slice by itself": (replace(VOLUME, w=(40, 40, 1, 3, 3), padding=(0, 1, 1)), {}),
     "volumes, a column of held taps": (
         replace(VOLUME, residual=True, w_format="contiguous"),
         {"taps": 3, "held": True, "tile_n": 2},

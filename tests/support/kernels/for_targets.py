@@ -124,12 +124,6 @@ def problems() -> dict[str, Problem]:
         ),
         "groups": next(iter(groups.PROBLEMS.values())),
         "grown": grown.problem((8, 64, 28, 28), 32, (2, 2)),
-        "norm first": Problem(
-            op="norm_linear", outputs=(meta(64, 256, dtype="float16"),), constant=(1, 2, 5, 6),
-            inputs=(tokens, meta(256, 768, dtype="float16"), meta(256, dtype="float16"), None,
-                    None, vector, vector),
-            attrs={"activation": "gelu", "eps": 1e-5},
-        ),
         "places": Problem(
             op="fallback", outputs=(meta(1, 300, 256, dtype="float16"),),
             inputs=(meta(1, 8400, 256, dtype="float16"), meta(1, 300, 256, dtype="int64")),

@@ -30,7 +30,7 @@ FOLLOWS = frozenset((
 SMALLER = frozenset(("mean", "sum", "interpolate", "pad"))  # no kernel of theirs takes volumes so
 DENSE = frozenset((
     "conv2d", "linear", "matmul", "layer_norm", "softmax", "log_softmax", "reshape", "embedding",
-    "clone", "pad", "local_response_norm", "group_norm", "rms_norm", "conv1d",
+    "clone", "local_response_norm", "group_norm", "rms_norm", "conv1d",
     "group_factors", "maximum", "minimum", "prelu", "softplus", "amax", "amin", "user",
     "image_to_tensor", "lstm", "gru", "rnn", "peak_boxes",
     "deformable_attention", "nms",
@@ -69,7 +69,9 @@ def _format(node: Node, value: Value, formats: Formats, graph: Graph, layout: La
     if node.op == "fallback" and node.attrs["target"] in DENSE_OPERATORS:
         return "contiguous"
     axes = len(value.shape)
-    if node.op not in FOLLOWS or (axes == 5 and node.op in SMALLER):
+    if axes == 5 and node.op in SMALLER:
+        return "contiguous"
+    if node.op not in FOLLOWS:
         return "contiguous" if node.op in DENSE else "strided"
     leads = any(
         v is not None

@@ -56,7 +56,7 @@ def group_moments_kernel(
     start = chunk * per_chunk
     end = tl.maximum(tl.minimum(start + per_chunk, pixels), start)
     row = tl.arange(0, ROWS)
-    x = x_pointer + image * STRIDES[0] + channel[None, :] * STRIDES[1]
+    x = x_pointer + image * STRIDES[0] + channel[None, :].to(tl.int64) * STRIDES[1]
     mean = tl.zeros([ROWS, PLACES], tl.float32)
     squares = tl.zeros([ROWS, PLACES], tl.float32)
     seen = 0.0

@@ -22,6 +22,8 @@ from tessella.operations.problem import Problem
 
 MAX_ELEMENTS = 2**31 - 1  # offsets have 32 bits
 MOST_AXES = 5
+LONGEST_PIECE = 256  # of a row, that a block takes
+MOST_PIECES = 65_535  # blocks along a grid's second axis
 LARGEST = {"int8": 127}  # of a number that is written; floating types take all
 
 
@@ -73,12 +75,15 @@ def fits(problem: Problem) -> str | None:
         return f"1 to {MOST_AXES} axes, none of them empty"
     if any(p < 0 for p in attrs["pad"]):
         return "adds, and takes nothing away"
-    return "indices have 32 bits" if math.prod(y.shape) > MAX_ELEMENTS else None
+    if math.prod(y.shape) > MAX_ELEMENTS:
+        return "indices have 32 bits"
+    longest = MOST_PIECES * LONGEST_PIECE
+    return f"rows of at most {longest} elements" if _axes(problem)[0][-1] > longest else None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of so many elements, by all of a row or by 256 of more."""
-    columns = min(256, triton.next_power_of_2(_axes(problem)[0][-1]))
+    columns = min(LONGEST_PIECE, triton.next_power_of_2(_axes(problem)[0][-1]))
     return tuple(
         {"rows": max(1, elements // columns), "warps": warps}
         for elements, warps in ((1024, 4), (2048, 4), (4096, 8))
@@ -112,7 +117,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     made, read, before = _axes(problem)
     if len(made) == 1:  # a kernel has rows
         made, read, before = (1, *made), (1, *read), (0, *before)
-    columns = min(256, triton.next_power_of_2(made[-1]))
+    columns = min(LONGEST_PIECE, triton.next_power_of_2(made[-1]))
     rows = math.prod(made[:-1])
     grid = (triton.cdiv(rows, tile["rows"]), triton.cdiv(made[-1], columns))
     value = problem.attrs["value"] or 0

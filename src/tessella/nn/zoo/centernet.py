@@ -116,6 +116,8 @@ def loss(centres_NHW: Tensor, kinds_NPK: Tensor, boxes_NP4: Tensor, targets_NM6:
     No shape depends on what a picture shows, so that a step on a GPU asks it nothing and is one
     graph. Picture by picture a step of 32 made 29,000 calls and asked 256 times.
     """
+    if targets_NM6.shape[1] == 0:  # no picture shows anything
+        targets_NM6 = F.pad(targets_NM6, (0, 0, 0, 1), value=-1.0)
     classes_NM, crowd_NM = targets_NM6[..., 4], targets_NM6[..., 5] > 0
     thing_NM = (classes_NM >= 0) & ~crowd_NM
     with torch.no_grad():

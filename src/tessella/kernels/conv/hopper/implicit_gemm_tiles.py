@@ -67,8 +67,8 @@ class Shape:
         )
         if (taps, R, S) == (1, 1, 1) and stride == (1, 1) and padding == (0, 0):
             N, H, W, P, Q = N * math.prod(depth) * H * W, 1, 1, 1, 1
-        elif depth:  # a launch for each volume: slices of two do not meet
-            N = depth[0]
+        elif depth:  # a launch for each volume where slices of one meet
+            N = depth[0] if taps > 1 else N * depth[0]
         return cls(
             N=N, H=H, W=W, C=C, K=K, P=P, Q=Q, R=R, S=S, groups=problem.attrs["groups"],
             stride=stride, padding=padding, dilation=dilation,
