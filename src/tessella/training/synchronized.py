@@ -86,7 +86,7 @@ def synchronized(module: nn.Module) -> nn.Module:
 
 
 @functools.cache
-def _over(kind: type[nn.Module]) -> type[nn.Module]:
+def _over(kind: Any) -> Any:
     """A class of norms that is ``kind`` but where that calls torch's forward pass."""
     return type(kind.__name__, (kind, SynchronizedNorm), {})
 
