@@ -71,7 +71,7 @@ def synchronized(module: nn.Module) -> nn.Module:
     for name, part in module.named_modules():
         if not isinstance(part, nn.modules.batchnorm._BatchNorm):
             continue
-        kind = type(part)
+        kind: Any = type(part)
         if kind.forward is _TORCHS or kind is BatchNorm:
             part.__class__ = _over(kind)
         elif kind.__name__ in _WITH_PARTS:
