@@ -158,7 +158,9 @@ def test_the_command_line_says_the_same(stripes, better, worse, tmp_path, monkey
     assert len(list((tmp_path / "wrong").iterdir())) == 20
     alone = tessella("evaluate", better.path, "--against", worse.path, "--json").json
     assert alone == plain  # the run knows its dataset
-    assert tessella("evaluate", better.latest().path, "--json").code == 0
+    with monkeypatch.context() as inside:
+        inside.chdir(better.latest().path)
+        assert tessella("evaluate", ".", "--json").code == 0  # so does a checkpoint in it
     assert "--data FOLDER" in tessella("evaluate", tmp_path / "some.onnx").err
     flattering = tessella("evaluate", worse.path, "--data", stripes, "--split", "val")
     assert "chosen by its val split" in flattering.err

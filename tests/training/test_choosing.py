@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Run
+from tessella.artifacts.run import Augment, Run
 from tessella.core.errors import ArtifactError
 from tessella.core.events import read_events, silent
 from tessella.core.record import to_plain
@@ -46,7 +47,7 @@ def raced(monkeypatch) -> list[float]:
     """A CPU whose trainings may be raced, with these times; the budgets of races, in seconds."""
     budgets: list[float] = []
 
-    def race(*_, budget_s: float) -> tuple[Raced, ...]:
+    def race(*_, budget_s: float, known: Sequence[Raced]) -> tuple[Raced, ...]:
         budgets.append(budget_s)
         return TIMES
 
@@ -97,6 +98,42 @@ def test_a_race_pays_or_not_and_is_remembered(dataset, tmp_path, monkeypatch, ra
     for decided in ({"fuse": False}, {"deterministic": True}):
         assert "race" not in way_for(recipe(dataset, **decided), tmp_path / str(decided), long).why
     assert len(raced) == 1
+
+
+def test_what_is_kept_of_a_race(dataset, tmp_path, monkeypatch, raced):
+    """Not what went wrong for a moment, and nothing instead of a time; late is late in a time."""
+    info, known = describe_run(recipe(dataset)), {}
+    usual, _, code = TIMES
+    moment = Raced(way="compile", failed=True, passing=True, problem="it failed: out of memory")
+    lasting = replace(moment, passing=False, problem="it failed: no compiler")
+    late = Raced(way="compile", problem="not ready after 140 s", late_s=150.0)
+
+    def kept(*found: Raced) -> list[Raced]:
+        choosing._place(info).unlink(missing_ok=True)
+        for one in found:
+            remember(info, [one])
+        return list(recalled(info))
+
+    assert kept(usual, moment) == [usual]
+    assert kept(code, lasting, late) == [code]
+    assert kept(usual, lasting, code) == [usual, code]
+    assert kept(usual, late) == [usual, late]
+    # a race of no more seconds would be as late; one of more is run, with what is known
+    monkeypatch.setattr(choosing, "race", lambda *_, known=(), **__: known_of(known))
+
+    def known_of(found: Sequence[Raced]) -> tuple[Raced, ...]:
+        known.update({r.way: r for r in found})
+        return TIMES
+
+    per_step = prospect_of(info, 1).saved_s
+    for number, (saved, way) in enumerate(((151, "eager"), (149, "eager"), (200, "compile"))):
+        kept(usual, replace(late, late_s=170.0))
+        assert way_for(recipe(dataset), tmp_path / f"{number}", int(saved / per_step)).way == way
+        assert (known != {}) == (way == "compile")
+    assert known == {"eager": usual, "compile": replace(late, late_s=170.0)}
+    assert choosing._tells([replace(late, way="eager")], Choice(way="eager", why=""), 150.0)
+    mixes = replace(info, recipe=recipe(dataset, augment=Augment(mixup=0.2)))
+    assert choosing._place(mixes) != choosing._place(info)  # its steps are no graphs
 
 
 def test_broken_memories_are_none(dataset, caplog):

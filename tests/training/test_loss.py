@@ -42,6 +42,21 @@ def test_the_layer_where_it_begins():
     assert not net[0]._forward_hooks
 
     def fails():
-        raise RuntimeError("something else")
+        raise ValueError("something else")
 
-    assert first_not_finite(net[:2], fails) is None
+    assert first_not_finite(net[:2], fails) is None  # which an error is told instead of
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.inner(x) / 0
+
+
+def test_what_a_layer_with_parts_computes_itself():
+    net = nn.Sequential(Root(), nn.ReLU())
+    found = first_not_finite(net, lambda: net(torch.ones(1, 2)))
+    assert found == "the output of 0 (Root) is the first that is not finite"

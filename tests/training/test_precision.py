@@ -7,6 +7,7 @@ from torch import nn
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import TrainError
+from tessella.training import meter
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
 from tessella.training.solver import optimizer_for
@@ -64,10 +65,33 @@ def test_fp16_skips_a_step_with_infinite_gradients_and_halves_the_scale():
     optimizer.zero_grad()
     mixed.update(module(torch.ones(1, 4)).sum(), optimizer)
     assert not torch.equal(module.weight, before)
-    assert int(mixed.skipped) == 1
+    assert (int(mixed.skipped), int(mixed.in_a_row)) == (1, 0)
     plain = MixedPrecision("bf16", CPU)
     plain.update(module(torch.ones(1, 4)).sum(), optimizer)
     assert plain.skipped is None
+
+
+NEVER = """
+import torch
+from torch import nn
+
+class Never(nn.Sequential):
+    def __init__(self, num_classes=3):
+        super().__init__(nn.Flatten(), nn.Linear(144, num_classes))
+    def forward(self, x):
+        zero = (self[1].bias - self[1].bias).sum()
+        return super().forward(x) + zero.sqrt()  # whose gradient at zero is infinite
+"""
+
+
+def test_a_training_that_only_skips_ends(dataset, tmp_path, monkeypatch):
+    """The loss is finite, and no scale makes its gradients so."""
+    (tmp_path / "never.py").write_text(NEVER)
+    monkeypatch.setattr(meter, "HOPELESS", 6)
+    settings = recipe(dataset, network=f"{tmp_path / 'never.py'}:Never", precision="fp16")
+    with pytest.raises(TrainError, match=r"last 6 steps .*step 6; the gradient of 1.bias is not"):
+        train(settings, tmp_path / "run")
+    assert len(losses(Run(tmp_path / "run"))) == 6
 
 
 @pytest.fixture(scope="module")

@@ -58,13 +58,32 @@ def test_times_lie_at_the_layers_that_take_them():
     assert all(0 < layer.forward_s < 0.004 and 0 < layer.backward_s < 0.008 for layer in others)
     products = 2 * 16 * 64 * 64
     assert [found[name].flops for name in ("first", "aside", "last", "act")] == [
-        3 * 2 * products, 3 * products, 3 * products // 8, 0,
+        (2 + 3) * products, 3 * products, 3 * products // 8, 0,
     ]  # fmt: skip
     assert found["aside"].nbytes == 3 * 4 * (2 * 16 * 64 + 64 * 64 + 64)
     assert found["aside"].least_s(1e12, 1e30) == pytest.approx(3 * products / 1e12)
     assert found["aside"].least_s(1e30, 1e9) == pytest.approx(found["aside"].nbytes / 1e9)
     assert all(p.grad is None for p in net.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_what_does_not_learn_needs_less():
+    """A layer makes a gradient of its weights, of its input, of both, or none."""
+    net, images = (
+        nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4))),
+        torch.ones(8, 32),
+    )
+    net[0].requires_grad_(False)
+    net[2].requires_grad_(False)
+    found = layer_times(net, lambda: net(images).sum(), CPU)
+    assert [layer.flops / (2 * 8 * 32 * 32) for layer in found] == [1, 2, 2, 3]
+    values, weights = 4 * 8 * 32, 4 * 32 * 32
+    assert [layer.nbytes for layer in found] == [
+        2 * values + weights,  # read, read and written
+        (2 + 3) * values + 2 * weights,
+        (2 + 3) * values + 2 * weights,
+        (3 + 3) * values + 3 * weights,
+    ]
 
 
 def test_layers_of_a_training(dataset):

@@ -133,13 +133,21 @@ def test_a_way_that_fails_or_takes_too_long_is_told(dataset, monkeypatch):
     began = time.monotonic()
     eager, _, compiled = raced_here(recipe(dataset), budget_s=1.0)
     assert time.monotonic() - began < 60
-    assert (eager.failed, eager.problem) == (True, "it failed: out of everything")
+    assert (eager.failed, eager.passing) == (True, False)
+    assert eager.problem == "it failed: out of everything"
     assert not compiled.failed
     assert compiled.problem.startswith("not ready after ")
+    assert compiled.late_s == 1.0
     assert fastest((eager, compiled), "eager") == "eager"
     known = Raced(way="eager", step_s=0.01)
     _, _, compiled = raced_here(recipe(dataset), budget_s=0.0, known=[known])
     assert described(compiled) == "no time was left for it"
+    late = Raced(way="compile", problem="late", late_s=9.0)
+    for budget_s, same in ((0.0, True), (9.5, False)):
+        pretended(monkeypatch, eager="", compile="import os; os.kill(os.getpid(), 9)")
+        found = raced_here(recipe(dataset), budget_s=budget_s, known=[known, late])
+        assert (found[2] == late) == same
+    assert found[2].passing  # killed, as one is that the host has no memory for
 
 
 ANSWER = """

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tessella.core.errors import UsageError
+from tessella.nn.prototxt import modules as caffe
 from tessella.training import parallel
 from tessella.training.parallel import World
+from tessella.training.recomputing import _counted_already
 from tessella.training.synchronized import SynchronizedNorm, synchronized
 from tessella.training.ways import refusal
 from tests.support.training import recipe
@@ -84,7 +86,7 @@ def test_norms_see_all_images_and_gradients_have_few_columns(tmp_path):
 
 
 def test_what_is_not_had_together(dataset):
-    settings = recipe(dataset, sync_norms=True, gpus=2, batch_size=10)
+    settings = recipe(dataset, sync_norms=True, compress=2, gpus=2, batch_size=10)
     cuda = torch.device("cuda")
     assert "middle of a step" in refusal("fused", settings, cuda)
     assert refusal("eager", settings, cuda) is None
@@ -92,3 +94,48 @@ def test_what_is_not_had_together(dataset):
         recipe(dataset, sync_norms=True, fuse=True)
     with pytest.raises(UsageError, match="compress counts columns"):
         recipe(dataset, compress=-1)
+    for alone in ({"sync_norms": True}, {"compress": 2}):
+        with pytest.raises(UsageError, match=r"nothing to exchange.*more gpus"):
+            recipe(dataset, **alone)
+    # an infinite gradient stays in what is added to the next ones: no step was taken any more
+    with pytest.raises(UsageError, match="train with precision bf16"):
+        recipe(dataset, compress=2, gpus=2, batch_size=10, precision="fp16")
+
+
+class Odd(nn.BatchNorm1d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_norms_stay_what_they_are(tmp_path):
+    """Beside torch's and timm's own in one process: places, hooks, momentum, activations."""
+    timm = pytest.importorskip("timm.layers")
+
+    def made() -> nn.Module:
+        shared = nn.BatchNorm2d(3, momentum=0.0)
+        return nn.Sequential(
+            shared, timm.BatchNormAct2d(3), shared, nn.BatchNorm2d(3, momentum=None),
+            caffe.BatchNorm(3, eps=1e-5, fraction=0.9),
+        )  # fmt: skip
+
+    plain, heard = made(), []
+    module = made()
+    module[0].register_forward_hook(lambda *_: heard.append(1))
+    module = synchronized(module)
+    assert module[0] is module[2]
+    assert isinstance(module[0], SynchronizedNorm)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/m", rank=0, world_size=1)
+    try:
+        for number in range(3):
+            batch = images(number)
+            torch.testing.assert_close(module(batch), plain(batch), rtol=1e-4, atol=1e-4)
+        with _counted_already(list(module)):  # recompute's second pass
+            module(images(9))
+    finally:
+        dist.destroy_process_group()
+    assert len(heard) == 8
+    for (name, buffer), expected in zip(module.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=1e-4, msg=name)
+    torch.testing.assert_close(module.eval()(images(4)), plain.eval()(images(4)))
+    with pytest.raises(UsageError, match=r"1, a .*Odd, has a forward pass"):
+        synchronized(nn.Sequential(nn.ReLU(), Odd(3)))

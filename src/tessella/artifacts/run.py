@@ -124,7 +124,7 @@ class Recipe:
         compress: exchange gradients between processes as products of two matrices of so many
             columns (PowerSGD, Vogels et al. 2019), where links are slow; 1 to 4 are usual, 0 is
             whole gradients. What a product lacks is added to the next one, and is not kept in
-            checkpoints: a training that goes on has other numbers.
+            checkpoints: a training that goes on has other numbers. Not in fp16.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
         patience: stop after this many validations without a better score.
@@ -227,9 +227,8 @@ class Recipe:
                 f"accumulate={self.accumulate}",
                 fix=f"use batch_size={math.ceil(self.batch_size / parts) * parts}",
             )
-        if self.compress < 0:
-            raise UsageError("compress counts columns, 0 or more", seen=self.compress)
         self._check_tuning()
+        self._check_processes()
         self._check_quantize()
         if not 0 <= self.label_smoothing < 1:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)
@@ -279,6 +278,23 @@ class Recipe:
             raise UsageError(
                 "layer_decay and grow_from are above 0 to 1, ema 0 to below 1",
                 seen=f"layer_decay={self.layer_decay}, grow_from={self.grow_from}, ema={self.ema}",
+            )
+
+    def _check_processes(self) -> None:
+        if self.compress < 0:
+            raise UsageError("compress counts columns, 0 or more", seen=self.compress)
+        if self.gpus == 1 and (self.compress or self.sync_norms):
+            raise UsageError(
+                "one process has nothing to exchange with others",
+                seen=f"gpus=1, compress={self.compress}, sync_norms={self.sync_norms}",
+                fix="leave compress and sync_norms out, or train with more gpus",
+            )
+        if self.compress and self.precision == "fp16":
+            raise UsageError(
+                "what compressed gradients lack is added to the next ones, and an infinite one of "
+                "fp16, whose step is skipped, would never leave that sum",
+                seen=f"compress={self.compress}, precision='fp16'",
+                fix="train with precision bf16, or leave compress out",
             )
 
     def _check_quantize(self) -> None:

@@ -81,7 +81,7 @@ def evaluate(
 
 def _dataset_of(model: Path) -> Path:
     """The dataset of a run, or of the run that a checkpoint lies in."""
-    for folder in (model, model.parent.parent):
+    for folder in (model, model.resolve().parent.parent):
         if (folder / "run.json").is_file():
             return Path(Run(folder).recipe.dataset)
     raise UsageError(

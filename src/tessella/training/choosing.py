@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +111,11 @@ def way_of(
             why = f"{usual.why}; {prospect.text}: a race would cost {_minutes(RACE_COSTS_S)}"
             return Choice(way=usual.way, why=why)
         budget_s = min(MOST_RACE_S, max(prospect.saved_s, RACE_COSTS_S))
-        emit(phase("race", f"for {_minutes(budget_s)} at most: {prospect.text}"))
-        raced, said = race(run.info, trained, world.device, budget_s=budget_s), "raced"
-        remember(run.info, raced)
+        if not _tells(raced, usual, budget_s):
+            emit(phase("race", f"for {_minutes(budget_s)} at most: {prospect.text}"))
+            raced = race(run.info, trained, world.device, budget_s=budget_s, known=raced)
+            said = "raced"
+            remember(run.info, raced)
     chosen = chosen_of(raced, usual, steps, said=said)
     write_atomic(path, (json.dumps(to_plain(chosen)) + "\n").encode())
     return chosen
@@ -165,10 +168,17 @@ def kind_of(module: nn.Module) -> str:
     return "convolutions" if normed else "no batch norms"
 
 
-def _tells(raced: Sequence[Raced], usual: Choice) -> bool:
-    """Whether known times say enough: the usual way's, and another's or why it cannot run."""
-    timed = {r.way for r in raced if r.step_s is not None}
-    return usual.way in timed and any(r.way != usual.way and (r.step_s or r.failed) for r in raced)
+def _tells(raced: Sequence[Raced], usual: Choice, budget_s: float = math.inf) -> bool:
+    """Whether a race of so many seconds would say no more than is known: of the usual way, and of
+    another unless the usual one is late, which then stays."""
+    known = {
+        r.way: r
+        for r in raced
+        if r.step_s is not None or r.failed or (r.late_s is not None and r.late_s >= budget_s)
+    }
+    if usual.way not in known:
+        return False
+    return known[usual.way].late_s is not None or len(known) > 1
 
 
 # --- what earlier races have shown ----------------------------------------------------------------
@@ -186,6 +196,8 @@ def _place(info: RunInfo) -> Path:
         "labels": len(info.labels),
         "batch": recipe.batch_size // recipe.gpus,
         **{name: getattr(recipe, name) for name in _DECIDE},
+        "mixed": bool(recipe.augment.mixup or recipe.augment.cutmix),  # such a step is no graph
+        "decayed": recipe.layer_decay < 1,  # groups of parameters, each with launches of its own
         "solver": recipe.solver.name,
     }
     return CACHE_FOLDER / "ways" / f"{digest(asked)}.json"
@@ -210,9 +222,16 @@ def recalled(info: RunInfo) -> tuple[Raced, ...]:
 
 
 def remember(info: RunInfo, raced: Sequence[Raced]) -> None:
-    """Keep times of ways, and which failed, beside those that are known."""
+    """Keep times of ways, and which failed or were late, beside those that are known.
+
+    A failure of the moment is not kept, and none replaces a time.
+    """
     known = {r.way: r for r in recalled(info)}
-    known |= {r.way: r for r in raced if r.step_s is not None or r.failed}
+    for r in raced:
+        timed = r.way in known and known[r.way].step_s is not None
+        lasts = (r.failed and not r.passing) or r.late_s is not None
+        if r.step_s is not None or (lasts and not timed):
+            known[r.way] = r
     plain = [to_plain(one) for one in known.values()]
     try:
         write_atomic(_place(info), (json.dumps(plain) + "\n").encode())

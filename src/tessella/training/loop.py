@@ -167,8 +167,9 @@ class Training:
         self._fed: Fed | None = None  # the last batch
         self._exchange_s = 0.0
         self._meter = Meter(
-            self._schedule, world, self._state, trainer.feed, journal, where=self._where_not_finite
-        )
+            self._schedule, world, self._state, trainer.feed, journal,
+            where=self._where_not_finite, skipped=trainer.skipped,
+        )  # fmt: skip
         self._workers = loading_threads(run.recipe.workers, world)
         self._fillers = Fillers(max(1, self._workers))
         self._validates = validates(dataset)

@@ -1,7 +1,8 @@
-"""The error for a loss that is not finite, and the layer where that began."""
+"""The errors for losses and gradients that are not finite, and the layer where that began."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import TrainError
+
+log = logging.getLogger(__name__)
 
 
 def not_finite(
@@ -33,8 +36,29 @@ def not_finite(
     )
 
 
+def only_skipped(count: int, step: int, where: str | None) -> TrainError:
+    """The error for a training of which the last ``count`` steps, up to ``step``, were skipped."""
+    return TrainError(
+        f"the last {count} steps were skipped: their gradients are not finite, however little the "
+        "loss is scaled",
+        seen=f"fp16, step {step}" if where is None else f"fp16, step {step}; {where}",
+        fix="train with precision bf16 or fp32; where it fails in these, too, look for a square "
+        "root, a logarithm or a division of zero",
+    )
+
+
+def gradient_not_finite(module: nn.Module) -> str | None:
+    """The first parameter whose gradient is not finite; None where all of them are."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and not _finite(parameter.grad):
+            return f"the gradient of {name} is not finite"
+    return None
+
+
 def first_not_finite(module: nn.Module, call: Callable[[], object]) -> str | None:
     """Which weights are not finite, or else which layer's output is the first that is not.
+
+    What is computed between layers shows in the output of the next one, or of the layer around it.
 
     Args:
         call: runs the module's forward pass.
@@ -51,16 +75,16 @@ def first_not_finite(module: nn.Module, call: Callable[[], object]) -> str | Non
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(layer: nn.Module, given: Any, made: Any) -> None:
             if not found and isinstance(made, Tensor) and not _finite(made):
-                found.append(f"{name} ({type(layer).__name__})")
+                found.append(f"{name or 'the network'} ({type(layer).__name__})")
 
         return hook
 
-    leaves = [(n, m) for n, m in module.named_modules() if not any(m.children())]
-    hooks = [layer.register_forward_hook(look(name)) for name, layer in leaves]
+    hooks = [layer.register_forward_hook(look(name)) for name, layer in module.named_modules()]
     try:
         with torch.no_grad():
             call()
-    except RuntimeError:  # whatever it is, another error is being told
+    except Exception as error:  # whatever it is, another error is being told
+        log.info("where numbers are not finite is not known: %s", error)
         return None
     finally:
         for hook in hooks:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from tessella.core.events import Emit, metric, progress
 from tessella.training.feed import Feed
-from tessella.training.loss import not_finite
+from tessella.training.loss import not_finite, only_skipped
 from tessella.training.parallel import World
 from tessella.training.schedule import Schedule
 from tessella.training.state import TrainState
 
 _GROUP = 16  # losses fetched from a GPU together: reading one waits for its step
 _REPORT_S = 1.0
+# Skipped steps in a row behind which there is no hope: fp16's scale, 65,536 at first, is 2⁻³⁴ then
+HOPELESS = 50
 
 
 class Meter:
@@ -25,6 +27,7 @@ class Meter:
 
     Args:
         where: says which layer makes numbers that are not finite, where a loss is such.
+        skipped: says how many of the last steps were skipped, and which gradient is not finite.
     """
 
     def __init__(
@@ -35,9 +38,10 @@ class Meter:
         feed: Feed,
         emit: Emit,
         where: Callable[[], str | None] = lambda: None,
+        skipped: Callable[[], tuple[int, str | None]] = lambda: (0, None),
     ) -> None:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
-        self._feed, self._where = feed, where
+        self._feed, self._where, self._skipped = feed, where, skipped
         self._seconds = self._waited_s = 0.0
         self._reported = 0
         self._group = _GROUP if world.device.type == "cuda" else 1
@@ -60,7 +64,7 @@ class Meter:
         """Emit the metrics of all steps that were added.
 
         Raises:
-            TrainError: a loss is NaN or infinite.
+            TrainError: a loss is NaN or infinite, or ``HOPELESS`` steps in a row were skipped.
         """
         if not self._pending:
             return
@@ -78,6 +82,9 @@ class Meter:
         self._steps += len(self._pending)
         step = self._pending[-1][0]
         self._pending.clear()
+        count, gradient = self._skipped()
+        if count >= HOPELESS:
+            raise only_skipped(count, step, gradient)
         self._report_speed(step)
 
     @property

@@ -76,6 +76,7 @@ class MixedPrecision:
 
     Attributes:
         skipped: how many steps were skipped here, on the device; None but for fp16.
+        in_a_row: how many of the last steps were skipped, likewise.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
@@ -83,6 +84,7 @@ class MixedPrecision:
         self._dtype = _AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self.skipped: Tensor | None = None
+        self.in_a_row: Tensor | None = None
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
@@ -104,6 +106,8 @@ class MixedPrecision:
         scale: Tensor = self.scaler._scale  # type: ignore[assignment]  # get_scale waits for the GPU
         before = scale.clone()
         self.scaler.update()
-        if self.skipped is None:
-            self.skipped = torch.zeros_like(scale)
-        self.skipped += scale < before
+        if self.skipped is None or self.in_a_row is None:
+            self.skipped, self.in_a_row = torch.zeros_like(scale), torch.zeros_like(scale)
+        skips = scale < before
+        self.skipped += skips
+        self.in_a_row = (self.in_a_row + 1) * skips

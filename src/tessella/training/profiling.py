@@ -29,9 +29,11 @@ class LayerTime:
     Attributes:
         kind: its class.
         forward_s, backward_s: seconds, the medians.
-        flops: operations of both passes: three times the forward pass's, for two gradients.
-        nbytes: that both must move: input, output and weights, which are read or written in the
-            forward pass, and again in the backward pass with a gradient of each.
+        flops: operations of both passes: the forward pass's, and as many for each gradient that is
+            asked for, of its input and of its weights.
+        nbytes: that both must move: input, output and weights in the forward pass; in the backward
+            pass the output and its gradient, the gradients that are asked for, the input for one of
+            the weights, and these for one of the input.
     """
 
     name: str
@@ -166,12 +168,18 @@ def _work(layers: Layers, loss: Callable[[], Tensor]) -> dict[int, tuple[int, in
 
     def behind(number: int, given: Any, made: Any) -> None:
         flops, nbytes = found.get(number, (0, 0))
-        tensors = [t for t in (*given, made) if isinstance(t, Tensor)]
-        tensors += layers[number][1].parameters(recurse=False)
-        flops += 3 * (counter.get_total_flops() - begun[number])
-        found[number] = flops, nbytes + 3 * sum(t.nbytes for t in tensors)
+        inputs = [t for t in given if isinstance(t, Tensor)]
+        weights = list(layers[number][1].parameters(recurse=False))
+        passes_on = any(t.requires_grad for t in inputs)
+        learns = any(w.requires_grad for w in weights) if weights else passes_on
+        flops += (1 + passes_on + learns) * (counter.get_total_flops() - begun[number])
+        nbytes += sum(t.nbytes * (1 + t.requires_grad + learns) for t in inputs)
+        nbytes += sum(w.nbytes * (1 + w.requires_grad + passes_on) for w in weights)
+        if isinstance(made, Tensor):
+            nbytes += made.nbytes * (1 + 2 * (passes_on or learns))
+        found[number] = flops, nbytes
 
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:  # with gradients, which tensors say if they ask
         with _hooked(layers, before, behind):
             loss()
     return found

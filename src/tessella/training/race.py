@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import torch
 from tessella.artifacts.run import RunInfo
 from tessella.artifacts.shards import SplitInfo
 from tessella.core.errors import CorruptArtifact
+from tessella.core.memory import is_out_of_memory
 from tessella.core.record import from_plain, parse_json, to_plain
 from tessella.training import captured
 from tessella.training.memory import give_back
@@ -35,6 +37,8 @@ from tessella.training.ways import WAYS, Choice, Way, refusal, usual_way
 CLEARLY = 0.97  # of the usual way's time: with more, it stays
 ENOUGH_S = 10.0  # of steps that are timed: where one takes seconds, two tell
 LATE = 1 << 40  # so many steps are done: all that will ever learn does
+# In errors of what others on the machine do, not of a way: libraries have no types for them
+OF_A_MOMENT = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "No space left")
 MOST_ANSWER = 1 << 16  # bytes at the end of what a process prints: libraries print there, too
 
 
@@ -47,6 +51,8 @@ class Raced:
         setup_s: seconds until the first step had run, compilers included.
         problem: why there is no time.
         failed: it was tried and cannot run, rather than that its time was too short.
+        passing: it failed for a reason of the moment, such as memory that others had.
+        late_s: seconds of a race in which it was not ready.
     """
 
     way: Way
@@ -54,6 +60,8 @@ class Raced:
     setup_s: float | None = None
     problem: str | None = None
     failed: bool = False
+    passing: bool = False
+    late_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +87,10 @@ def race(
 
     Args:
         budget_s: seconds for all together; what takes longer is ended.
-        known: ways that were timed already.
+        known: ways that were tried already; one that was late is tried again in more time.
     """
-    began, found = time.monotonic(), {raced.way: raced for raced in known}
+    began = time.monotonic()
+    found = {r.way: r for r in known if r.late_s is None or r.late_s >= budget_s}
     usual = usual_way(info.recipe, device).way
     give_back()  # the processes want the memory that trials of this one have left
     for way in sorted(WAYS, key=lambda way: (way != usual, way == "eager")):
@@ -90,7 +99,9 @@ def race(
             found.setdefault(way, Raced(way=way, problem=why_not))
         elif way not in found:
             left_s = budget_s - (time.monotonic() - began)
-            found[way] = _timed(Order(info=info, trained=trained), way, left_s)
+            timed = _timed(Order(info=info, trained=trained), way, left_s)
+            late_s = None if timed.late_s is None else budget_s
+            found[way] = replace(timed, late_s=late_s)
     return tuple(found[way] for way in WAYS)
 
 
@@ -179,7 +190,8 @@ def _timed(order: Order, way: Way, budget_s: float) -> Raced:
             asked.seek(0)
             return _answered(asked, way, budget_s)
     except OSError as error:
-        return Raced(way=way, failed=True, problem=f"it cannot be started: {error}"[:200])
+        problem = f"it cannot be started: {error}"[:200]
+        return Raced(way=way, failed=True, passing=True, problem=problem)
 
 
 def _answered(asked: IO[bytes], way: Way, budget_s: float) -> Raced:
@@ -206,9 +218,15 @@ def _answered(asked: IO[bytes], way: Way, budget_s: float) -> Raced:
                 if found.way == way:
                     return found
         if late:
-            return Raced(way=way, problem=f"not ready after {budget_s:.3g} s")
+            return Raced(way=way, problem=f"not ready after {budget_s:.3g} s", late_s=budget_s)
         said = (_last_lines(told) or [f"exit code {process.returncode}, and it said nothing"])[-1]
-        return Raced(way=way, failed=True, problem=f"it failed: {said}"[:200])
+        killed = process.returncode == -signal.SIGKILL  # as one is that the host has no memory for
+        return _failed(way, said, passing=killed)
+
+
+def _failed(way: Way, said: str, *, passing: bool = False) -> Raced:
+    passing |= any(words in said for words in OF_A_MOMENT)
+    return Raced(way=way, failed=True, passing=passing, problem=f"it failed: {said}"[:200])
 
 
 def _last_lines(file: IO[bytes]) -> list[str]:
@@ -225,7 +243,7 @@ def main() -> int:
         found = measured(from_plain(Order, plain, where="the order"), way)
     except Exception as error:  # whatever it is, the way cannot run
         said = str(error).strip().splitlines() or [type(error).__name__]
-        found = Raced(way=way, failed=True, problem=f"it failed: {said[0]}"[:200])
+        found = _failed(way, said[0], passing=is_out_of_memory(error))
     print(f"\n{json.dumps(to_plain(found))}", flush=True)  # a line of its own
     return 0
 

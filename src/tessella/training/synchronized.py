@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tessella.core.errors import UsageError
+from tessella.nn.prototxt.modules import BatchNorm
+
+_TORCHS = nn.modules.batchnorm._BatchNorm.forward
+_WITH_PARTS = ("BatchNormAct2d",)  # timm's: a norm, then its parts, one after the other
+
 
 class SynchronizedNorm(nn.modules.batchnorm._BatchNorm):
     """A batch norm of any number of dimensions; each process has as many images.
 
+    A layer of timm's that is a norm and an activation stays both: its parts run behind the norm.
     Mean and variance are exchanged one after the other, since a mean of squares would cancel.
     torch's own runs on GPUs alone.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
+        made = self._normed(input) if self.training else super().forward(input)
+        for part in self.children():
+            made = part(made)
+        return made
+
+    def _normed(self, input: Tensor) -> Tensor:
         x = input.float()
         over = [0, *range(2, x.dim())]
         shape = (1, -1, *(1 for _ in range(2, x.dim())))
@@ -36,9 +48,12 @@ class SynchronizedNorm(nn.modules.batchnorm._BatchNorm):
         """Move the running statistics."""
         if self.running_mean is None or self.running_var is None:
             return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        share = self.momentum or 1.0 / float(self.num_batches_tracked)
+        if self.num_batches_tracked is not None:  # recompute hides it from a second pass
+            self.num_batches_tracked += 1
+        share = self.momentum
+        if share is None:
+            assert self.num_batches_tracked is not None
+            share = 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean, share)
         self.running_var.lerp_(variance * count / max(1, count - 1), share)
 
@@ -47,17 +62,33 @@ class SynchronizedNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronized(module: nn.Module) -> nn.Module:
-    """The module with its batch norms replaced; parameters and buffers are the same tensors."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        made = SynchronizedNorm(
-            module.num_features, module.eps, module.momentum, module.affine,
-            module.track_running_stats,
-        )  # fmt: skip
-        made._parameters, made._buffers = module._parameters, module._buffers
-        return made.train(module.training)
-    for name, part in module.named_children():
-        module._modules[name] = synchronized(part)
+    """The module, whose batch norms are ``SynchronizedNorm`` from now on: their weights, hooks and
+    places stay.
+
+    Raises:
+        UsageError: one of them computes something of its own.
+    """
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.modules.batchnorm._BatchNorm):
+            continue
+        kind: Any = type(part)
+        if kind.forward is _TORCHS or kind is BatchNorm:
+            part.__class__ = _over(kind)
+        elif kind.__name__ in _WITH_PARTS:
+            part.__class__ = SynchronizedNorm
+        else:
+            raise UsageError(
+                "sync_norms knows what torch's batch norms compute",
+                seen=f"{name}, a {kind.__module__}.{kind.__name__}, has a forward pass of its own",
+                fix="leave sync_norms out",
+            )
     return module
+
+
+@functools.cache
+def _over(kind: Any) -> Any:
+    """A class of norms that is ``kind`` but where that calls torch's forward pass."""
+    return type(kind.__name__, (kind, SynchronizedNorm), {})
 
 
 class _Sum(torch.autograd.Function):

@@ -29,7 +29,7 @@ from tessella.training.exchange import Exchange
 from tessella.training.feed import Fed, Feed, decodes_on_gpu
 from tessella.training.freezing import Freezing
 from tessella.training.growing import require_any_size, resized, share_of_side
-from tessella.training.loss import first_not_finite
+from tessella.training.loss import first_not_finite, gradient_not_finite
 from tessella.training.memory import largest_that_runs, out_of_memory
 from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.parallel import World
@@ -179,6 +179,13 @@ class Trainer:
                 self.module(fed.images, *((fed.labels,) if self._task.head.TAUGHT else ()))
 
         return first_not_finite(self.module, call)
+
+    def skipped(self) -> tuple[int, str | None]:
+        """How many of the last steps were skipped, and the first gradient that is not finite."""
+        count = self.mixed.in_a_row
+        if count is None or not count.item():
+            return 0, None
+        return int(count), gradient_not_finite(self.module)
 
     def layers(self, count: int) -> tuple[LayerTime, ...]:
         """The times of the module's layers in a step with so many blank images."""

@@ -29,8 +29,8 @@ class BatchNorm(nn.BatchNorm2d):
         """Accept any rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            step = self.get_buffer("num_batches_tracked").item() + 1
+        if self.training and self.num_batches_tracked is not None:  # recompute hides it
+            step = self.num_batches_tracked.item() + 1
             kept = self.fraction
             self.momentum = (1 - kept) / (1 - kept**step) if kept < 1 else 1 / step
         return super().forward(x)
