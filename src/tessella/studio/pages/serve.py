@@ -156,8 +156,7 @@ class _Shown:
         with parts.card():
             with parts.box("row-line"):
                 self._choice = parts.field(ui.select([], label="Model", on_change=self._choose))
-                self._choice.style("min-width:240px")
-                text("span", f"numbers are of the last {WINDOW_S:.0f} seconds").classes("hint")
+                self._choice.style("width:290px")
             self._numbers = parts.box("stack")
         with parts.box("duo"):
             self._rates = _Lines("Requests a second", ("answered", "refused", "failed"))
@@ -280,22 +279,28 @@ def _rate(value: float) -> str:
 
 def _numbers(one: Load) -> list[tuple[str, str]]:
     return [
-        ("requests a second", _rate(one.answered)),
+        ("answered a second", _rate(one.answered)),
         ("refused a second", _rate(one.refused)),
         *((f"{name}, ms", _written(one.whole, q)) for name, q in QUANTILES),
         ("samples a second", _rate(one.samples)),
         ("samples a batch", f"{one.batches.mean:.3g}"),
-        ("the engine computes", f"{100 * one.busy:.0f} % of the time"),
-        ("of its best rate so far", f"{100 * one.of_best:.0f} %"),
-        ("wait now", f"{one.waiting:.0f}"),
+        ("the engine computes", f"{100 * one.busy:.0f} %"),
+        ("of its best rate", f"{100 * one.of_best:.0f} %"),
+        ("waiting now", f"{one.waiting:.0f}"),
     ]
 
 
+def _left(*titles: str) -> list[parts.Column]:
+    return [parts.Column(title=title) for title in titles]
+
+
+def _right(*titles: str) -> list[parts.Column]:
+    return [parts.Column(title=title, classes="r") for title in titles]
+
+
 def _models_table(loads: dict[Model, Load]) -> None:
-    right = [parts.Column(title=t, classes="r")
-             for t in ("requests/s", "refused/s", "failed/s", "p50 ms", "p99 ms", "batch")]  # fmt: skip
-    columns = [parts.Column(title="model"), *right, parts.Column(title="the engine computes")]
-    parts.table(columns, [
+    numbers = _right("requests/s", "refused/s", "failed/s", "p50 ms", "p99 ms", "batch")
+    parts.table([*_left("model"), *numbers, *_left("the engine computes")], [
         (_named(model), _rate(one.answered), _rate(one.refused), _rate(one.failed),
          _written(one.whole, 0.5), _written(one.whole, 0.99), f"{one.batches.mean:.3g}",
          parts.Bar(fraction=one.busy, text=f"{100 * one.busy:.0f} %"))
@@ -305,10 +310,8 @@ def _models_table(loads: dict[Model, Load]) -> None:
 
 def _stages_table(one: Load) -> None:
     mean = one.whole.mean or 1.0
-    columns = [parts.Column(title="stage"), parts.Column(title=""),
-               *(parts.Column(title=name, classes="r") for name, _ in QUANTILES),
-               parts.Column(title="share")]  # fmt: skip
-    parts.table(columns, [
+    percentiles = _right(*(name for name, _ in QUANTILES))
+    parts.table([*_left("stage", ""), *percentiles, *_left("share")], [
         (name, what, *(_written(stage, q) for _, q in QUANTILES),
          parts.Bar(fraction=stage.mean / mean, text=f"{100 * stage.mean / mean:.0f} %"))
         for name, what in STAGES.items() if (stage := one.stages.get(name)) is not None
@@ -326,9 +329,7 @@ def _doors_table(loads: dict[Model, Load]) -> None:
     if not total:
         text("p", "None was answered in this time.").classes("muted")
         return
-    columns = [parts.Column(title="model"), parts.Column(title="way"),
-               parts.Column(title="requests", classes="r"), parts.Column(title="share")]  # fmt: skip
-    parts.table(columns, [
+    parts.table([*_left("model", "way"), *_right("requests"), *_left("share")], [
         (_named(model), DOORS.get(door, door[:20]), f"{count:.0f}",
          parts.Bar(fraction=count / total, text=f"{100 * count / total:.0f} %"))
         for (model, door), count in sorted(counts.items(), key=lambda entry: -entry[1])
