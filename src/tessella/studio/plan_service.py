@@ -85,7 +85,10 @@ class Service:
         if job is not None:
             parts.show_status(self._state, job.state)
             port = int(job.argv[job.argv.index("--port") + 1])
-            self._watch.props["href"] = parts.address("/serve", address=f"127.0.0.1:{port}")
+            to = parts.address("/serve", address=f"http://127.0.0.1:{port}")
+            if self._watch.props["href"] != to:
+                self._watch.props["href"] = to
+                self._watch.update()
         lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._example)
         if self._shown != str(lines):
             self._shown = str(lines)
