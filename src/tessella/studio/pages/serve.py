@@ -181,10 +181,9 @@ class _Shown:
     def show(self, now: Reading, loads: dict[Model, Load]) -> None:
         """Bring the page to another reading."""
         self._machine.text = _memory(now)
-        models = sorted(now.models)
-        if models != self._models:
-            self._models = models
-            self._choice.set_options({i: _named(model) for i, model in enumerate(models)})
+        if new := sorted(now.models.keys() - set(self._models)):
+            self._models += new  # a model keeps its place, which is the choice's value
+            self._choice.set_options({i: _named(model) for i, model in enumerate(self._models)})
         if not loads:
             return
         if self._model not in loads:
@@ -279,10 +278,10 @@ def _rate(value: float) -> str:
 
 def _numbers(one: Load) -> list[tuple[str, str]]:
     return [
-        ("answered a second", _rate(one.answered)),
-        ("refused a second", _rate(one.refused)),
+        ("answered/s", _rate(one.answered)),
+        ("refused/s", _rate(one.refused)),
         *((f"{name}, ms", _written(one.whole, q)) for name, q in QUANTILES),
-        ("samples a second", _rate(one.samples)),
+        ("samples/s", _rate(one.samples)),
         ("samples a batch", f"{one.batches.mean:.3g}"),
         ("the engine computes", f"{100 * one.busy:.0f} %"),
         ("of its best rate", f"{100 * one.of_best:.0f} %"),
@@ -311,8 +310,8 @@ def _models_table(loads: dict[Model, Load]) -> None:
 def _stages_table(one: Load) -> None:
     mean = one.whole.mean or 1.0
     percentiles = _right(*(name for name, _ in QUANTILES))
-    parts.table([*_left("stage", ""), *percentiles, *_left("share")], [
-        (name, what, *(_written(stage, q) for _, q in QUANTILES),
+    parts.table([*_left("stage"), *percentiles, *_left("share")], [
+        (parts.Lines(lines=(name, what)), *(_written(stage, q) for _, q in QUANTILES),
          parts.Bar(fraction=stage.mean / mean, text=f"{100 * stage.mean / mean:.0f} %"))
         for name, what in STAGES.items() if (stage := one.stages.get(name)) is not None
     ])  # fmt: skip
