@@ -263,12 +263,20 @@ def test_the_page_shows_what_a_server_does_and_that_it_is_gone(studio, chromium)
         fill(chromium, "Address", server.url)
         press(chromium, "Watch")
         see(chromium, "of the process that runs the engines")
-        with httpx.Client(base_url=server.url) as http:
-            for _ in range(20):
-                post(http, IMAGES[:2])
         row = """return [...document.querySelectorAll('tr')].map(r => r.innerText)
                  .find(t => t.includes('tensors over HTTP'))?.split(/\\s*\\t\\s*/).slice(2)"""
-        until(lambda: chromium.execute_script(row) == ["20", "100 %"], 9)
+        sent = [-math.inf]
+
+        def filled() -> bool:
+            """Again if the window has gone by while a busy machine looked elsewhere."""
+            if chromium.execute_script(row) is None and time.monotonic() - sent[-1] > 15:
+                with httpx.Client(base_url=server.url) as http:
+                    for _ in range(20):
+                        post(http, IMAGES[:2])
+                sent.append(time.monotonic())
+            return chromium.execute_script(row) == ["20", "100 %"]
+
+        until(filled)
         until(lambda: series(chromium).get("p99", 0) >= 1)
         until(lambda: series(chromium).get("executions") == 2)
         fit(chromium, 1280, "/serve")
