@@ -170,6 +170,13 @@ def test_right_answers_of_any_size_in_joined_batches(running: Running) -> None:
     assert after["inference_count"] - before["inference_count"] == samples
     assert f'nv_inference_request_success{{model="flowers",version="1"}} {count:.1f}' in page
     assert re.search(rf'stage="queue",version="1"}} {count:.1f}', page)
+    assert f'tessella_requests_total{{door="http",model="flowers",version="1"}} {count:.1f}' in page
+    whole = f'tessella_request_seconds_count{{model="flowers",version="1"}} {count:.1f}'
+    assert whole in page
+    computed = (
+        f'tessella_batch_size_sum{{model="flowers",version="1"}} {after["inference_count"]:.1f}'
+    )
+    assert computed in page
 
 
 def test_all_routes_answer_as_in_one_process(running: Running, tmp_path: Path) -> None:

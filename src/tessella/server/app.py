@@ -162,7 +162,7 @@ class App:
         version: str | None,
         lines: Sequence[tuple[bytes, bytes]],
     ) -> Answer:
-        """The answer to an inference request whose body came another way than HTTP.
+        """The answer to an inference request whose body came over gRPC.
 
         Args:
             json_length: as in HTTP's header.
@@ -172,7 +172,7 @@ class App:
         try:
             require_once(lines, headers)
             self._guard.check("POST", f"/v2/models/{name}/infer", headers)
-            watch = Watch(self._models.get(name, version))
+            watch = Watch(self._models.get(name, version), door="grpc")
             if len(body) > self._limits.body_bytes:
                 raise too_large(len(body), self._limits.body_bytes)
             with self.bodies.holding(len(body)):
@@ -266,7 +266,7 @@ class App:
         query_string: bytes,
     ) -> Answer:
         """A task's answers to image files, for people and scripts without a client library."""
-        watch = Watch(with_verb(self._models.get(name, version), verb))
+        watch = Watch(with_verb(self._models.get(name, version), verb), door="pictures")
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")

@@ -317,6 +317,8 @@ class HealthCall(UnaryCall):
 class InferCall(Call, Quick):
     """``ModelInfer``: without a task and without JSON where its message is like one before."""
 
+    DOOR = "grpc"
+
     def __init__(self, shared: Shared, stream: Stream, head: Head) -> None:
         Quick.__init__(self)
         Call.__init__(self, shared, stream, head)

@@ -173,10 +173,14 @@ class Watch:
 
     Args:
         begun_ns: when its head was there, on ``perf_counter``'s clock; None is now.
+        door: by which it came: one of ``statistics.DOORS``.
     """
 
-    def __init__(self, model: ServedModel, begun_ns: int | None = None) -> None:
+    def __init__(
+        self, model: ServedModel, begun_ns: int | None = None, *, door: str = "http"
+    ) -> None:
         self.stages = Stages()
+        self._door = door
         self._statistics = model.statistics
         begun_ns = time.perf_counter_ns() if begun_ns is None else begun_ns
         self._begun_ns = self._last_ns = begun_ns
@@ -206,7 +210,7 @@ class Watch:
         """The request has its answer, or this error."""
         ns = time.perf_counter_ns() - self._begun_ns
         if error is None:
-            self._statistics.succeeded(ns, self.stages)
+            self._statistics.succeeded(ns, self.stages, self._door)
         else:
             self._statistics.failed(ns, _reason(error))
 

@@ -6,6 +6,7 @@ The numbers are read from the models' statistics when they are asked for; nothin
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ from prometheus_client.core import (
 )
 
 from tessella.server.repository import Repository
-from tessella.server.statistics import BOUNDS_S, Comparison, Statistics
+from tessella.server.statistics import BOUNDS_S, DOORS, Comparison, Histogram, Statistics
 from tessella.telemetry.prometheus import TelemetryCollector
 
 _US = 1000
@@ -46,6 +47,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Statistics], float]], ...] = (
         lambda s: s.compute.compute_output.ns / _US,
     ),
 )
+# Upper bounds of the buckets that executions are counted in by their samples.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
@@ -90,7 +93,9 @@ class Metrics:
         yield failure
         yield pending
         yield from _shadows(models)
-        yield _stages(models)
+        yield from _latencies(models)
+        yield _doors(models)
+        yield from _batches(models)
 
 
 def _shadows(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
@@ -126,16 +131,74 @@ def _shadows(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
     yield largest
 
 
-def _stages(models: dict[tuple[str, str], Statistics]) -> Metric:
-    """Where the time of answered requests went: a histogram a stage."""
+def _latencies(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
+    """The time of answered requests, and where it went: a histogram a stage."""
+    whole = HistogramMetricFamily(
+        "tessella_request_seconds", "time of answered requests", labels=("model", "version")
+    )
     stages = HistogramMetricFamily(
         "tessella_request_stage_seconds",
         "time of answered requests, by stage; the stages of a request add up to its time",
         labels=("model", "version", "stage"),
     )
-    for (model, version), statistics in models.items():
+    for place, statistics in models.items():
+        whole.add_metric(place, _buckets(statistics.whole), statistics.whole.ns / 1e9)
         for stage, histogram in statistics.stages.items():
-            upto = list(accumulate(histogram.counts))
-            buckets = [(str(s), n) for s, n in zip((*BOUNDS_S, "+Inf"), upto, strict=True)]
-            stages.add_metric((model, version, stage), buckets, histogram.ns / 1e9)
-    return stages
+            stages.add_metric((*place, stage), _buckets(histogram), histogram.ns / 1e9)
+    yield whole
+    yield stages
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    upto = accumulate(histogram.counts)
+    return [(str(s), n) for s, n in zip((*BOUNDS_S, "+Inf"), upto, strict=True)]
+
+
+def _doors(models: dict[tuple[str, str], Statistics]) -> Metric:
+    """By which doors answered requests came."""
+    doors = CounterMetricFamily(
+        "tessella_requests",
+        "requests answered, by door: tensors over HTTP, pictures over HTTP, gRPC",
+        labels=("model", "version", "door"),
+    )
+    for place, statistics in models.items():
+        for door in DOORS:
+            doors.add_metric((*place, door), statistics.doors[door])
+    return doors
+
+
+def _batches(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
+    """How large executions were, and what those of a size took of the engine: each is counted
+    once, so that the seconds of all sizes are those in which the engine computed.
+    """
+    sizes = HistogramMetricFamily(
+        "tessella_batch_size", "samples of executions", labels=("model", "version")
+    )
+    labels = ("model", "version", "batch")
+    samples = CounterMetricFamily(
+        "tessella_engine_samples",
+        "samples computed, by the bucket of their execution's size",
+        labels=labels,
+    )
+    seconds = CounterMetricFamily(
+        "tessella_engine_seconds",
+        "time in which the engine computed, by the bucket of the execution's size",
+        labels=labels,
+    )
+    bounds = [*map(str, BATCHES), "+Inf"]
+    for place, statistics in models.items():
+        executions, computed, spent_ns = ([0] * len(bounds) for _ in range(3))
+        for size, spent in statistics.batches():
+            bucket = bisect_left(BATCHES, size)
+            executions[bucket] += spent.count
+            computed[bucket] += size * spent.count
+            spent_ns[bucket] += spent.ns
+        upto = list(accumulate(executions))
+        sizes.add_metric(place, list(zip(bounds, upto, strict=True)), sum(computed))
+        for bound, count, ns in zip(bounds, computed, spent_ns, strict=True):
+            if count:
+                samples.add_metric((*place, bound), count)
+                seconds.add_metric((*place, bound), ns / 1e9)
+    yield sizes
+    yield samples
+    yield seconds

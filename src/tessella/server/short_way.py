@@ -224,6 +224,7 @@ class Quick(ABC):
     """
 
     __slots__ = ("_begun_ns", "_is_answered", "_model", "_request", "_route", "_watch")
+    DOOR = "http"  # one of ``statistics.DOORS``
 
     def __init__(self) -> None:
         self._begun_ns = perf_counter_ns()
@@ -246,7 +247,7 @@ class Quick(ABC):
         except Exception as error:
             self._answer(error_answer(error))
             return True
-        self._watch = watch = Watch(model, self._begun_ns)
+        self._watch = watch = Watch(model, self._begun_ns, door=self.DOOR)
         watch.lap("receive")
         self._model = model.__enter__()
         try:
@@ -397,6 +398,7 @@ class ShortPicture(ShortRequest):
     """A picture that the engine's GPU decodes, for a task's verb."""
 
     __slots__ = ("_frames",)
+    DOOR = "pictures"
 
     def _parsed(self, model: ServedModel) -> InferRequest | None:
         files = [bytes(self.content)]

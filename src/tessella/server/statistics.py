@@ -93,12 +93,25 @@ BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.2
 _BOUNDS_NS = [int(bound * 1e9) for bound in BOUNDS_S]
 
 
+DOORS = ("http", "pictures", "grpc")  # tensors over HTTP, a task's verb over HTTP, gRPC
+
+
 class Histogram:
     """How many durations were how long."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
         self.ns = 0
+
+    def told(self) -> list[int]:
+        """For ``tell`` in another process."""
+        return [self.ns, *self.counts]
+
+    def tell(self, told: list[int]) -> None:
+        """Count what another one has ``told``."""
+        ns, *counts = told
+        self.ns += ns
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def add(self, ns: int) -> None:
         self.counts[bisect_left(_BOUNDS_NS, ns)] += 1
@@ -177,6 +190,8 @@ class Statistics:
         self.failures: Counter[str] = Counter()
         self.shadow = Comparison()
         self.stages = {name: Histogram() for name in STAGES}
+        self.whole = Histogram()  # of the same requests: the stages together
+        self.doors: Counter[str] = Counter()  # by which they came
         self._batches: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
 
     def executed(self, batch: int, queue_ns: list[int], spent: Computation) -> None:
@@ -189,8 +204,15 @@ class Statistics:
             self.queue.add(waited_ns)
             self.compute.add(spent)
 
-    def succeeded(self, ns: int, stages: Stages) -> None:
+    def batches(self) -> list[tuple[int, Duration]]:
+        """The sizes of executions, with how many there were and what they took of the engine."""
+        return [(size, spent.compute_infer) for size, spent in sorted(self._batches.copy().items())]
+
+    def succeeded(self, ns: int, stages: Stages, door: str) -> None:
+        """A request that came by one of ``DOORS`` was answered."""
         self.success.add(ns)
+        self.whole.add(ns)
+        self.doors[door] += 1
         for name, histogram in self.stages.items():
             histogram.add(getattr(stages, name))
 
@@ -210,12 +232,15 @@ class Statistics:
             "success": self.success.to_json(),
             "fail": self.fail.to_json(),
             "failures": dict(self.failures),
-            "stages": {name: [h.ns, *h.counts] for name, h in self.stages.items()},
+            "stages": {name: histogram.told() for name, histogram in self.stages.items()},
+            "whole": self.whole.told(),
+            "doors": self.doors,
             "shadow": vars(self.shadow),
         }
         self.shadow = Comparison()
         self.success, self.fail, self.failures = Duration(), Duration(), Counter()
         self.stages = {name: Histogram() for name in STAGES}
+        self.whole, self.doors = Histogram(), Counter()
         return told
 
     def add(self, told: dict[str, Any]) -> None:
@@ -225,11 +250,10 @@ class Statistics:
             mine.ns += more["ns"]
         self.failures.update(told["failures"])
         self.shadow.add(Comparison(**told["shadow"]))
-        for name, (ns, *counts) in told["stages"].items():
-            self.stages[name].ns += ns
-            self.stages[name].counts = [
-                a + b for a, b in zip(self.stages[name].counts, counts, strict=True)
-            ]
+        self.doors.update(told["doors"])
+        self.whole.tell(told["whole"])
+        for name, stage in told["stages"].items():
+            self.stages[name].tell(stage)
 
     def to_json(self, name: str, version: str) -> dict[str, Any]:
         """An entry of ``model_stats``."""

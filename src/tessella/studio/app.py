@@ -42,6 +42,7 @@ from tessella.studio.pages import (
     monitor,
     plan,
     search,
+    serve,
     train,
     trash,
 )
@@ -52,7 +53,8 @@ from tessella.studio.warm import Answers
 from tessella.studio.workspace import Workspace
 
 PAGES = (
-    home, data, train, search, monitor, compare, explore, evaluate, plan, diff, image, label, trash
+    home, data, train, search, monitor, compare, explore, evaluate, plan, serve, diff, image, label,
+    trash,
 )  # fmt: skip
 
 log = logging.getLogger("tessella.studio")

@@ -14,6 +14,7 @@ from tessella.jobs.job import Job, JobSpec
 from tessella.studio import parts
 from tessella.studio.context import Context
 from tessella.studio.plan_front import title_of
+from tessella.studio.theme import text
 from tessella.studio.workspace import open_dataset, plain_name, readable
 
 
@@ -31,6 +32,9 @@ class Service:
                 self._start = parts.button("Serve", self._serve, icon="cloud_upload")
                 self._stop = parts.plain_button("Stop", self._stop_serving, "stop")
                 self._state = parts.badge("waiting")
+                self._watch = parts.link("/serve", "small")
+                with self._watch:
+                    text("span", "Watch it")
             self._line = parts.Command()
             self._curl = parts.Command()
         self._shown = ""
@@ -76,10 +80,15 @@ class Service:
         self._start.set_visibility(job is None)
         self._stop.set_visibility(job is not None)
         self._state.set_visibility(job is not None)
+        self._watch.set_visibility(job is not None and job.status == "running")
         port = int(self._port.value or 8000)
         if job is not None:
             parts.show_status(self._state, job.state)
             port = int(job.argv[job.argv.index("--port") + 1])
+            to = parts.address("/serve", address=f"http://127.0.0.1:{port}")
+            if self._watch.props["href"] != to:
+                self._watch.props["href"] = to
+                self._watch.update()
         lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._example)
         if self._shown != str(lines):
             self._shown = str(lines)

@@ -1,4 +1,4 @@
-"""The frame around every page: the header with the five steps, the workspace and the theme."""
+"""The frame around every page: the header with the steps, the workspace and the theme."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ STEPS = (
     ("Monitor", "/monitor"),
     ("Explore", "/explore"),
     ("Plan", "/plan"),
+    ("Serve", "/serve"),
 )
 RESPONSE_S = 60.0  # that a page may take to be built: a busy machine reads large plans slowly
 _THEMES = {"auto": None, "light": False, "dark": True}

@@ -224,6 +224,7 @@ PAGES = (
     "/plan?plan=plans/small.plan",
     "/plan?plan=plans/small.front/0.plan",
     "/diff?a=plans/digits.plan&b=plans/small.plan",
+    "/serve",
     "/compare",
     "/compare?run=runs/first&run=runs/second",
     "/trash",
