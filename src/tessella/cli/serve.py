@@ -73,6 +73,10 @@ def serve(
         bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
     ] = False,
     decode: Decode = "host",
+    trace: Annotated[
+        bool,
+        Option("--trace", help="Export OpenTelemetry traces (pip install 'tessella[tracing]')."),
+    ] = False,
     on: On = "here",
     replicas: Replicas = "1",
     cpus: Annotated[int, Option(help="Cores of each replica, with --on ray.")] = 1,
@@ -94,7 +98,7 @@ def serve(
         }  # fmt: skip
         plans = parse_models(models)
         if on == "ray":
-            _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory)
+            _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory, trace)
             shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
             url = api.deploy(plans, token_file=token_file, **shared)
             out.emit(phase("deployed", url))
@@ -110,6 +114,7 @@ def serve(
             grpc_port=grpc_port,
             tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
             shared_memory=shared_memory,
+            trace=trace,
             ready=lambda url: out.emit(phase("serving", url)),
             **shared,
         )
@@ -118,7 +123,7 @@ def serve(
 def _refuse_on_ray(*here_only: object) -> None:
     if any(value not in (None, False, 0) for value in here_only):
         raise UsageError(
-            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory",
+            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory, traces",
             fix="leave their options out with --on ray, and let a balancer in front end TLS",
         )
 
