@@ -4,7 +4,7 @@ An event loop only notes what it knows when it has answered. A thread makes span
 exports them, so a collector that is slow or away holds up no answer: what it cannot take is dropped
 and counted. Which are sampled and where they go is said by OpenTelemetry's environment variables.
 
-The library is an extra, ``pip install tessella[tracing]``, and imported only where traces are on.
+Its SDK is an extra, ``pip install tessella[tracing]``, and imported only where traces are on.
 """
 
 from __future__ import annotations
@@ -264,9 +264,9 @@ class Tracing:
                     exporter.export(spans)
             except Exception:  # the next ones may be better
                 log.exception("traces cannot be exported")
-        if self._lost > self._told:
-            self._told = self._lost
-            log.warning("%d traces were dropped so far: %d waited", self._lost, self._most)
+            if self._lost > self._told:
+                self._told = self._lost
+                log.warning("%d traces were dropped so far: %d waited", self._lost, self._most)
 
     def _make(self, trace: Trace) -> None:
         """Make the spans of one request, which is over. The stages lie end to end in their order:
