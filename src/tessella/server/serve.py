@@ -88,43 +88,47 @@ def serve(
             fix="use as many as there are cores beside the engine's",
         )
     doors.check()
-    find_decoder = decoder_for(decode)
-    if acceptors:
-        settings = Settings(
-            models={name: str(Path(path).absolute()) for name, path in models.items()},
-            host=host,
-            port=port,
-            token=token,
-            host_names=host_names,
-            max_delay_us=max_delay_us,
-            folder=None if folder is None else str(folder.absolute()),
-            traffic=dict(traffic or {}),
-            compiled=compiled,
-            device=device,
-            acceptors=acceptors,
-            doors=doors,
-            decode=decode,
-            trace=trace,
-        )
-        serve_in_processes(settings, ready)
-        return
-    repository = Repository(
-        models,
-        folder=folder,
-        traffic=traffic,
-        max_delay_us=max_delay_us,
-        open_engine=functools.partial(load_tried, compiled=compiled, device=device),
-        decoder_for=find_decoder,
-    )
-    guard = Guard(host=host, token=token, names=host_names)
-    settled = _prepared(
-        repository,
-        guard,
+    decoder_for(decode)  # raises, if there is none
+    settings = Settings(
+        models={name: str(Path(path).absolute()) for name, path in models.items()},
         host=host,
         port=port,
+        token=token,
+        host_names=host_names,
+        max_delay_us=max_delay_us,
+        folder=None if folder is None else str(folder.absolute()),
+        traffic=dict(traffic or {}),
+        compiled=compiled,
+        device=device,
+        acceptors=acceptors,
+        doors=doors,
+        decode=decode,
+        trace=trace,
+    )
+    (serve_in_processes if acceptors else _serve_here)(settings, ready)
+
+
+def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None:
+    """Serve in this process alone; raises as ``serve``."""
+    doors = settings.doors
+    repository = Repository(
+        {name: Path(path) for name, path in settings.models.items()},
+        folder=None if settings.folder is None else Path(settings.folder),
+        traffic=settings.traffic,
+        max_delay_us=settings.max_delay_us,
+        open_engine=functools.partial(
+            load_tried, compiled=settings.compiled, device=settings.device
+        ),
+        decoder_for=decoder_for(settings.decode),
+    )
+    settled = _prepared(
+        repository,
+        Guard(host=settings.host, token=settings.token, names=settings.host_names),
+        host=settings.host,
+        port=settings.port,
         limits=DEFAULT_LIMITS,
         doors=doors,
-        tracing=Tracing(scheme=doors.scheme) if trace else None,
+        tracing=Tracing(scheme=doors.scheme) if settings.trace else None,
     )
     with settled as server:
         keep_what_is_loaded()

@@ -378,5 +378,6 @@ def _keep_quiet() -> None:
     """
     names = [n for n in logging.root.manager.loggerDict if n.startswith("opentelemetry.")]
     for logger in map(logging.getLogger, (__name__, *names)):
-        if not any(isinstance(known, _Seldom) for known in logger.filters):
-            logger.addFilter(_Seldom())
+        for earlier in [known for known in logger.filters if isinstance(known, _Seldom)]:
+            logger.removeFilter(earlier)
+        logger.addFilter(_Seldom())
