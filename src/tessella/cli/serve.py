@@ -26,6 +26,12 @@ TrafficRules = Annotated[
     list[str] | None,
     Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
 ]
+Acceptors = Annotated[
+    int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
+]
+Traces = Annotated[
+    bool, Option("--trace", help="Export OpenTelemetry traces (pip install 'tessella[tracing]').")
+]
 GrpcPort = Annotated[int | None, Option(help="Port for gRPC; none without.")]
 Decode = Annotated[Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")]
 On = Annotated[
@@ -63,9 +69,7 @@ def serve(
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
     ] = False,
-    acceptors: Annotated[
-        int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
-    ] = 0,
+    acceptors: Acceptors = 0,
     grpc_port: GrpcPort = None,
     tls_cert: Annotated[Path | None, Option(help="Certificate (PEM), with --tls-key.")] = None,
     tls_key: Annotated[Path | None, Option(help="Key of the certificate (PEM).")] = None,
@@ -73,10 +77,7 @@ def serve(
         bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
     ] = False,
     decode: Decode = "host",
-    trace: Annotated[
-        bool,
-        Option("--trace", help="Export OpenTelemetry traces (pip install 'tessella[tracing]')."),
-    ] = False,
+    trace: Traces = False,
     on: On = "here",
     replicas: Replicas = "1",
     cpus: Annotated[int, Option(help="Cores of each replica, with --on ray.")] = 1,

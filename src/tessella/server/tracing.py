@@ -10,7 +10,6 @@ Its SDK is an extra, ``pip install tessella[tracing]``, and imported only where 
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import logging
 import os
 import threading
@@ -20,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from tessella.core.errors import UsageError
 from tessella.core.version import VERSION
@@ -96,10 +93,11 @@ class Trace:
 
     def asks(self, request: InferRequest) -> None:
         """The request was read."""
-        samples: Sequence[object] | np.ndarray
-        for samples in itertools.chain(request.arrays.values(), request.images.values()):
-            self.attributes["tessella.batch.size"] = len(samples)
+        for array in request.arrays.values():
+            self.attributes["tessella.batch.size"] = len(array)
             return
+        for files in request.images.values():
+            self.attributes["tessella.batch.size"] = len(files)
 
     def answered(self, answer: Answer) -> None:
         """The request has its answer: hand its span to the thread."""
