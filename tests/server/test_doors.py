@@ -1,4 +1,4 @@
-"""TLS, gRPC and shared memory on a server of one process and of several."""
+"""TLS, gRPC, shared memory and traces on a server of one process and of several."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ import tritonclient.grpc as triton
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Server
 from tessella.server.listening import bind
+from tests.support.collector import Collector, attributes_of
 from tests.support.engines import expected_scores, repository
 from tests.support.plans.linear import linear_plan
 
 ROOT = Path(__file__).parents[2]
 IMAGES = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -47,9 +49,18 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as listening:
+        yield listening
+
+
 @pytest.fixture(params=[0, 2])
 def served(
-    request: pytest.FixtureRequest, tmp_path: Path, certificate: tuple[str, str]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    certificate: tuple[str, str],
+    collector: Collector,
 ) -> Iterator[tuple[str, int]]:
     """A server's URL and the port of its gRPC, with and without acceptors."""
     plan = linear_plan().save(tmp_path / "flowers.plan")
@@ -60,7 +71,9 @@ def served(
         [sys.executable, "-m", "tests.support.plans.linear", str(plan), str(request.param),
          json.dumps(doors)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+             "OTEL_BSP_SCHEDULE_DELAY": "600000"},
     )  # fmt: skip
     assert process.stdout is not None
     try:
@@ -68,9 +81,30 @@ def served(
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
+        check_traces(collector)  # which came when it ended
     finally:
         process.kill()
         process.communicate()
+
+
+def check_traces(collector: Collector) -> None:
+    stages = {span.parent_span_id for _, span in collector.spans}
+    found = {span.name: (who, span) for who, span in collector.spans if span.span_id in stages}
+    assert len([s for _, s in collector.spans if s.span_id in stages]) == 5
+    who, http = found["POST /v2/models/{model}/infer"]
+    assert who["service.name"] == "tessella"
+    assert http.trace_id == bytes.fromhex(PARENT.split("-")[1])
+    assert http.parent_span_id == bytes.fromhex(PARENT.split("-")[2])
+    assert attributes_of(http)["url.scheme"] == "https"
+    under = [s for _, s in collector.spans if s.parent_span_id == http.span_id]
+    assert {"queue", "copy", "compute", "answer"} <= {s.name for s in under}
+    assert all(
+        http.start_time_unix_nano <= s.start_time_unix_nano < s.end_time_unix_nano
+        and s.end_time_unix_nano <= http.end_time_unix_nano
+        for s in under
+    )
+    _, call = found["inference.GRPCInferenceService/ModelInfer"]
+    assert attributes_of(call)["tessella.batch.size"] == len(IMAGES)
 
 
 def test_all_doors_at_once(served: tuple[str, int], certificate: tuple[str, str]) -> None:
@@ -86,6 +120,9 @@ def test_all_doors_at_once(served: tuple[str, int], certificate: tuple[str, str]
             asked = {"key": f"/{name}", "offset": 0, "byte_size": 4096}
             register = "/v2/systemsharedmemory/region/r/register"
             http.post(register, json=asked).raise_for_status()
+            named = {"Inference-Header-Content-Length": "0", "traceparent": PARENT}
+            path = "/v2/models/flowers/infer"
+            http.post(path, content=IMAGES.tobytes(), headers=named).raise_for_status()
         for _ in range(4):  # several connections: each acceptor knows the region
             with triton.InferenceServerClient(
                 f"localhost:{port}", ssl=True, root_certificates=certificate[0]

@@ -208,8 +208,9 @@ def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
         assert answer.startswith(b"HTTP/1.1 200")
         scores = np.frombuffer(answer[-16:], np.float32)
         np.testing.assert_allclose(scores, expected_scores(images(1))[0], rtol=1e-3, atol=1e-3)
-        _, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=90)
         assert (process.returncode, err) == (0, "")
+        assert out.split() == []  # nobody asked for traces, and nothing of them was imported
     finally:
         process.kill()
         process.communicate()

@@ -27,6 +27,7 @@ def serve(
     tls: tuple[str | Path, str | Path] | None = None,
     shared_memory: bool = False,
     decode: Literal["host", "gpu"] = "host",
+    trace: bool = False,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
@@ -50,6 +51,8 @@ def serve(
         shared_memory: clients on this host may put tensors into shared memory of this user.
         decode: who decodes JPEG files: the host, or the engine's GPU, which leaves the cores to all
             else (same bits where it has decoders of its own: A100, H100 and later).
+        trace: export OpenTelemetry traces, as its own environment variables say: an extra,
+            ``pip install tessella[tracing]``.
         ready: called with the server's URL when it takes requests.
     """
     server.serve(
@@ -71,6 +74,7 @@ def serve(
             shared_memory=shared_memory,
         ),
         decode=decode,
+        trace=trace,
         ready=ready,
     )
 

@@ -26,6 +26,12 @@ TrafficRules = Annotated[
     list[str] | None,
     Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
 ]
+Acceptors = Annotated[
+    int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
+]
+Traces = Annotated[
+    bool, Option("--trace", help="Export OpenTelemetry traces (pip install 'tessella[tracing]').")
+]
 GrpcPort = Annotated[int | None, Option(help="Port for gRPC; none without.")]
 Decode = Annotated[Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")]
 On = Annotated[
@@ -63,9 +69,7 @@ def serve(
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
     ] = False,
-    acceptors: Annotated[
-        int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
-    ] = 0,
+    acceptors: Acceptors = 0,
     grpc_port: GrpcPort = None,
     tls_cert: Annotated[Path | None, Option(help="Certificate (PEM), with --tls-key.")] = None,
     tls_key: Annotated[Path | None, Option(help="Key of the certificate (PEM).")] = None,
@@ -73,6 +77,7 @@ def serve(
         bool, Option("--shared-memory", help="Take tensors in this user's shared memory.")
     ] = False,
     decode: Decode = "host",
+    trace: Traces = False,
     on: On = "here",
     replicas: Replicas = "1",
     cpus: Annotated[int, Option(help="Cores of each replica, with --on ray.")] = 1,
@@ -94,7 +99,7 @@ def serve(
         }  # fmt: skip
         plans = parse_models(models)
         if on == "ray":
-            _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory)
+            _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory, trace)
             shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
             url = api.deploy(plans, token_file=token_file, **shared)
             out.emit(phase("deployed", url))
@@ -110,6 +115,7 @@ def serve(
             grpc_port=grpc_port,
             tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
             shared_memory=shared_memory,
+            trace=trace,
             ready=lambda url: out.emit(phase("serving", url)),
             **shared,
         )
@@ -118,7 +124,7 @@ def serve(
 def _refuse_on_ray(*here_only: object) -> None:
     if any(value not in (None, False, 0) for value in here_only):
         raise UsageError(
-            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory",
+            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory, traces",
             fix="leave their options out with --on ray, and let a balancer in front end TLS",
         )
 

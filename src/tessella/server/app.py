@@ -24,7 +24,8 @@ from tessella.server.jpegs import frames_of
 from tessella.server.limits import Limits
 from tessella.server.protocol import NO_REGIONS, InferRequest, Signature
 from tessella.server.shared_memory import Regions
-from tessella.server.short_way import ShortWay
+from tessella.server.short_way import ShortWay, length_of, model_of
+from tessella.server.tracing import Trace, Tracing
 from tessella.server.traffic import Route
 from tessella.server.verbs import (
     LONG_ANSWER,
@@ -47,6 +48,7 @@ class App:
         rest: an ASGI application of all that is not inference; bodies come to it whole.
         decoders: threads that decode pictures.
         regions: the shared memory in which clients may put tensors.
+        tracing: makes spans of inference requests; opened and closed here.
 
     Attributes:
         bodies: counts the bytes of all requests that are held, of whichever door.
@@ -62,11 +64,12 @@ class App:
         rest: Callable[[Scope, Receive, Send], Awaitable[None]],
         decoders: int = MAX_THREADS,
         regions: Regions = NO_REGIONS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._models = models
         self._guard = guard
         self._limits = limits
-        self._inference = Inference(models=models, limits=limits, regions=regions)
+        self._inference = Inference(models=models, limits=limits, regions=regions, tracing=tracing)
         self.bodies = self._inference.bodies
         self.short_way = ShortWay(self._inference, guard)
         self._images = ImageDecoder(limits.image, threads=decoders)
@@ -78,10 +81,12 @@ class App:
             await self._lifespan(receive, send)
             return
         headers: Headers = dict(scope["headers"])
+        trace = None
         try:
             require_once(scope["headers"], headers)
             self._guard.check(scope["method"], scope["path"], headers)
-            answer = await self._answer(scope, headers, receive)
+            trace = self._trace(scope, headers)
+            answer = await self._answer(scope, headers, receive, trace)
         except Disconnected:
             return
         except Exception as error:
@@ -90,13 +95,35 @@ class App:
             await self._pass_on(scope, headers, receive, send)
         else:
             await reply(answer, headers, send)
+            if trace is not None:
+                trace.answered(answer)
+
+    def _trace(self, scope: Scope, headers: Headers) -> Trace | None:
+        """The trace of a request that was let in, if it is for inference and traces are on."""
+        tracing = self._inference.tracing
+        if tracing is None or (asked := model_of(scope["path"])) is None:
+            return None
+        name, version, verb = asked
+        return tracing.request(
+            name,
+            version,
+            verb or "infer",
+            scope["headers"],
+            method=scope["method"],
+            nbytes=length_of(headers.get(b"content-length", b"")),
+        )
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
+        tracing = self._inference.tracing
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 await self._models.open()
+                if tracing is not None:
+                    tracing.open()
             else:
+                if tracing is not None:
+                    await asyncio.to_thread(tracing.close)
                 await self._models.close()
                 self._images.close()
                 self._regions.close()
@@ -106,7 +133,9 @@ class App:
 
     # --- routes -------------------------------------------------------------------------------
 
-    async def _answer(self, scope: Scope, headers: Headers, receive: Receive) -> Answer | None:
+    async def _answer(
+        self, scope: Scope, headers: Headers, receive: Receive, trace: Trace | None
+    ) -> Answer | None:
         """The answer of an inference route; None if the path is not one."""
         match scope["path"].split("/")[1:]:
             case ["v2", "models", name, "versions", version, *verb] if len(verb) <= 1:
@@ -120,7 +149,7 @@ class App:
                 return json_answer({})
             case _:
                 return None
-        return await self._answer_model(scope, headers, receive, name, version, verb)
+        return await self._answer_model(scope, headers, receive, name, version, verb, trace)
 
     async def _answer_model(
         self,
@@ -130,15 +159,16 @@ class App:
         name: str,
         version: str | None,
         verb: list[str],
+        trace: Trace | None,
     ) -> Answer | None:
         match verb:
             case ["infer"]:
                 require_method(scope["method"], "POST")
-                return await self._infer(headers, receive, name, version)
+                return await self._infer(headers, receive, name, version, trace)
             case [told] if told in verbs():
                 require_method(scope["method"], "POST")
                 query = scope["query_string"]
-                return await self._tell(headers, receive, name, version, told, query)
+                return await self._tell(headers, receive, name, version, told, query, trace)
             case ["ready"]:
                 require_method(scope["method"], "GET")
                 self._models.get(name, version)
@@ -146,9 +176,15 @@ class App:
         return None
 
     async def _infer(
-        self, headers: Headers, receive: Receive, name: str, version: str | None
+        self,
+        headers: Headers,
+        receive: Receive,
+        name: str,
+        version: str | None,
+        trace: Trace | None,
     ) -> Answer:
-        watch = Watch(self._models.get(name, version))  # do not read a body that nobody wants
+        # do not read a body that nobody wants
+        watch = Watch(self._models.get(name, version), trace=trace)
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             json_length = headers.get(b"inference-header-content-length")
@@ -161,6 +197,7 @@ class App:
         name: str,
         version: str | None,
         lines: Sequence[tuple[bytes, bytes]],
+        trace: Trace | None = None,
     ) -> Answer:
         """The answer to an inference request whose body came over gRPC.
 
@@ -172,7 +209,7 @@ class App:
         try:
             require_once(lines, headers)
             self._guard.check("POST", f"/v2/models/{name}/infer", headers)
-            watch = Watch(self._models.get(name, version), door="grpc")
+            watch = Watch(self._models.get(name, version), trace=trace, door="grpc")
             if len(body) > self._limits.body_bytes:
                 raise too_large(len(body), self._limits.body_bytes)
             with self.bodies.holding(len(body)):
@@ -209,6 +246,8 @@ class App:
         Args:
             route: by which the model was chosen; its shadow may get a copy.
         """
+        if watch.trace is not None:
+            watch.trace.asks(request)
         arrays, views = request.arrays, tuple[View, ...]()
         copied = route is not None and route.copies()
         if model.decodes and request.images and not copied:
@@ -264,9 +303,11 @@ class App:
         version: str | None,
         verb: str,
         query_string: bytes,
+        trace: Trace | None,
     ) -> Answer:
         """A task's answers to image files, for people and scripts without a client library."""
-        watch = Watch(with_verb(self._models.get(name, version), verb), door="pictures")
+        model = with_verb(self._models.get(name, version), verb)
+        watch = Watch(model, trace=trace, door="pictures")
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")

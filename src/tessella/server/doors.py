@@ -32,6 +32,11 @@ class Doors:
                 "TLS needs a certificate and its key", fix="give --tls-cert and --tls-key"
             )
 
+    @property
+    def scheme(self) -> str:
+        """Of the server's URL."""
+        return "http" if self.tls_cert is None else "https"
+
     def check(self) -> None:
         """Raise ``UsageError`` if the certificate cannot be used."""
         if self.tls_cert is None or self.tls_key is None:

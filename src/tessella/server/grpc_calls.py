@@ -34,6 +34,7 @@ from tessella.server.protocol import InferRequest, Unread
 from tessella.server.responses import MOST_TEXTS, build_infer
 from tessella.server.short_way import Quick
 from tessella.server.tensors import to_binary
+from tessella.server.tracing import Trace, Tracing
 from tessella.server.waiting import Arrays
 
 MOST_QUEUED = 16  # messages of a stream that wait
@@ -255,9 +256,19 @@ class Call(ABC):
             self.drop_unpacked()
 
 
+def _status(status: int) -> Status:
+    """gRPC's status for one of HTTP."""
+    return Status.OK if status == 200 else _STATUS.get(status, Status.INVALID_ARGUMENT)
+
+
+def code_of(status: int) -> str:
+    """The name of gRPC's status for one of HTTP."""
+    return _status(status).name
+
+
 def refused(answer: Answer) -> bytes:
     """The headers of an error, as HTTP would tell it."""
-    status = _STATUS.get(answer.status, Status.INVALID_ARGUMENT)
+    status = _status(answer.status)
     text = str(json.loads(answer.body).get("error", ""))
     if answer.status == 500:
         log.warning("a call failed: %s", text)
@@ -368,6 +379,9 @@ class InferCall(Call, Quick):
     @property
     def _inference(self) -> Inference:
         return self.shared.inference
+
+    def _traced(self, tracing: Tracing) -> Trace:
+        return tracing.call(self.head, code_of, begun_ns=self._begun_ns)
 
     def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
         assert self._known is not None

@@ -31,6 +31,7 @@ from tessella.server.grpc_calls import (
     Shared,
     StreamCall,
     UnaryCall,
+    code_of,
     refused,
     timeout_ns,
 )
@@ -47,6 +48,7 @@ from tessella.server.http2_connection import Connection, Stream
 from tessella.server.http2_frames import Handler, Head, literal
 from tessella.server.limits import Limits
 from tessella.server.listening import Accepting, address_of
+from tessella.server.tracing import Trace
 
 MOST_MESSAGE_BYTES = 64 << 20  # larger tensors come by shared memory or HTTP
 MOST_STREAMS = 64
@@ -179,6 +181,14 @@ class GrpcFront:
 
     async def _answer_infer(self, call: Call, content: memoryview) -> Answer:
         """The answer to a message, which is held until then beside the body that is made of it."""
+        tracing = self._shared.inference.tracing
+        trace = None if tracing is None else tracing.call(call.head, code_of)
+        answer = await self._answer_message(call, content, trace)
+        if trace is not None:
+            trace.answered(answer)
+        return answer
+
+    async def _answer_message(self, call: Call, content: memoryview, trace: Trace | None) -> Answer:
         try:
             message = parsed(ModelInferRequest, bytes(content))
             json_bytes, body = infer_body(message, call.remaining_us)
@@ -191,6 +201,7 @@ class GrpcFront:
             message.model_name,
             message.model_version or None,
             [HOST, *_tokens(call.head)],
+            trace,
         )
         if answer.status != 200:
             return answer

@@ -19,6 +19,7 @@ from tessella.server.responses import InferResponse, build_infer
 from tessella.server.shadow import Shadowing
 from tessella.server.shared_memory import Regions, make
 from tessella.server.statistics import Stages, Statistics
+from tessella.server.tracing import Trace, Tracing
 from tessella.server.traffic import Route
 from tessella.server.waiting import Infers, InfersFiles
 
@@ -73,11 +74,16 @@ class Models(Protocol):
 
 @dataclass(kw_only=True)
 class Inference:
-    """What all inference requests of a process share, and the two ends of each."""
+    """What all inference requests of a process share, and the two ends of each.
+
+    Attributes:
+        tracing: makes spans of them; None does not.
+    """
 
     models: Models
     limits: Limits
     regions: Regions = NO_REGIONS
+    tracing: Tracing | None = None
     bodies: BodyReader = field(init=False)
     shadowing: Shadowing = field(init=False)
 
@@ -174,14 +180,23 @@ class Watch:
     Args:
         begun_ns: when its head was there, on ``perf_counter``'s clock; None is now.
         door: by which it came: one of ``statistics.DOORS``.
+        trace: that learns the model and the stages; with it the time is the trace's.
     """
 
     def __init__(
-        self, model: ServedModel, begun_ns: int | None = None, *, door: str = "http"
+        self,
+        model: ServedModel,
+        begun_ns: int | None = None,
+        trace: Trace | None = None,
+        *,
+        door: str = "http",
     ) -> None:
         self.stages = Stages()
+        self.trace = trace
         self._door = door
         self._statistics = model.statistics
+        if trace is not None:
+            begun_ns, trace.model, trace.stages = trace.begun_ns, model, self.stages
         begun_ns = time.perf_counter_ns() if begun_ns is None else begun_ns
         self._begun_ns = self._last_ns = begun_ns
         self._booked_ns = 0
@@ -189,6 +204,8 @@ class Watch:
     def on(self, model: ServedModel) -> Watch:
         """Count the request, in this block, as one of this model: the one that will answer it."""
         self._statistics = model.statistics
+        if self.trace is not None:
+            self.trace.model = model
         return self
 
     def lap(self, stage: str) -> None:

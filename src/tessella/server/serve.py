@@ -30,6 +30,7 @@ from tessella.server.listening import (
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
 from tessella.server.supervisor import Settings, serve_in_processes
+from tessella.server.tracing import Tracing
 from tessella.server.traffic import Traffic
 
 MOST_ACCEPTORS = 64  # each has memory for the largest request
@@ -50,6 +51,7 @@ def serve(
     acceptors: int = 0,
     doors: Doors = HTTP_ONLY,
     decode: Literal["host", "gpu"] = "host",
+    trace: bool = False,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
@@ -71,10 +73,12 @@ def serve(
         decode: who decodes JPEG files: the ``host``, or the engine's ``gpu``, to the same bits
             where it has decoders of its own. Sound files, that is: of damaged ones the host
             refuses more, and nobody but NVIDIA can read the decoder.
+        trace: export OpenTelemetry traces, as its own environment variables say; an extra.
         ready: called once with the server's URL when it takes requests.
 
     Raises:
-        UsageError: an address or a name that cannot be used, no token for a public address.
+        UsageError: an address or a name that cannot be used, no token for a public address;
+            traces without what they need.
         ArtifactError: a plan that cannot be loaded.
     """
     if not 0 <= acceptors <= MOST_ACCEPTORS:
@@ -84,35 +88,48 @@ def serve(
             fix="use as many as there are cores beside the engine's",
         )
     doors.check()
-    find_decoder = decoder_for(decode)
-    if acceptors:
-        settings = Settings(
-            models={name: str(Path(path).absolute()) for name, path in models.items()},
-            host=host,
-            port=port,
-            token=token,
-            host_names=host_names,
-            max_delay_us=max_delay_us,
-            folder=None if folder is None else str(folder.absolute()),
-            traffic=dict(traffic or {}),
-            compiled=compiled,
-            device=device,
-            acceptors=acceptors,
-            doors=doors,
-            decode=decode,
-        )
-        serve_in_processes(settings, ready)
-        return
-    repository = Repository(
-        models,
-        folder=folder,
-        traffic=traffic,
+    decoder_for(decode)  # raises, if there is none
+    settings = Settings(
+        models={name: str(Path(path).absolute()) for name, path in models.items()},
+        host=host,
+        port=port,
+        token=token,
+        host_names=host_names,
         max_delay_us=max_delay_us,
-        open_engine=functools.partial(load_tried, compiled=compiled, device=device),
-        decoder_for=find_decoder,
+        folder=None if folder is None else str(folder.absolute()),
+        traffic=dict(traffic or {}),
+        compiled=compiled,
+        device=device,
+        acceptors=acceptors,
+        doors=doors,
+        decode=decode,
+        trace=trace,
     )
-    guard = Guard(host=host, token=token, names=host_names)
-    settled = _prepared(repository, guard, host=host, port=port, limits=DEFAULT_LIMITS, doors=doors)
+    (serve_in_processes if acceptors else _serve_here)(settings, ready)
+
+
+def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None:
+    """Serve in this process alone; raises as ``serve``."""
+    doors = settings.doors
+    repository = Repository(
+        {name: Path(path) for name, path in settings.models.items()},
+        folder=None if settings.folder is None else Path(settings.folder),
+        traffic=settings.traffic,
+        max_delay_us=settings.max_delay_us,
+        open_engine=functools.partial(
+            load_tried, compiled=settings.compiled, device=settings.device
+        ),
+        decoder_for=decoder_for(settings.decode),
+    )
+    settled = _prepared(
+        repository,
+        Guard(host=settings.host, token=settings.token, names=settings.host_names),
+        host=settings.host,
+        port=settings.port,
+        limits=DEFAULT_LIMITS,
+        doors=doors,
+        tracing=Tracing(scheme=doors.scheme) if settings.trace else None,
+    )
     with settled as server:
         keep_what_is_loaded()
         if ready is not None:
@@ -155,6 +172,7 @@ class Server:
         max_delay_us: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         doors: Doors = HTTP_ONLY,
+        tracing: Tracing | None = None,
     ) -> None:
         if not isinstance(models, Repository):
             models = Repository(models, max_delay_us=max_delay_us, limits=limits)
@@ -162,7 +180,9 @@ class Server:
         self._settled = ExitStack()
         guard = Guard(host=host, token=token)
         self._server = self._settled.enter_context(
-            _prepared(models, guard, host=host, port=port, limits=limits, doors=doors)
+            _prepared(
+                models, guard, host=host, port=port, limits=limits, doors=doors, tracing=tracing
+            )
         )
         self._server.on_ready = lambda url: self._started.set()
         self._started = threading.Event()
@@ -218,6 +238,7 @@ def _prepared(
     port: int,
     limits: Limits,
     doors: Doors,
+    tracing: Tracing | None,
 ) -> Iterator[HttpServer]:
     """Check the settings, take the ports and load the models: all that can fail before the start.
     What a server needs to the end is given back after the block.
@@ -238,7 +259,7 @@ def _prepared(
             listener.close()
             raise
         rest = Describing(repository, token=guard.has_token, regions=regions)
-        app = App(repository, guard, limits, rest=rest, regions=regions)
+        app = App(repository, guard, limits, rest=rest, regions=regions, tracing=tracing)
         front = None
         if of_grpc is not None:
             front = GrpcFront(app, guard, of_grpc, doors, limits)

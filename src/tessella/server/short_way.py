@@ -26,6 +26,7 @@ from tessella.server.inference import Inference, ServedModel, Watch, chosen
 from tessella.server.jpegs import frames_of
 from tessella.server.protocol import InferRequest, Unread
 from tessella.server.shared_memory import BRIEF_BYTES
+from tessella.server.tracing import Trace, Tracing
 from tessella.server.traffic import Route
 from tessella.server.verbs import (
     LONG_ANSWER,
@@ -130,8 +131,8 @@ class ShortWay:
     def _known(self, head: bytes, url: bytes, scope: Mapping[str, Any]) -> Known | None:
         lines: Sequence[tuple[bytes, bytes]] = scope["headers"]
         headers: Headers = dict(lines)
-        place = _model_of(scope["path"])
-        nbytes = _length(headers.get(b"content-length", b""))
+        place = model_of(scope["path"])
+        nbytes = length_of(headers.get(b"content-length", b""))
         if (
             place is None
             or nbytes is None
@@ -179,7 +180,7 @@ def _cut(head: bytes) -> tuple[bytes, int] | None:
     return head[: found.start(1)] + head[found.end(1) :], int(found[1])
 
 
-def _model_of(path: str) -> tuple[str, str | None, str] | None:
+def model_of(path: str) -> tuple[str, str | None, str] | None:
     """Name and version of the model that a path runs, and the verb of a task that it asks, if it
     does; None if it does something else.
     """
@@ -203,7 +204,8 @@ def _says_soon(model: ServedModel, verb: str) -> bool:
     return model.decodes and verb == answers.VERB and not (answers.SLOW or is_long)
 
 
-def _length(text: bytes) -> int | None:
+def length_of(text: bytes) -> int | None:
+    """What a ``Content-Length`` says; None if that is no number of bytes."""
     return int(text) if text.isdigit() and len(text) <= 9 else None
 
 
@@ -223,7 +225,7 @@ class Quick(ABC):
     its outputs is itself. What would hold up the event loop takes the long way.
     """
 
-    __slots__ = ("_begun_ns", "_is_answered", "_model", "_request", "_route", "_watch")
+    __slots__ = ("_begun_ns", "_is_answered", "_model", "_request", "_route", "_trace", "_watch")
     DOOR = "http"  # one of ``statistics.DOORS``
 
     def __init__(self) -> None:
@@ -232,6 +234,7 @@ class Quick(ABC):
         self._model: ServedModel
         self._request: InferRequest
         self._route: Route[Any] | None = None
+        self._trace: Trace | None = None
         self._watch: Watch
 
     def start(
@@ -242,12 +245,14 @@ class Quick(ABC):
         Args:
             timeout_us: within which an answer is of use, beside what the request says.
         """
+        if inference.tracing is not None:
+            self._trace = self._traced(inference.tracing)
         try:
             model = inference.models.get(name, version)
         except Exception as error:
-            self._answer(error_answer(error))
+            self._finish(error_answer(error))
             return True
-        self._watch = watch = Watch(model, self._begun_ns, door=self.DOOR)
+        self._watch = watch = Watch(model, self._begun_ns, self._trace, door=self.DOOR)
         watch.lap("receive")
         self._model = model.__enter__()
         try:
@@ -256,6 +261,8 @@ class Quick(ABC):
                 model.__exit__()
                 return False
             self._request = request
+            if self._trace is not None:
+                self._trace.asks(request)
             self._route = None if version else model.route
             if (other := chosen(model, version, request.id)) is not model:
                 model.__exit__()
@@ -285,6 +292,10 @@ class Quick(ABC):
     @abstractmethod
     def _inference(self) -> Inference:
         """What all requests of a process share."""
+
+    @abstractmethod
+    def _traced(self, tracing: Tracing) -> Trace:
+        """The trace of the request."""
 
     @abstractmethod
     def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
@@ -330,7 +341,12 @@ class Quick(ABC):
     def _end(self, error: Exception | None, answer: Answer) -> None:
         self._watch.ended(error)
         self._model.__exit__()
+        self._finish(answer)
+
+    def _finish(self, answer: Answer) -> None:
         self._answer(answer)
+        if self._trace is not None:
+            self._trace.answered(answer)
 
 
 class ShortRequest(Quick):
@@ -380,6 +396,17 @@ class ShortRequest(Quick):
     @property
     def _inference(self) -> Inference:
         return self._way.inference
+
+    def _traced(self, tracing: Tracing) -> Trace:
+        known = self.known
+        return tracing.request(
+            known.name,
+            known.version,
+            known.verb or "infer",
+            (),  # a head with a ``traceparent`` takes the long way
+            nbytes=known.body_bytes,
+            begun_ns=self._begun_ns,
+        )
 
     def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
         request = self._way.inference.parse(self.content, self.known.json_length, model)

@@ -51,6 +51,7 @@ from tessella.server.listening import (
 )
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
+from tessella.server.tracing import Tracing, require_opentelemetry
 from tessella.server.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Settings:
     acceptors: int
     doors: Doors = HTTP_ONLY
     decode: Literal["host", "gpu"] = "host"
+    trace: bool = False
     sockets: str = ""
 
 
@@ -200,6 +202,8 @@ class _Watching:
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._door.bind(f"{settings.sockets}/engine")
         self._door.listen(64)
+        if settings.trace:
+            require_opentelemetry()
         keep_what_is_loaded()
         self._begin(self._run_engine, wait=True)
         self._of_http, self._of_grpc = Counts(settings.acceptors), Counts(settings.acceptors)
@@ -295,6 +299,7 @@ class _Watching:
         nbytes = max(self._limits.held_bytes, 2 * self._limits.body_bytes)
         address, order = f"{self._settings.sockets}/engine", (nbytes - 1).bit_length()
         link = Link(address, order=order, spins=self._spins)
+        doors = self._settings.doors
         decoders = max(1, len(os.sched_getaffinity(0)) // self._settings.acceptors)
         app = App(
             link,
@@ -303,8 +308,9 @@ class _Watching:
             rest=link.answer,
             decoders=decoders,
             regions=self._regions,
+            tracing=Tracing(scheme=doors.scheme) if self._settings.trace else None,
         )
-        doors, front = self._settings.doors, None
+        front = None
         if self._grpc is not None:
             counted = self._of_grpc.of(place)
             front = GrpcFront(app, self._guard, self._grpc, doors, self._limits, counted=counted)
