@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 
 from tessella.annotations import coco, files, kitti, read_annotations, rle, voc, yolo
 from tessella.annotations.record import Annotations, Picture, Thing
-from tessella.core.errors import DataError
+from tessella.core.errors import DataError, UsageError
 
 HEIGHT, WIDTH = 30, 40
 
@@ -218,6 +219,31 @@ def test_a_number_that_is_infinite_costs_its_thing_alone(tmp_path, number):
         assert len(got.problems) == 1
 
 
+@pytest.mark.timeout(20)  # a pipe that is opened waits for ever
+def test_what_is_no_plain_file_is_not_opened(tmp_path):
+    """Whichever format names it, with its size or without, as a picture or as a list."""
+    (tmp_path / "images").mkdir()
+    for name in ("images/a.png", "train.txt", "a.txt"):
+        os.mkfifo(tmp_path / name)
+    assert files.size_of(str(tmp_path / "images/a.png")) == "the picture is no plain file"
+    assert files.size_of("/dev/zero") == "the picture is no plain file"
+    got = read(tmp_path, document(images=[{"id": 7, "file_name": "images/a.png"}]))
+    assert [(p.path, p.what) for p in got.problems] == [
+        ("images/a.png", "the picture is no plain file")
+    ]
+    write(tmp_path / "list.txt", "images/a.png\n")
+    for names in ("train.txt", "list.txt"):
+        yaml = write(tmp_path / "data.yaml", f"names: [cat]\ntrain: {names}\n")
+        with pytest.raises(DataError, match=r"no plain file|leads to no pictures"):
+            yolo.read(yaml)
+
+
+def test_an_id_of_many_characters_is_cut_in_messages(tmp_path):
+    twice = [{"id": "k" * 5000, "name": name} for name in ("cat", "dog")]
+    (problem,) = read(tmp_path, document(categories=twice)).problems
+    assert problem.what == f"category {'k' * 40} is there twice"
+
+
 def test_coco_as_tables_and_other_tools_write_it(tmp_path):
     """Ids that are texts or 3.0, a picture without a size, CVAT's folder of a subset's pictures."""
     picture(tmp_path / "images/default/a b.png")
@@ -308,6 +334,9 @@ def test_yolo_without_a_data_yaml(tmp_path, tool):
 @pytest.mark.parametrize(
     "text",
     [
+        "a0: &a [x, y]\n" + "".join(f"a{i}: &a{i} [*a, *a]\n" for i in range(3)) + "names: *a",
+        "names: [a, [b]]\ntrain: images", "names: {0: a, ? [1] : b}\ntrain: images",
+        "names: [a]\ntrain: [[images], {images: 1}]", 'names: [a]\ntrain: "\\Uffffffff"',
         "", "- a", "names: 3", "names: [a, a]", "names: {0: a, 5: b}", "a: [", "\0",
         "names: [a]\ntrain: ../../../etc", "names: [a]\ntrain: /etc\n",
         "a: " + "[" * 5000,
@@ -318,6 +347,37 @@ def test_yolo_without_a_data_yaml(tmp_path, tool):
 def test_a_data_yaml_that_leads_nowhere_is_refused(tmp_path, text):
     with pytest.raises(DataError):
         yolo.read(write(tmp_path / "data.yaml", text))
+
+
+def test_a_data_yaml_s_words_are_texts(tmp_path):
+    """Of no type: what YAML says of one is not followed, however it is written."""
+    picture(tmp_path / "2001-99-99/images/a.png")
+    write(tmp_path / "2001-99-99/labels/a.txt", "1 .5 .5 .2 .2")
+    long = "0x" + "f" * 6000
+    text = "path: ~\nval: null\ntest:\ntrain: 2001-99-99\nnames: {0: yes, 1: 1.50, '2': %s}\n"
+    odd = "a: !!bool abc\nb: !!timestamp abc\nc: !!int ''\nd: !!float x\ne: %s\n? %s\n: 1\n"
+    yaml = write(tmp_path / "data.yaml", text % long + odd % (long, long))
+    got = read_annotations(yaml)
+    assert got.classes == ("yes", "1.50", long)
+    assert [[t.label for t in p.things] for p in got.pictures] == [[1]]
+    assert not got.problems
+
+
+def test_labels_that_a_format_cannot_follow_are_refused(tmp_path):
+    """YOLO's and COCO's numbers have their names already; KITTI's names take any order."""
+    picture(tmp_path / "images/a.png")
+    write(tmp_path / "labels/a.txt", "1 .5 .5 .2 .2")
+    write(tmp_path / "classes.txt", "cat\ndog\n")
+    (tmp_path / "a.json").write_text(json.dumps(document(annotations=[thing()])))
+    for source in (tmp_path, tmp_path / "a.json"):
+        assert read_annotations(source, labels=("cat", "dog")).classes == ("cat", "dog")
+        with pytest.raises(UsageError, match=r"labels given.*dog, cat; .*cat, dog"):
+            read_annotations(source, labels=("dog", "cat"))
+    write(tmp_path / "labels/a.txt", "\nDontCare 0 0 0 1 1 5 5\ndog 0 0 0 1 1 5 5\n")
+    write(tmp_path / "labels/classes.txt", "cat\ndog\n")
+    got = read_annotations(tmp_path, labels=("dog", "cat"))  # in spite of its classes.txt
+    assert got.classes == ("dog", "cat")
+    assert [[(t.label, t.width) for t in p.things] for p in got.pictures] == [[(0, 4)]]
 
 
 def voc_file(name: str, *objects: str, size: str = f"<height>{HEIGHT}</height>") -> str:

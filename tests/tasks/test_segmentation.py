@@ -21,6 +21,7 @@ from tessella.core.errors import DataError, UsageError
 from tessella.core.preprocess import Preprocess, fit
 from tessella.data import ImportSettings, examine, images, import_images
 from tessella.data.augment import augmented
+from tessella.data.listing import Listing, list_images
 from tessella.server import Server
 from tessella.tasks import Found, LossSettings, Query, Request, View, named, still
 from tessella.tasks.segmentation.examples import IGNORED, decoded, encoded, target_of
@@ -244,6 +245,45 @@ def test_masks_as_other_tools_write_them(tmp_path: Path, form: str) -> None:
         Image.fromarray(pixels).save(source.label.file)
         with pytest.raises(DataError, match="colour of no class"):
             TASK.examples.stored(source.label, source.file, record)
+
+
+@pytest.mark.parametrize("named_classes", [True, False])
+def test_255_means_the_same_in_all_parts(tmp_path: Path, named_classes: bool) -> None:
+    """Alone beside 0 it is the second class, beside 1 it is none: not both in one dataset."""
+    values = {"train": (0, 1, 255), "white": (0, 255), "ones": (0, 1), "black": (0, 0)}
+    for name, shown in values.items():
+        mask = np.resize(np.array(shown, np.uint8), (4, 6))
+        _request(tmp_path / name, mask, np.zeros((4, 6, 3), np.uint8))
+        if named_classes:
+            (tmp_path / name / "classes.txt").write_text("ground\nroad\n")
+
+    def listed(train: str, val: str, test: str = "black") -> Listing:
+        return list_images(
+            tmp_path / train, task=TASK, labels=None, image_root=None, val=tmp_path / val,
+            test=tmp_path / test, seed=0,
+        )  # fmt: skip
+
+    for parts in (("train", "white"), ("white", "ones"), ("ones", "black", "white")):
+        with pytest.raises(DataError, match=r"different ways.*255 is"):
+            listed(*parts)
+    assert not any(s.label.binary for s in listed("train", "ones").sources)
+    assert [s.label.binary for s in listed("white", "white").sources] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "line", ["c255:255,1,1::", "d:0,0,0::", f"d:{'1' * 5000},2,3::", "d:²,2,3"]
+)
+def test_a_labelmap_is_bounded(tmp_path: Path, line: str) -> None:
+    """255 classes at most, a colour once, and numbers of three digits."""
+    black = np.zeros((HEIGHT, WIDTH), np.uint8)
+    request = replace(_request(tmp_path, black, black), labels=None)
+    lines = [f"c{k}:{k},0,0::" for k in range(255 if line.startswith("c") else 2)]
+    (tmp_path / "labelmap.txt").write_text("\n".join(lines))
+    assert len(TASK.examples.find(request).classes) == len(lines)
+    (tmp_path / "labelmap.txt").write_text("\n".join([*lines, line]))
+    what = "more than 255 classes" if len(lines) == 255 else "no class with a colour"
+    with pytest.raises(DataError, match=what):
+        TASK.examples.find(request)
 
 
 @pytest.mark.parametrize(

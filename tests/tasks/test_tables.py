@@ -132,6 +132,23 @@ def test_a_row_with_other_cells_than_the_header_is_listed(tmp_path):
     ]
 
 
+def test_many_rows_with_other_cells_are_counted_and_too_many_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MAX_RAGGED", 3)
+    monkeypatch.setattr(tables, "LINES_BYTES", 30)  # in several readings
+    good = "".join(f"{k}.png,{'cat' if k % 2 else 'dog'}\n" for k in range(5))
+    bad = "".join(f"b{k}.png,cat,x\n" for k in range(5))
+    got = found("classification", write(tmp_path / "a.csv", f"path,label\n{bad}{good}" + "\n" * 99))
+    assert len(got.sources) == 5
+    assert [(s.path, s.reason) for s in got.skipped] == [
+        ("a.csv", "5 rows have more or fewer cells than the header; listed are 2"),
+        ("b0.png,cat,x", "3 cells where the header has 2"),
+        ("b1.png,cat,x", "3 cells where the header has 2"),
+    ]
+    for rows, what in ((bad + good[10:], "5 of 9 rows"), (bad, "5 of 5 rows")):
+        with pytest.raises(DataError, match=f"{what} in .*b0.png,cat,x: 3 cells where the header"):
+            found("classification", write(tmp_path / "a.csv", f"path,label\n{rows}"))
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -81,7 +81,9 @@ def _classes(
         if number is None or not isinstance(name, str):
             problems.append(Problem(path=path.name, what=f"no category: {str(entry)[:80]}"))
         elif number in known or name in names:
-            problems.append(Problem(path=path.name, what=f"category {number} is there twice"))
+            problems.append(
+                Problem(path=path.name, what=f"category {str(number)[:40]} is there twice")
+            )
         else:
             known[number] = name
             names.add(name)

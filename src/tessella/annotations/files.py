@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,9 +86,11 @@ def read_bytes(path: Path, most: int) -> bytes:
     """The content of a file.
 
     Raises:
-        DataError: it cannot be opened, or has more than ``most`` bytes.
+        DataError: it cannot be opened, is no plain file, or has more than ``most`` bytes.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait
+            raise OSError("it is no plain file")
         with path.open("rb") as file:
             content = file.read(most + 1)
     except (OSError, ValueError) as error:
@@ -106,6 +109,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 def size_of(file: str) -> tuple[int, int] | str:
     """Height and width of a picture as it is shown, from its header; or why there are none."""
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):  # before it is opened: a pipe would wait
+            return "the picture is no plain file"
         with Image.open(file, formats=FORMATS) as image:
             width, height = image.size
             if image.getexif().get(ORIENTATION, 1) in TURNED:

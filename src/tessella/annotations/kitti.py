@@ -19,11 +19,29 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 IGNORED = "dontcare"  # regions that nobody looked at
 FIELDS = 8  # of a line, up to the box
 MAX_LINES = 1 << 16
+LOOKED_AT = 16  # files whose first line tells KITTI's from YOLO's
 
 
 def is_folder(folder: Path) -> bool:
     """Whether a folder has one of labels and one of pictures."""
     return all(any((folder / n).is_dir() for n in names) for names in (LABELS, IMAGES))
+
+
+def begins_with_names(folder: Path) -> bool:
+    """Whether each of the first files of labels begins with a word, where YOLO's have a number."""
+    if not is_folder(folder):
+        return False
+    texts, found = _folder(folder, LABELS), []
+    for file in sorted(texts.glob("*.txt")):
+        try:
+            first = read_text(file).lstrip()[:200].split(maxsplit=2)
+        except DataError:
+            continue
+        if len(first) > 1:  # a classes.txt may lie there, too: a word a line
+            found.append(not _is_number(first[0]))
+        if len(found) == LOOKED_AT:
+            break
+    return bool(found) and all(found)
 
 
 def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:

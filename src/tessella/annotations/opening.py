@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tessella.annotations import coco, kitti, voc, yolo
 from tessella.annotations.record import Annotations
-from tessella.core.errors import DataError
+from tessella.core.errors import DataError, UsageError
 
 COCO_FILES = ("_annotations.coco.json", "annotations.json", "instances.json", "labels.json")
 
@@ -24,11 +24,13 @@ def read_annotations(
 
     Args:
         source: COCO's JSON, a ``data.yaml``, or a folder of COCO, YOLO, Pascal VOC or KITTI.
-        labels: the classes in their order, where the format only names those that occur.
+        labels: the classes in their order, where the format only names those that occur: Pascal
+            VOC's and KITTI's. COCO and YOLO number their classes: there the same are asked for.
         image_root: what the names of pictures in COCO's JSON are relative to.
 
     Raises:
         DataError: nothing there, or a file that is none of these.
+        UsageError: ``labels`` are not the classes that COCO's or YOLO's file numbers.
     """
     reader = _reader(source, labels, image_root)
     if reader is None:
@@ -37,7 +39,15 @@ def read_annotations(
             seen=source,
             fix="give COCO's JSON, a data.yaml, or a folder of COCO, YOLO, Pascal VOC or KITTI",
         )
-    return reader()
+    found = reader()
+    if labels is not None and labels != found.classes:
+        shown, given = (", ".join(n[:40] for n in names[:10]) for names in (found.classes, labels))
+        raise UsageError(
+            "the labels given are not the classes of the annotations",
+            seen=f"{given}; in {source}: {shown}",
+            fix="leave the labels out: the annotations number their classes",
+        )
+    return found
 
 
 def _reader(
@@ -59,7 +69,7 @@ def _reader(
         return lambda: coco.read(_only(files), image_root=image_root)
     if voc.roots_of(source) or any(source.glob("*.xml")):
         return lambda: voc.read(source, labels=labels)
-    if yolo.is_folder(source):
+    if yolo.is_folder(source) and not kitti.begins_with_names(source):
         return lambda: yolo.read_folder(source)
     if kitti.is_folder(source):
         return lambda: kitti.read(source, labels=labels)

@@ -26,6 +26,20 @@ MAX_YAML = 1 << 20
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MAX_LINES = 1 << 16
 NAMES = ("classes.txt", "obj.names")  # of a folder without a data.yaml
+EMPTY = ("", "~", "null", "Null", "NULL")  # YAML's ways of writing nothing
+
+
+class _Texts(yaml.BaseLoader):  # type: ignore[misc]
+    """Lists and mappings of texts: what looks like a number or a date stays as it is written.
+
+    Aliases are refused: each can double what the file stands for.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            where = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "an alias (*) is not read", where)
+        return super().compose_node(parent, index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +78,10 @@ def read(path: Path) -> Annotations:
     """
     text = read_text(path)
     try:
-        if len(text) > MAX_YAML or text.count("&") > 100:  # anchors: they can stand for more
-            raise yaml.YAMLError("too long, or too many anchors")
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if len(text) > MAX_YAML:
+            raise yaml.YAMLError(f"{len(text):,} characters")
+        data = yaml.load(text, _Texts)
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise DataError(
             "this is no YAML that can be read", seen=f"{path}: {str(error)[:200]}", fix="mend it"
         ) from error
@@ -75,8 +89,9 @@ def read(path: Path) -> Annotations:
         raise DataError("this is no data.yaml", seen=path, fix="give names, train and val")
     classes = _names(data.get("names"), path)
     base = path.parent
-    if isinstance(data.get("path"), str) and inside(data["path"], base):
-        base = base / str(inside(data["path"], base))
+    above = data.get("path")
+    if isinstance(above, str) and above not in EMPTY and inside(above, base):
+        base = base / str(inside(above, base))
     places = {split: data[split] for split in SPLITS if split in data}
     known = Names(classes=len(classes), points="kpt_shape" in data)
     return _read(base, path.parent, places, classes, known)
@@ -124,23 +139,25 @@ def _read(
 
 def _names(names: Any, path: Path) -> tuple[str, ...]:
     if isinstance(names, dict):
-        by_text = {str(number): name for number, name in names.items()}
-        if set(by_text) == {str(number) for number in range(len(names))}:
-            names = [by_text[str(number)] for number in range(len(names))]
-    if not isinstance(names, list) or not names or len(set(map(str, names))) != len(names):
+        numbers = [str(number) for number in range(len(names))]
+        names = [names[n] for n in numbers] if set(names) == set(numbers) else names
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not texts or not names or len(set(names)) != len(names):
         raise DataError(
             "the data.yaml does not name its classes",
             seen=f"names: {str(names)[:100]} in {path}",
             fix="write names: [cat, dog], or names: with a line for each number from 0",
         )
-    return tuple(str(name) for name in names)
+    return tuple(names)
 
 
 def _places(entry: Any, base: Path, here: Path, problems: list[Problem]) -> list[Path]:
     """The folders or lists of a split; exports write ``../train/images`` for ``train/images``."""
     places = []
-    for name in entry if isinstance(entry, list) else [] if entry is None else [entry]:
-        text = str(name)
+    for text in entry if isinstance(entry, list) else [] if entry in EMPTY else [entry]:
+        if not isinstance(text, str):
+            problems.append(Problem(path=str(text)[:200], what="this is no folder and no list"))
+            continue
         candidates = (inside(text, base), inside(text.removeprefix("../"), here))
         found = [p for p, root in zip(candidates, (base, here), strict=True) if p is not None]
         roots = [r for p, r in zip(candidates, (base, here), strict=True) if p is not None]

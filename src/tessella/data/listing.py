@@ -48,7 +48,8 @@ def list_images(
             themselves say which images are held out, they decide instead of a fraction.
 
     Raises:
-        DataError: nothing to read, one class only, or a held-out folder with classes of its own.
+        DataError: nothing to read, one class only, or a held-out folder with classes of its own
+            or whose labels are written in another way.
     """
 
     def find_labelled(where: Path) -> Found:
@@ -79,10 +80,11 @@ def list_images(
     if decided:
         splits = np.array([HELD_OUT.get(s.split, TRAIN) for s in found.sources], np.int8)
     sources, skipped, notes = list(found.sources), list(found.skipped), list(found.notes)
-    parts = [splits]
+    parts, written = [splits], {found.written: source}
     for split, part in ((VAL, val), (TEST, test)):
         if isinstance(part, Path):
             own = find_labelled(part)
+            _check_written(written, own.written, part)
             sources += _in_classes(own, found.classes, part, task)
             skipped += own.skipped
             notes += [f"{part.name}: {note}" for note in own.notes]
@@ -100,6 +102,21 @@ def list_images(
         skipped=tuple(skipped),
         notes=tuple(notes),
     )
+
+
+def _check_written(known: dict[str, Path], written: str, where: Path) -> None:
+    """Add how a part's labels are written to what is known of the parts before it.
+
+    Raises:
+        DataError: those were written in another way.
+    """
+    known.setdefault(written, where)
+    if len(ways := [way for way in known if way]) > 1:
+        raise DataError(
+            "the labels of the parts are written in different ways",
+            seen="; ".join(f"{way} in {known[way]}" for way in ways),
+            fix="write those of all parts in the first of these ways",
+        )
 
 
 def _in_classes(found: Found, classes: tuple[str, ...], where: Path, task: Task) -> list[Source]:

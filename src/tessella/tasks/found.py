@@ -34,6 +34,8 @@ class Found:
 
     Attributes:
         groups: by path: pictures of one group stay in one split; others are each their own.
+        written: how the targets are written, where that decides what they mean: images held out
+            elsewhere must have the same, or nothing that tells it.
     """
 
     classes: tuple[str, ...]
@@ -41,6 +43,7 @@ class Found:
     skipped: tuple[SkippedFile, ...] = ()
     notes: tuple[str, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
+    written: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

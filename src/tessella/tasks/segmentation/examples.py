@@ -45,6 +45,8 @@ LISTS = ("classes.txt", "labels.txt")
 COLORS = "labelmap.txt"  # CVAT's: a line "name:r,g,b:…" for each class
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MAX_FILE = 1 << 28
+WHITE = "masks of 0 and 255 alone, of which 255 is the second class"
+NUMBERS = "masks with the numbers of classes, of which 255 is none"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def find(request: Request) -> Found:
 
     - a folder with ``images`` and ``masks``: PNGs of the same names, whose pixels are numbers of
       classes; ``classes.txt`` names these, a line each. With CVAT's ``labelmap.txt`` they are the
-      colours that it names. Masks that hold 0 and 255 alone have two classes;
+      colours that it names. Masks that hold 0 and 255 alone have two classes, and so must those
+      of all parts of a dataset;
     - annotations with outlines or run lengths (``annotations.opening``): their classes follow
       a class ``background``, and later things lie over earlier ones.
     """
@@ -91,10 +94,11 @@ def find(request: Request) -> Found:
     if not found:
         raise DataError("no picture has a mask", seen=request.source, fix="give both one name")
     colors = _colors(request.source / COLORS)
-    classes, binary = request.labels or tuple(colors) or _named(request.source), False
+    classes, written = request.labels or tuple(colors) or _named(request.source), ""
     if not colors and len(classes) in (0, 2):
-        counted, binary = _counted([m for _, _, m in found])
+        counted, written = _counted([m for _, _, m in found])
         classes = classes or counted
+    binary = written == WHITE
     if lost := sorted(set(classes) - set(colors)) if colors else []:
         raise DataError(f"{COLORS} has no colour of a class", seen=", ".join(lost)[:200])
     told = tuple(colors[name] for name in classes) if colors else ()
@@ -106,30 +110,41 @@ def find(request: Request) -> Found:
         for file, path, mask in found
     )  # fmt: skip
     notes = ("the masks hold 0 and 255 alone: 255 is read as the second class",) if binary else ()
-    return Found(classes=classes, sources=sources, skipped=tuple(skipped), notes=notes)
+    return Found(
+        classes=classes, sources=sources, skipped=tuple(skipped), notes=notes, written=written
+    )
 
 
 def _colors(file: Path) -> dict[str, tuple[int, ...]]:
     """The colour of each class by its name; nothing where there is no such file.
 
     Raises:
-        DataError: a line is no class with a colour, or a name or a colour is there twice.
+        DataError: a line is no class with a colour, a name or a colour is there twice, or there
+            are more than a mask can number.
     """
     known: dict[str, tuple[int, ...]] = {}
+    taken: set[tuple[int, ...]] = set()
     for line in read_text(file).splitlines() if file.is_file() else ():
         if not line.strip() or line.startswith("#"):
             continue
+        if len(known) == IGNORED:
+            raise DataError(f"{COLORS} names more than {IGNORED} classes", seen=line[:80])
         name, *rest = line.split(":")
         words = rest[0].split(",") if rest else []
-        color = tuple(int(w) for w in words if w.strip().isdecimal() and int(w) < 256)
-        if len(color) != 3 or len(words) != 3 or name in known or color in known.values():
+        color = tuple(int(w) for w in map(str.strip, words) if _is_byte(w))
+        if len(color) != 3 or len(words) != 3 or name in known or color in taken:
             raise DataError(
                 f"a line of {COLORS} is no class with a colour of its own",
                 seen=line[:80],
                 fix="write name:red,green,blue:: with numbers up to 255",
             )
         known[name] = color
+        taken.add(color)
     return known
+
+
+def _is_byte(word: str) -> bool:
+    return len(word) <= 3 and word.isdecimal() and int(word) < 256
 
 
 def _folders(source: Path) -> tuple[Path, Path] | None:
@@ -148,8 +163,9 @@ def _named(source: Path) -> tuple[str, ...]:
     return ()
 
 
-def _counted(masks: Sequence[Path]) -> tuple[tuple[str, ...], bool]:
-    """A name for each number up to the largest that occurs, and whether all are 0 or 255.
+def _counted(masks: Sequence[Path]) -> tuple[tuple[str, ...], str]:
+    """A name for each number up to the largest that occurs, and how the masks are written: nothing
+    where all are 0.
 
     Masks that cannot be read wait.
     """
@@ -161,8 +177,9 @@ def _counted(masks: Sequence[Path]) -> tuple[tuple[str, ...], bool]:
             continue
         highest = max(highest, *(int(n) for n in numbers[numbers != IGNORED]), 0)
         white |= bool((numbers == IGNORED).any())
-    binary = highest == 0 and white  # as a mark of no class it would leave nothing to learn
-    return tuple(f"class {k}" for k in range(1 + (1 if binary else highest))), binary
+    # 255 as a mark of no class, beside nothing but 0, would leave nothing to learn.
+    written = NUMBERS if highest else WHITE if white else ""
+    return tuple(f"class {k}" for k in range(1 + (1 if written == WHITE else highest))), written
 
 
 def _annotated(request: Request) -> Found:
