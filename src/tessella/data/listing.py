@@ -48,8 +48,7 @@ def list_images(
             themselves say which images are held out, they decide instead of a fraction.
 
     Raises:
-        DataError: nothing to read, one class only, or a held-out folder with classes of its own
-            or whose labels are written in another way.
+        DataError: nothing to read, one class only, or a held-out folder with classes of its own.
     """
 
     def find_labelled(where: Path) -> Found:
@@ -84,8 +83,7 @@ def list_images(
     for split, part in ((VAL, val), (TEST, test)):
         if isinstance(part, Path):
             own = find_labelled(part)
-            _check_written(written, own.written, part)
-            sources += _in_classes(own, found.classes, part, task)
+            sources += _in_classes(own, found.classes, part, task, written)
             skipped += own.skipped
             notes += [f"{part.name}: {note}" for note in own.notes]
             parts.append(np.full(len(own.sources), split, np.int8))
@@ -119,8 +117,15 @@ def _check_written(known: dict[str, Path], written: str, where: Path) -> None:
         )
 
 
-def _in_classes(found: Found, classes: tuple[str, ...], where: Path, task: Task) -> list[Source]:
-    """The sources with their labels as indices into ``classes``."""
+def _in_classes(
+    found: Found, classes: tuple[str, ...], where: Path, task: Task, written: dict[str, Path]
+) -> list[Source]:
+    """The sources with their labels as indices into ``classes``.
+
+    Args:
+        written: how the labels of the parts before it are written, and where; gets this part's.
+    """
+    _check_written(written, found.written, where)
     if unknown := sorted(set(found.classes) - set(classes)):
         raise DataError(
             "the held-out images have a class that training has not",
