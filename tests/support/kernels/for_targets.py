@@ -124,6 +124,7 @@ def problems() -> dict[str, Problem]:
         ),
         "groups": next(iter(groups.PROBLEMS.values())),
         "grown": grown.problem((8, 64, 28, 28), 32, (2, 2)),
+        "grown ieee": grown.problem((8, 64, 28, 28), 32, (2, 2), dtype="float32"),
         "places": Problem(
             op="fallback", outputs=(meta(1, 300, 256, dtype="float16"),),
             inputs=(meta(1, 8400, 256, dtype="float16"), meta(1, 300, 256, dtype="int64")),
