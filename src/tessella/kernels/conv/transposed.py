@@ -61,6 +61,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     columns = max(16, power_of_two(math.prod(weight.shape[1:])))
     depth = max(16, min(64, power_of_two(x.shape[1])))
     depth = min(depth, 32) if x.itemsize == 4 else depth
+    found: tuple[tuple[int, int, int], ...]
     found = ((128, 128, 4), (128, 256, 8), (64, 128, 4), (128, 64, 4), (64, 64, 4))
     if x.dtype == "float32" and problem.math == "ieee":  # sums of larger tiles spill
         found = ((64, 64, 4), (128, 64, 8), (64, 64, 8))

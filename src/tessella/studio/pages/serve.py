@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from nicegui import ui
 
@@ -18,9 +19,11 @@ from tessella.jobs.job import Job
 from tessella.studio import charts, parts
 from tessella.studio.context import Context
 from tessella.studio.feed import Point
+from tessella.studio.plan_front import title_of
 from tessella.studio.serving import Address, Histogram, Model, Reading, address, read
 from tessella.studio.serving_load import WINDOW_S, Load, Window
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.workspace import plain_name
 
 INTERVAL_S = 1.5  # a reading of three models takes 9 ms of the server's processor
 MOST_POINTS, KEPT_POINTS = 1200, 900  # of a chart: half an hour; then the oldest are dropped
@@ -53,7 +56,8 @@ def _page(context: Context, written: str) -> None:
         except TessellaError as error:
             parts.refused(error, ADVICE)
             return
-        _Page(served, place)
+        plan = next((f.ref for f in context.workspace.plans() if f.item is not None), None)
+        _Page(served, place, plan)
 
 
 def _place_of(job: Job) -> Address | None:
@@ -72,9 +76,13 @@ class _Page:
     Args:
         place: the server to watch from the start. Another machine is asked only when a person
             presses the button: a link could name any.
+        plan: the newest of the workspace, which the advice serves.
     """
 
-    def __init__(self, served: Sequence[tuple[Job, Address]], place: Address | None) -> None:
+    def __init__(
+        self, served: Sequence[tuple[Job, Address]], place: Address | None, plan: str | None
+    ) -> None:
+        self._plan = plan
         self._place = place if place is not None and place.is_loopback else None
         with parts.card():
             with parts.box("row-line"):
@@ -107,8 +115,9 @@ class _Page:
         if self._place is not None:
             return
         with self._body, parts.empty("No server is watched", ADVICE):
-            line = commands.shown(commands.serve({"flowers": "plans/flowers.plan"}))
-            parts.Command(line)
+            if self._plan is not None:
+                name = plain_name(title_of(Path(self._plan))) or "model"
+                parts.Command(commands.shown(commands.serve({name: self._plan})))
             with parts.link("/plan"):
                 text("span", "Serve a plan of this workspace")
 
