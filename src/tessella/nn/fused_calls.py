@@ -132,16 +132,21 @@ class _Pooled(torch.autograd.Function):
         return call("max_pool_backward", gradient, places, list(ctx.shape), ctx.window), None
 
 
+def _as_computed(input: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+    """The input as autocast has it, and whether the weight is one of float32 that goes with it."""
+    device = input.device.type
+    lowered = torch.is_autocast_enabled(device)
+    x = input.to(torch.get_autocast_dtype(device)) if lowered else input
+    return x, weight.dtype == torch.float32 and (lowered or x.dtype == weight.dtype)
+
+
 def convolved(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """A depthwise convolution with gradients; ours where the tensor is of channels_last."""
-    device = input.device.type
-    lowered = torch.is_autocast_enabled(device)
-    x = input.to(torch.get_autocast_dtype(device)) if lowered else input
+    x, alike = _as_computed(input, weight)
     window = _window(weight, stride, padding, dilation)
-    alike = weight.dtype == torch.float32 and (lowered or x.dtype == weight.dtype)
     if window is None or not (alike and depthwise.runs(x, weight, window)):
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     made: Tensor = _Convolved.apply(x, weight, bias, [side for pair in window for side in pair])
@@ -194,10 +199,7 @@ def volumes_convolved(
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """A convolution of volumes with gradients; ours where the tensor is of channels_last."""
-    device = input.device.type
-    lowered = torch.is_autocast_enabled(device)
-    x = input.to(torch.get_autocast_dtype(device)) if lowered else input
-    alike = weight.dtype == torch.float32 and (lowered or x.dtype == weight.dtype)
+    x, alike = _as_computed(input, weight)
     named = isinstance(padding, str)
     window = () if named else tuple(map(_triple, (stride, padding, dilation)))
     if named or not (alike and volumes.runs(x, weight, window, groups)):
