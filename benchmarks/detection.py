@@ -48,10 +48,10 @@ CENTERNET = "centernet"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", default=CENTERNET)
-    parser.add_argument("--size", type=int, default=annotated.SIZE, help="of a picture's sides")
+    parser.add_argument("--size", type=int, default=detection.SIZE, help="of a picture's sides")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--epochs", type=int, default=detection.EPOCHS)
-    parser.add_argument("--pictures", type=int, default=annotated.PICTURES)
+    parser.add_argument("--pictures", type=int, default=detection.PICTURES)
     parser.add_argument("--precisions", default="fp32")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
     parser.add_argument("--out", type=Path)
@@ -76,7 +76,7 @@ def training(root: Path, network: str, size: int, pictures: int, epochs: int) ->
     train, val = write_scattered(root / "pictures", count=pictures, val=held_out, size=size)
     settings = ImportSettings(task="detection", size=size, val_folder=val)
     dataset = import_images(train, root / "data", settings)
-    recipe: dict[str, Any] = {"network_options": detection.NETWORK, **detection.TRAINING}
+    recipe: dict[str, Any] = dict(detection.RECIPE)
     if network != CENTERNET:
         recipe = {"batch_size": min(2, pictures), "solver": {"name": "adamw", "lr": 1e-4}}
     begun = time.monotonic()

@@ -24,8 +24,7 @@ from tessella.server import Server
 from tessella.tasks import named
 from tessella.tasks.finished import finished
 
-SIZE = 96
-PICTURES, HELD_OUT = 300, 60
+HELD_OUT = 60  # pictures for validation
 
 Answers = Sequence[Sequence[Mapping[str, Any]]]  # of each picture the things that were told
 
@@ -76,21 +75,27 @@ def go(
     epochs: int,
     pictures: int,
     held_out: int,
+    size: int,
+    sides: tuple[int, int],
     query: str = "",
     emit: Emit,
 ) -> Gone:
     """The whole way in ``workspace``, where an earlier quick start is replaced.
 
     Args:
+        size: height and width of a picture.
+        sides: the least and the largest side that a digit is drawn with.
         query: behind the address of a request, such as ``?top=11``.
     """
     started = time.perf_counter()
     prepare(workspace)
     emit(phase("digits", f"scattering real digits on {pictures + held_out} textures"))
-    train, val = write_scattered(workspace / "digits", count=pictures, val=held_out, size=SIZE)
+    train, val = write_scattered(
+        workspace / "digits", count=pictures, val=held_out, size=size, sides=sides
+    )
 
     emit(phase("import", f"importing {train} as a dataset"))
-    settings = ImportSettings(task=task, size=SIZE, val_folder=val)
+    settings = ImportSettings(task=task, size=size, val_folder=val)
     dataset = import_images(train, workspace / "datasets" / "digits", settings, emit=emit)
 
     emit(phase("train", f"training {network}"))
