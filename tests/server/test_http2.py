@@ -74,7 +74,8 @@ class Place:
         end = time.monotonic() + 50
         while not condition():
             assert time.monotonic() < end
-            self.turn(0.001)
+            self.turn()
+            time.sleep(0.001)
 
     def is_done(self) -> bool:
         """Whether every call so far has its answer, sent or not."""
@@ -450,7 +451,9 @@ def test_silent_clients_are_given_up() -> None:
         idle, deaf, full = (place.client().greet(**s) for s in ({}, {"window": 0}, {}))
         deaf.send(deaf.call(1, message()), deaf.call(3, message()))
         full.connection.pause_writing()
-        place.until(place.is_done)
+        # both of its answers are there, and wait for a window
+        place.until(lambda: sum(place.engine.batches) == 2)
+        place.until(lambda: not place.models.get("flowers").is_used)
         for _ in range(4):  # who takes a little now and then is not given up
             pass_time(8)
             deaf.send(of_stream(Kind.WINDOW_UPDATE, struct.pack(">L", 1), number=3))

@@ -55,7 +55,7 @@ def test_each_model_s_line_works_as_it_stands(token: str | None, picture: Path) 
     access = {"Authorization": f"Bearer {token}"} if token else {}
     with (
         Server(models, token=token) as server,
-        httpx.Client(base_url=server.url, headers=access) as http,
+        httpx.Client(base_url=server.url, headers=access, timeout=60) as http,
     ):
         shown = http.get("/v2/models").json()["models"]
         page = http.get("/").text

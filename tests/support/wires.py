@@ -1,4 +1,4 @@
-"""A transport without a socket, whose bytes lie in memory; and what a real socket's server shows."""
+"""A transport without a socket, whose bytes lie in memory; and what a server on a socket shows."""
 
 from __future__ import annotations
 
