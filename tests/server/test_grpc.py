@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tessella.core.open_inference import MESSAGES, SERVICE
-from tessella.server import Doors, Limits, Repository, Server, grpc_front
+from tessella.server import Doors, Limits, Server, grpc_front
 from tests.support.engines import LABELS, Echo, Pair, Scores, expected_scores, repository
 
 IMAGES = np.random.default_rng(1).normal(size=(3, 3, 8, 8)).astype(np.float32)
@@ -24,17 +24,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Scores:
-    return Scores()
-
-
-@pytest.fixture(scope="module")
-def models(engine: Scores) -> Repository:
-    return repository({"flowers": engine, "pair": Pair(), "echo": Echo()})
-
-
-@pytest.fixture(scope="module")
-def server(models: Repository) -> Iterator[Server]:
+def server() -> Iterator[Server]:
+    models = repository({"flowers": Scores(), "pair": Pair(), "echo": Echo()})
     with Server(models, doors=Doors(grpc_port=0), token=TOKEN) as running:
         yield running
 
@@ -194,43 +185,44 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_who_gives_up_is_not_computed_for(
-    client: Client, engine: Scores, models: Repository
-) -> None:
-    """A call that waits behind a running batch when its client leaves; ``test_http2`` has those
-    whose deadline the server sees pass.
-    """
-    statistics = models.get("flowers").statistics
-    client.infer("flowers", [image_input()], priority=1, client_timeout=50)
+def test_priorities_and_time_that_suffices(client: Client) -> None:
+    result = client.infer("flowers", [image_input()], priority=1, client_timeout=50)
+    np.testing.assert_allclose(result.as_numpy("scores"), expected_scores(IMAGES), rtol=1e-4)
     with pytest.raises(InferenceServerException, match="no such priority"):
         client.infer("flowers", [image_input()], priority=4)
+
+
+def test_who_gives_up_is_not_computed_for() -> None:
+    """A call that waits behind a running batch when its client leaves. An engine that was never
+    timed runs in its own thread, so that the event loop hears of it; ``test_http2`` has calls whose
+    deadline the server sees pass.
+    """
+    engine = Scores()
     engine.gate = threading.Event()
-    ran = len(engine.batches)
-    first = threading.Thread(target=lambda: client.infer("flowers", [image_input()]))
-    first.start()
-    told: queue.Queue[Exception] = queue.Queue()
-    try:
-        until(lambda: len(engine.batches) > ran)
-        call = client.async_infer(
-            "flowers",
-            [image_input(IMAGES[:1])],
-            lambda result, error: told.put(error),
-            client_timeout=50,
+    models = repository({"flowers": engine})
+    told: queue.Queue[object] = queue.Queue()
+
+    def begin(client: triton.InferenceServerClient) -> object:
+        return client.async_infer(
+            "flowers", [image_input()], lambda result, error: told.put(error), client_timeout=50
         )
-        until(lambda: statistics.waiting == 1)
-        call.cancel()
-        assert "StatusCode.CANCELLED" in str(told.get(timeout=50))
-        until(lambda: statistics.waiting == 0)
-    finally:
-        engine.gate.set()
-        first.join()
-        engine.gate = None
-    np.testing.assert_allclose(
-        client.infer("flowers", [image_input()]).as_numpy("scores"),
-        expected_scores(IMAGES),
-        rtol=1e-4,
-    )
-    assert len(engine.batches) == ran + 2, "nobody computes for a client that gave up"
+
+    with Server(models, doors=Doors(grpc_port=0)) as running:
+        statistics = models.get("flowers").statistics
+        with triton.InferenceServerClient(running.grpc_address) as client:
+            try:
+                begin(client)
+                until(lambda: engine.batches == [3])
+                call = begin(client)
+                until(lambda: statistics.waiting == 1)
+                call.cancel()
+                assert "CANCELLED" in str(told.get(timeout=50))
+                until(lambda: statistics.waiting == 0)
+            finally:
+                engine.gate.set()
+            assert told.get(timeout=50) is None
+            client.infer("flowers", [image_input()])
+    assert engine.batches == [3, 3], "nobody computes for a client that gave up"
 
 
 def test_tokens(server: Server, client: Client) -> None:
