@@ -27,8 +27,8 @@ from tests.support.cli import Tessella
 
 
 def test_help_is_there_before_one_gets_impatient() -> None:
-    """0.3 s; with NumPy 0.2 more, with torch 3. What is heavy is named, and all modules are counted:
-    a time would depend on the machine.
+    """It takes 0.3 s, with NumPy 0.2 more, with torch 3. A time would depend on the machine: what is
+    heavy is named, and all modules are counted.
     """
     command = [sys.executable, "-X", "importtime", "-m", "tessella", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
