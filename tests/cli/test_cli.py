@@ -27,8 +27,8 @@ from tests.support.cli import Tessella
 
 
 def test_help_is_there_before_one_gets_impatient() -> None:
-    """It takes 0.3 s, with NumPy 0.2 more, with torch 3. A time would depend on the machine: what is
-    heavy is named, and all modules are counted.
+    """It takes 0.3 s, with NumPy 0.2 more, with torch 3: what is heavy is named, and all modules are
+    counted, as a time depends on the machine.
     """
     command = [sys.executable, "-X", "importtime", "-m", "tessella", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)

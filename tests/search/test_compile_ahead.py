@@ -83,7 +83,7 @@ def test_a_compiler_that_crashes_is_told_from_those_beside_it() -> None:
     does = ["compile", "crash", "compile", "refuse", "hang", "crash", *["compile"] * 6]
     program = (
         f"from tessella.search import compile_ahead as a; from {__name__} import compile_or_crash\n"
-        "a.compile_one, a.LONGEST_S, a._cores = compile_or_crash, 4.0, lambda: 3\n"
+        "a.compile_one, a.LONGEST_S, a._cores = compile_or_crash, 3.0, lambda: 3\n"
         "a.main()"
     )
     with subprocess.Popen(

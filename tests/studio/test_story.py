@@ -83,7 +83,7 @@ def picture(request, chromium):
 
 
 def free_port() -> int:
-    """One that nobody else gets meanwhile: the system gives those from 32,768 on to who wants any."""
+    """One that nobody gets meanwhile who asks for any: those are from 32,768 on."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as found, suppress(OSError):
             found.bind(("127.0.0.1", port))
