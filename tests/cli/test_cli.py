@@ -27,7 +27,7 @@ from tests.support.cli import Tessella
 
 
 def test_help_is_there_before_one_gets_impatient() -> None:
-    """It takes 0.3 s, with NumPy 0.2 more, with torch 3: what is heavy is named, and all modules are
+    """It takes 0.3 s, with NumPy 0.2 more, with torch 3. What is heavy is named and modules are
     counted, as a time depends on the machine.
     """
     command = [sys.executable, "-X", "importtime", "-m", "tessella", "--help"]

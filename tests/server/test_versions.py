@@ -169,10 +169,12 @@ def test_a_shadow_that_fails_changes_no_answer_and_is_counted(tmp_path: Path) ->
     models = versions_of(tmp_path, {"1": Failing(), "2": Scaled(2.0)})
     with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         http.post(TRAFFIC, json={"shadow": "1"}).raise_for_status()
-        assert [ask(http) for _ in range(5)] == ["2"] * 5
-        shadow = shadow_of(http, lambda s: s["failed"] + s["shed"] >= 5)
-        assert shadow["failed"] >= 1
-        assert shadow["failed"] + shadow["shed"] == 5
+        asked, shadow = 0, {"failed": 0.0}
+        while not shadow["failed"]:  # a busy machine may shed some
+            asked += 5
+            assert [ask(http) for _ in range(5)] == ["2"] * 5
+            shadow = shadow_of(http, lambda s, n=asked: s["failed"] + s["shed"] >= n)
+        assert shadow["failed"] + shadow["shed"] == asked
         assert shadow["requests"] == 0
         assert shadow["agreement"] is None
         metrics = http.get("/metrics").text
