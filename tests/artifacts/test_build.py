@@ -202,7 +202,7 @@ def test_a_refusal_loads_neither_torch_nor_timm(words: tuple[str, ...], code: in
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert answer.stdout.splitlines()[-1] == f"code {code} False False", answer.stderr
-    assert time.perf_counter() - started < 10  # 0.4 s of a processor
+    assert time.perf_counter() - started < 30  # 0.4 s of a processor
 
 
 def test_what_is_in_memory_has_no_command() -> None:

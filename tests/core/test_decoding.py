@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -92,7 +93,7 @@ def test_what_promises_much_is_refused_before_memory_is_taken(
             decoder.decode_here(content, record, name=what)
         assert why in refusal(decoder, content, record)
     assert peak_bytes() - before < 100 * MEGABYTE
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 30
 
 
 def test_too_little_memory_is_a_refused_picture_in_the_callers_own_process_too() -> None:
@@ -168,7 +169,7 @@ def test_time_is_bounded_and_another_process_takes_over() -> None:
     (process,) = decoder._pool.idle
     start = time.perf_counter()
     assert "takes longer than 0.5 s" in refusal(decoder, slow)
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 20
     assert process._popen.returncode == -signal.SIGALRM
     assert decoder(GOOD["gif"], RECORD, name="after").shape == (24, 16, 3)
     decoder.close()
@@ -185,10 +186,18 @@ def test_a_process_that_was_ended_while_idle_costs_no_picture() -> None:
 
 
 def test_a_process_that_dies_at_work_is_a_refused_picture() -> None:
-    decoder = Decoder(Budget(seconds=30), processes=1)
+    decoder = Decoder(Budget(seconds=100), processes=1)
     decoder(GOOD["gif"], RECORD, name="warm")
     (process,) = decoder._pool.idle
-    killer = threading.Timer(0.3, os.kill, (process._popen.pid, signal.SIGSEGV))
+    spent = psutil.Process(process._popen.pid).cpu_times
+
+    def kill() -> None:
+        before, until = spent().user, time.monotonic() + 60
+        while spent().user < before + 0.1 and time.monotonic() < until:  # it has begun
+            time.sleep(0.01)
+        os.kill(process._popen.pid, signal.SIGSEGV)
+
+    killer = threading.Thread(target=kill)
     killer.start()
     assert "made its decoder fail. Seen: SIGSEGV" in refusal(decoder, scans_of(2_048, 8_000))
     killer.join()
@@ -287,7 +296,7 @@ def test_mutated_files_are_pictures_or_refused() -> None:
     (process,) = decoder._pool.idle  # never replaced
     assert peak_bytes(str(process._popen.pid)) < 400 * MEGABYTE
     assert peak_bytes() - before < 50 * MEGABYTE
-    assert time.perf_counter() - start < 60
+    assert time.perf_counter() - start < 200
     decoder.close()
 
 

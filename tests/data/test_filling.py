@@ -308,7 +308,7 @@ def test_a_process_ends_with_its_parent(dataset: Dataset) -> None:
     assert "tessella.data.filling_process" in filler.cmdline()
     parent.kill()
     parent.communicate()
-    for _ in range(500):
+    for _ in range(6000):
         if not filler.is_running() or filler.status() == psutil.STATUS_ZOMBIE:
             break
         time.sleep(0.01)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 
 from tessella.jobs.executor import MARK
-from tests.support.jobs.steps import wait_for
 
 
-def start(folder, *command):
+def start(folder, *command, cwd=None):
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "tessella.jobs.executor", str(folder), "--", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        cwd=cwd,
     )
 
 
@@ -54,8 +54,14 @@ def test_it_is_light():
 
 
 def test_no_exit_code_without_an_end(tmp_path):
-    process = start(tmp_path, sys.executable, "-c", "import time; time.sleep(0.5)")
-    wait_for(lambda: process.poll() is None, 1)
+    code = """
+import os, time
+print("runs", flush=True)
+while not os.path.exists("enough"): time.sleep(0.01)
+"""
+    process = start(tmp_path, sys.executable, "-c", code, cwd=tmp_path)
+    assert process.stdout.readline() == b"runs\n"
     assert not (tmp_path / "exit.json").exists()
+    (tmp_path / "enough").touch()
     process.communicate(timeout=90)
     assert (tmp_path / "exit.json").exists()

@@ -177,12 +177,13 @@ def test_a_large_job_does_not_starve_behind_small_ones(store, make):
     assert [store.job(j.id).status for j in late] == ["running", "running", "waiting"]
 
 
-def test_dependencies_run_first(store, make):
+def test_dependencies_run_first(store, make, tmp_path):
     scheduler = make(cpu_slots=4)
-    first = store.submit(spec("sleep", "0.3", name="first"))
+    first = store.submit(spec("until", str(tmp_path / "enough"), name="first"))
     second = store.submit(spec("ok", name="second", depends_on=(first.id,)))
     scheduler.step()
     assert statuses(store) == {"first": "running", "second": "waiting"}
+    (tmp_path / "enough").touch()
     assert finish(scheduler, second).status == "done"
     assert store.job(second.id).started >= store.job(first.id).finished
 
@@ -296,8 +297,8 @@ def killed(store, tmp_path):
     return killed
 
 
-def test_a_job_that_outlives_the_scheduler_is_adopted(store, make, killed):
-    job = store.submit(spec("sleep", "1.5", gpus=1))
+def test_a_job_that_outlives_the_scheduler_is_adopted(store, make, killed, tmp_path):
+    job = store.submit(spec("until", str(tmp_path / "enough"), gpus=1))
     (running,) = killed(job)
     scheduler = make(gpus=(0, 1))
     other = store.submit(spec("ok", gpus=2))
@@ -305,6 +306,7 @@ def test_a_job_that_outlives_the_scheduler_is_adopted(store, make, killed):
     assert store.job(job.id) == running  # the same process, the same lease
     assert store.leases() == {0: job.id}
     assert store.job(other.id).status == "waiting"
+    (tmp_path / "enough").touch()
     job = finish(scheduler, job)
     assert (job.status, job.exit_code, job.attempts) == ("done", 0, 1)
     assert finish(scheduler, other).status == "done"
@@ -318,8 +320,9 @@ def test_an_adopted_job_can_be_aborted(store, make, killed, tmp_path):
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
-def test_jobs_that_ended_meanwhile_are_settled_by_their_exit_code(store, make, killed):
-    (done,) = killed(store.submit(spec("sleep", "0.5")))
+def test_jobs_that_ended_meanwhile_are_settled_by_their_exit_code(store, make, killed, tmp_path):
+    (done,) = killed(store.submit(spec("until", str(tmp_path / "enough"))))
+    (tmp_path / "enough").touch()
     failed = store.submit(spec("fail"))  # before, the kill could have met its start
     wait_for(lambda: not alive(done.pid))
     assert store.job(done.id).status == "running"  # nobody was there to see it
@@ -343,7 +346,7 @@ def kill_job(job) -> None:
 
 def test_a_job_killed_with_the_scheduler_goes_on_where_it_was(store, make, killed, tmp_path):
     job = store.submit(
-        spec("count", str(tmp_path / "lines"), resumable=True, resume_argv=("--resume",), gpus=1)
+        spec("stick", str(tmp_path / "lines"), resumable=True, resume_argv=("--resume",), gpus=1)
     )
     (running,) = killed(job)
     wait_for(lambda: (tmp_path / "lines").exists() and (tmp_path / "lines").stat().st_size > 4)
@@ -416,13 +419,14 @@ def test_an_executor_is_found_without_its_number(store, make, killed):
     assert store.job(job.id).pid == job.pid
 
 
-def test_a_stopped_scheduler_leaves_its_jobs_running(store, make):
+def test_a_stopped_scheduler_leaves_its_jobs_running(store, make, tmp_path):
     scheduler = make()
-    job = store.submit(spec("sleep", "1"))
+    job = store.submit(spec("until", str(tmp_path / "enough")))
     scheduler.start()
     wait_for(lambda: store.job(job.id).pid is not None)
     scheduler.stop()
     assert alive(store.job(job.id).pid)
+    (tmp_path / "enough").touch()
     assert finish(make(), job).status == "done"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
@@ -60,7 +59,9 @@ def test_every_body_is_answered(server: Server, kind, model: str, tmp_path: Path
 def test_latencies_are_those_that_tritonclient_sees(
     target: loadtest.Target, engine: Scores
 ) -> None:
-    """One client, an engine of 30 ms: both medians within a few milliseconds."""
+    """One client, an engine of 30 ms: the quickest answers of both, which other work on the machine
+    held up least, are within a few milliseconds.
+    """
     engine.delay_s = 0.03
     try:
         body = loadtest.body_for(target, "binary")
@@ -76,7 +77,7 @@ def test_latencies_are_those_that_tritonclient_sees(
     finally:
         engine.delay_s = 0.0
     assert ours.percentile(50) >= 0.03
-    assert ours.percentile(50) == pytest.approx(statistics.median(seen), rel=0.5)
+    assert min(ours.latencies_s) == pytest.approx(min(seen), rel=0.5)
 
 
 def test_a_stall_is_charged_to_all_who_would_have_come(

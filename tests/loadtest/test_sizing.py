@@ -198,7 +198,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         api.size("nothing.plan", p99_ms=20)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(280)
 def test_the_command_that_is_printed_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ def test_a_compiler_that_crashes_is_told_from_those_beside_it() -> None:
     does = ["compile", "crash", "compile", "refuse", "hang", "crash", *["compile"] * 6]
     program = (
         f"from tessella.search import compile_ahead as a; from {__name__} import compile_or_crash\n"
-        "a.compile_one, a.LONGEST_S, a._cores = compile_or_crash, 2.0, lambda: 3\n"
+        "a.compile_one, a.LONGEST_S, a._cores = compile_or_crash, 3.0, lambda: 3\n"
         "a.main()"
     )
     with subprocess.Popen(
@@ -159,7 +159,7 @@ def test_kernels_of_users_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_waits_for_a_process_that_died() -> None:
     done = compilers.compile_ahead(requests(5), "sm_90")
     compilers._running[0]._process.kill()
-    assert done.wait(30)
+    assert done.wait(60)
     compilers._running[0]._process.wait()
     assert compilers._running[0].has_ended
 

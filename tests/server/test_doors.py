@@ -9,12 +9,14 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton
 
@@ -44,9 +46,20 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return cert, key
 
 
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
+def grpc_port(pid: int, url: str) -> int:
+    """Where a server with two doors listens beside its URL."""
+    while True:
+        server = psutil.Process(pid)
+        doors = {
+            connection.laddr.port
+            for process in (server, *server.children(recursive=True))
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        } - {int(url.rpartition(":")[2])}
+        if doors:
+            (port,) = doors
+            return port
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -64,9 +77,8 @@ def served(
 ) -> Iterator[tuple[str, int]]:
     """A server's URL and the port of its gRPC, with and without acceptors."""
     plan = linear_plan().save(tmp_path / "flowers.plan")
-    port = free_port()
     cert, key = certificate
-    doors = {"grpc_port": port, "tls_cert": cert, "tls_key": key, "shared_memory": True}
+    doors = {"grpc_port": 0, "tls_cert": cert, "tls_key": key, "shared_memory": True}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.plans.linear", str(plan), str(request.param),
          json.dumps(doors)],
@@ -77,7 +89,8 @@ def served(
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip(), port
+        url = process.stdout.readline().strip()
+        yield url, grpc_port(process.pid, url)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err

@@ -118,7 +118,7 @@ def test_wrong_tokens(given: str) -> None:
 
 def test_a_live_server_is_guarded_everywhere() -> None:
     with Server(repository({"flowers": Scores()}), token=TOKEN) as server:
-        with httpx.Client(base_url=server.url, verify=False) as http:
+        with httpx.Client(base_url=server.url, verify=False, timeout=60) as http:
             bearer = {"Authorization": f"Bearer {TOKEN}"}
             routes = [
                 ("GET", "/v2/models/flowers"),

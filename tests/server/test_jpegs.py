@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +27,7 @@ from PIL import Image
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.task import TaskRecord
-from tessella.server import Server
+from tessella.server import Repository, Server
 from tessella.server.jpegs import MOST_TOGETHER, JpegQueue, decoder_for, frames_of
 from tessella.server.short_way import ShortPicture, ShortWay
 from tests.support.engines import RECORD, Scores, expected_scores, repository
@@ -58,7 +59,7 @@ class Decoding:
 
     def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
         self.sizes.append(len(files))
-        assert self.may_go.wait(30)
+        assert self.may_go.wait(60)
         if any(b"damaged" in bytes(content) for content in files):
             raise KernelError("nvJPEG cannot decode a picture of this batch", seen="status 5")
         sizes = [Image.open(io.BytesIO(content)).size[::-1] for content in files]
@@ -82,17 +83,35 @@ def decoding() -> Decoding:
 
 
 @pytest.fixture
-def http(decoding: Decoding) -> Iterator[httpx.Client]:
-    models = repository({"flowers": Scores()}, decoder_for=lambda engine: decoding)
+def models(decoding: Decoding) -> Repository:
+    return repository({"flowers": Scores()}, decoder_for=lambda engine: decoding)
+
+
+@pytest.fixture
+def http(models: Repository) -> Iterator[httpx.Client]:
     with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
-def test_files_that_wait_are_decoded_together(http: httpx.Client, decoding: Decoding) -> None:
+def posted(
+    http: httpx.Client, files: list[bytes], decoding: Decoding, models: Repository
+) -> list[httpx.Response]:
+    """The answers to files that all have come before the first is decoded."""
     decoding.may_go.clear()
+    model: Any = models.get("flowers")
+    with ThreadPoolExecutor(len(files)) as clients:
+        answers = clients.map(lambda content: in_words(http, content), files)
+        while sum(decoding.sizes) + len(model.jpegs._waiting) < len(files):
+            time.sleep(0.005)
+        decoding.may_go.set()
+        return list(answers)
+
+
+def test_files_that_wait_are_decoded_together(
+    http: httpx.Client, decoding: Decoding, models: Repository
+) -> None:
     files = [jpeg(seed, (10 + seed, 12, 3)) for seed in range(12)]
-    with ThreadPoolExecutor(12) as clients:
-        answers = list(clients.map(lambda content: _posted(http, content, decoding), files))
+    answers = posted(http, files, decoding, models)
     assert all(is_right(*pair) for pair in zip(answers, files, strict=True))
     assert sum(decoding.sizes) == 12
     assert len(decoding.sizes) <= 3, "the first went alone, and the others have waited for it"
@@ -100,16 +119,11 @@ def test_files_that_wait_are_decoded_together(http: httpx.Client, decoding: Deco
     assert float(stages.split("decode;dur=")[1].split(",")[0]) > 0
 
 
-def _posted(http: httpx.Client, content: bytes, decoding: Decoding) -> httpx.Response:
-    threading.Timer(0.5, decoding.may_go.set).start()
-    return in_words(http, content)
-
-
-def test_a_damaged_file_fails_alone(http: httpx.Client, decoding: Decoding) -> None:
-    decoding.may_go.clear()
+def test_a_damaged_file_fails_alone(
+    http: httpx.Client, decoding: Decoding, models: Repository
+) -> None:
     files = [jpeg(0), damaged(1), jpeg(2), damaged(3)]
-    with ThreadPoolExecutor(4) as clients:
-        answers = list(clients.map(lambda content: _posted(http, content, decoding), files))
+    answers = posted(http, files, decoding, models)
     assert [answer.status_code for answer in answers] == [200, 400, 200, 400]
     assert "cannot be decoded" in answers[1].json()["error"]
     assert is_right(answers[0], files[0])

@@ -103,7 +103,10 @@ def test_probes(http: httpx.Client, path: str) -> None:
 def test_an_answer_explains_its_latency_and_so_do_the_histograms() -> None:
     """The stages add up to the server's time, which lies within what the client saw."""
     slow = Scores(delay_s=0.06)
-    with Server(repository({"flowers": slow})) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        Server(repository({"flowers": slow})) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         http.get("/v2")  # connected
         begin = time.perf_counter()
         answer = http.post(

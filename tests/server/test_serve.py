@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tessella.core.errors import ArtifactError, CorruptArtifact, UsageError
 from tessella.server import Repository, Server, serve
 from tests.support.engines import Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
+from tests.support.wires import CONTINUE, until_refused
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,12 @@ def infer(http: httpx.Client, url: str, images: np.ndarray) -> np.ndarray:
     return np.reshape(answer.json()["outputs"][0]["data"], (-1, 4))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Return as soon as it is so; the limit of a test is that of waiting."""
+    while not condition():
+        time.sleep(0.005)
+
+
 def images(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(count, 3, 8, 8)).astype(np.float32)
 
@@ -65,7 +72,7 @@ def test_a_real_plan_under_many_clients(plan_path: Path) -> None:
 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(client, range(16)))
-        stats = httpx.get(f"{server.url}/v2/models/flowers/stats", verify=False).json()
+        stats = httpx.get(f"{server.url}/v2/models/flowers/stats", verify=False, timeout=60).json()
     counted = stats["model_stats"][0]
     assert counted["inference_stats"]["success"]["count"] == 80
     cut = sum(-(-size // 8) for of_client in sizes for size in of_client)  # by the plan's largest
@@ -113,6 +120,7 @@ def test_reloading_under_load_loses_no_request(plan_path: Path, http: httpx.Clie
         clients = [pool.submit(client) for _ in range(4)]
         try:
             assert load().status_code == 200
+            until(lambda: 1 in seen)
             good = plan_path.read_bytes()
             plan_path.write_bytes(good[:-100])
             broken = load()
@@ -121,11 +129,11 @@ def test_reloading_under_load_loses_no_request(plan_path: Path, http: httpx.Clie
             linear_plan(scale=2.0).save(plan_path)
             assert load().status_code == 200
             np.testing.assert_allclose(infer(http, server.url, batch), twice, rtol=1e-3, atol=1e-3)
+            until(lambda: 2 in seen)
         finally:
             stop.set()
         for done in clients:
             done.result()
-    assert 1 in seen
 
 
 def test_a_folder_of_plans(plan_path: Path, http: httpx.Client) -> None:
@@ -162,12 +170,20 @@ def test_leaving_the_block_closes_the_port_and_the_engine() -> None:
 
 
 def test_leaving_the_block_finishes_requests_in_flight(http: httpx.Client) -> None:
-    engine = Scores(delay_s=0.5)
-    with ThreadPoolExecutor(1) as pool:
+    engine = Scores()
+    engine.gate = threading.Event()
+
+    def go_on(url: str) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        until_refused(host, int(port))
+        assert engine.gate is not None
+        engine.gate.set()
+
+    with ThreadPoolExecutor(2) as pool:
         with Server(repository({"flowers": engine})) as server:
             flying = pool.submit(infer, http, server.url, images(1))
-            while not engine.batches:
-                time.sleep(0.01)
+            until(lambda: bool(engine.batches))
+            pool.submit(go_on, server.url)
         np.testing.assert_allclose(flying.result(), expected_scores(images(1)), rtol=1e-3)
 
 
@@ -185,7 +201,7 @@ def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        with httpx.Client(verify=False) as http:
+        with httpx.Client(verify=False, timeout=60) as http:
             infer(http, url, images(3))
             # A body that is still coming when the signal does is read to its end and answered.
             host, _, port = url.removeprefix("http://").partition(":")
@@ -193,14 +209,12 @@ def test_a_signal_ends_the_process_in_order(plan_path: Path) -> None:
             with socket.create_connection((host, int(port)), timeout=60) as late:
                 late.sendall(
                     b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\n"
-                    b"Inference-Header-Content-Length: 0\r\n"
+                    b"Inference-Header-Content-Length: 0\r\nExpect: 100-continue\r\n"
                     b"Content-Length: %d\r\n\r\n" % len(body) + body[:100]
                 )
-                time.sleep(0.2)
+                assert late.recv(100) == CONTINUE, "its body is waited for"
                 process.send_signal(signal.SIGTERM)
-                time.sleep(0.5)
-                with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection((host, int(port)))
+                until_refused(host, int(port))
                 late.sendall(body[100:])
                 answer = b""
                 while chunk := late.recv(65536):

@@ -95,7 +95,7 @@ def test_a_request_that_was_read_before_is_checked_again(
     """What its JSON says is remembered; what lies at the places, and whether they are, is not."""
     root = "/v2/systemsharedmemory/region/again"
     body = {"inputs": [entry(region="again", byte_size=768)]}
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
 
         def register(offset: int, nbytes: int) -> None:
             asked = {"key": key, "offset": offset, "byte_size": nbytes}
@@ -183,7 +183,7 @@ class Large:
 
 @pytest.fixture
 def large(server: Server, key: str) -> Iterator[Large]:
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         made = Large(http, key)
         yield made
         made.memory.close()
@@ -237,14 +237,14 @@ def test_a_region_that_is_unregistered_while_it_is_copied(
 
     def late(*asked: object) -> int:
         begun.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(60)
         return preadv(*asked)
 
     monkeypatch.setattr(os, "preadv", late)
     with ThreadPoolExecutor(1) as pool, ExitStack() as others:
         answer = pool.submit(large.ask)
-        assert begun.wait(20)
-        with httpx.Client(base_url=large.http.base_url) as other:
+        assert begun.wait(60)
+        with httpx.Client(base_url=large.http.base_url, timeout=60) as other:
             assert other.get("/v2/health/live").status_code == 200, "nobody waits for the copy"
             other.post("/v2/systemsharedmemory/unregister").raise_for_status()
         (tmp_path / "other").write_bytes(bytes(3 * large.size))
@@ -264,7 +264,7 @@ def test_a_large_picture_as_a_file(server: Server, key: str) -> None:
     memory = SharedMemory(key.removeprefix("/"), create=True, size=len(content))
     memory.buf[: len(content)] = content
     try:
-        with httpx.Client(base_url=server.url) as http:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
             asked = {"key": key, "byte_size": len(content)}
             http.post("/v2/systemsharedmemory/region/p/register", json=asked).raise_for_status()
             picture = entry(region="p", byte_size=len(content))
@@ -286,7 +286,7 @@ def entry(**place: object) -> dict[str, object]:
 
 
 def test_places_that_are_none(server: Server, memory: SharedMemory, key: str) -> None:
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         root = "/v2/systemsharedmemory/region"
         asked = {"key": key, "offset": 64, "byte_size": 1000}
         assert http.post(f"{root}/r/register", json=asked).status_code == 200
@@ -323,7 +323,7 @@ def test_places_that_are_none(server: Server, memory: SharedMemory, key: str) ->
 def test_a_region_that_shrinks_or_is_replaced_stops_nobody(
     server: Server, memory: SharedMemory, key: str
 ) -> None:
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         asked = {"key": key, "offset": 0, "byte_size": 8192}
         http.post("/v2/systemsharedmemory/region/r/register", json=asked).raise_for_status()
         outputs = [
@@ -418,7 +418,7 @@ def test_a_flood_of_registrations_is_bounded(
 
 
 def test_without_the_flag_there_is_no_shared_memory(tmp_path: Path) -> None:
-    with Server(repository({"flowers": Scores()})) as server, httpx.Client() as http:
+    with Server(repository({"flowers": Scores()})) as server, httpx.Client(timeout=60) as http:
         url = f"{server.url}/v2"
         register = f"{url}/systemsharedmemory/region/r/register"
         for answer in (

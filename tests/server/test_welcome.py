@@ -38,7 +38,7 @@ def run(line: str, folder: Path, **environment: str) -> dict[str, object]:
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
-        timeout=20,
+        timeout=60,
         check=True,
     )
     return json.loads(answer.stdout)
@@ -55,7 +55,7 @@ def test_each_model_s_line_works_as_it_stands(token: str | None, picture: Path) 
     access = {"Authorization": f"Bearer {token}"} if token else {}
     with (
         Server(models, token=token) as server,
-        httpx.Client(base_url=server.url, headers=access) as http,
+        httpx.Client(base_url=server.url, headers=access, timeout=60) as http,
     ):
         shown = http.get("/v2/models").json()["models"]
         page = http.get("/").text
@@ -121,7 +121,7 @@ def test_scores_come_with_labels_when_asked(http: httpx.Client, binary: bool) ->
 def test_what_is_not_there_says_where_to_look() -> None:
     with (
         Server(repository({"flowers": Scores()})) as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for path in ("/models", "/v2/models/roses"):
             answer = http.get(path)

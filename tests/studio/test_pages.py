@@ -249,7 +249,7 @@ def test_every_number_and_name_of_a_preview_has_bounds(client, tmp_path, change)
     response = client.get("/pictures/resize", params=good | change)
     assert response.status_code == 400, response.text
     assert "Traceback" not in response.json()["error"]
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("digits", ["9" * 30, "9" * 5_000, "-1", "1e9", "٣"])

@@ -270,7 +270,7 @@ def test_the_page_shows_what_a_server_does_and_that_it_is_gone(studio, chromium)
         def filled() -> bool:
             """Again if the window has gone by while a busy machine looked elsewhere."""
             if chromium.execute_script(row) is None and time.monotonic() - sent[-1] > 15:
-                with httpx.Client(base_url=server.url) as http:
+                with httpx.Client(base_url=server.url, timeout=60) as http:
                     for _ in range(20):
                         post(http, IMAGES[:2])
                 sent.append(time.monotonic())

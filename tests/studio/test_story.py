@@ -5,12 +5,14 @@ With ``--write-pictures`` it also writes the README's pictures into ``docs/image
 
 import io
 import json
+import random
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +83,12 @@ def picture(request, chromium):
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """One that nobody gets meanwhile who asks for any: those are from 32,768 on."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def test_from_a_folder_to_a_served_network(served, chromium, picture):

@@ -59,7 +59,9 @@ def test_one_process_answers_all_and_a_failure_is_no_end(checkpoint, tmp_path):
 
     async def story():
         answers = Answers(tmp_path)
+        started = time.perf_counter()
         first = await answers.ask(opened, {"image": picture, "top": 4})
+        first_s = time.perf_counter() - started
         (pid,) = answers.pids()
         with pytest.raises(NoAnswer, match="no image here"):
             await answers.ask(opened, {"image": "nothing.png"})
@@ -80,16 +82,16 @@ def test_one_process_answers_all_and_a_failure_is_no_end(checkpoint, tmp_path):
         assert answers.pids() == [pid]
         await answers.close()
         assert not psutil.pid_exists(pid)
-        return first, looked, took_s
+        return first, looked, first_s / took_s
 
-    first, layers, took_s = asyncio.run(story())
+    first, layers, times = asyncio.run(story())
     expected = reference(checkpoint)
     found = {t["label"]: t["score"] for t in first["top"]}
     assert_close(
         torch.tensor([found[name] for name in CLASSES]).double(), expected, rtol=1e-5, atol=1e-6
     )
     assert layers["layers"][0]["name"] == layers["layer"]["name"] == "conv1"
-    assert took_s < 1.0  # a fresh process takes 4 s
+    assert times > 2  # a fresh process takes 4 s, one that is open 0.1
 
 
 def test_processes_are_few_and_a_killed_one_is_told(checkpoint, tmp_path):

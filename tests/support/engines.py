@@ -71,7 +71,7 @@ class FakeEngine:
         self.batches.append(len(next(iter(arrays.values()))))
         time.sleep(self.delay_s)
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         return self.compute(**arrays)
 
     def compute(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,9 +1,26 @@
-"""A transport without a socket: what a server sends lies in memory."""
+"""A transport without a socket, whose bytes lie in memory; and what a server on a socket shows."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
+from contextlib import suppress
 from typing import Any
+
+# What a server says when it waits for a body, to a client that asks for it: so it has the head.
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def until_refused(host: str, port: int) -> None:
+    """Wait until nobody listens there any more, as of a server that has begun to stop."""
+    until = time.monotonic() + 60
+    with suppress(ConnectionRefusedError):
+        while time.monotonic() < until:
+            with suppress(ConnectionResetError):
+                socket.create_connection((host, port)).close()
+            time.sleep(0.01)
+        raise AssertionError(f"{host}:{port} still takes connections")
 
 
 class Wire(asyncio.Transport):

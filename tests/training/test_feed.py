@@ -49,11 +49,18 @@ def test_an_error_comes_at_its_batch():
         next(fed)
 
 
-def test_what_is_waited_is_told():
+def test_what_is_waited_is_told(monkeypatch):
+    now_s = [0.0]
+
+    def passes(seconds):
+        now_s[0] += seconds
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("time.sleep", passes)
     feed = Feed(RECORD, CPU, torch.contiguous_format)
     for _ in feed.stream(stream(4, each_s=0.02)):
-        time.sleep(0.03)  # the step
-    assert 0.08 <= feed.waited_s < 0.2
+        passes(0.03)  # the step
+    assert feed.waited_s == pytest.approx(4 * 0.02)
 
 
 def test_threads_that_load(monkeypatch):

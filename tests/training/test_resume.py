@@ -100,7 +100,7 @@ def kill():
     def run(settings: Recipe, out: Path, moment: str, step: int) -> None:
         child = context.Process(target=_train_until, args=(settings, out, moment, step))
         child.start()
-        child.join(60)
+        child.join(200)
         assert child.exitcode == -signal.SIGKILL
 
     return run

@@ -19,6 +19,9 @@ def main(verb: str, *arguments: str) -> int:
         print("fine")
     elif verb == "sleep":
         time.sleep(float(arguments[0]))
+    elif verb == "until":  # until FILE is there
+        while not Path(arguments[0]).exists():
+            time.sleep(0.02)
     elif verb == "fail":
         print("some noise")
         event = {"kind": "error", "text": "no classes. To do: add a folder.", "time": time.time()}
@@ -40,18 +43,20 @@ def main(verb: str, *arguments: str) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Path(arguments[0]).write_text("ready")
         time.sleep(600)
-    elif verb == "count":  # COUNT FILE [--resume]: one line a tick, until ten are there
-        return count(Path(arguments[0]), resume="--resume" in arguments)
+    elif verb in ("count", "stick"):  # FILE [--resume]: a line a tick, until ten are there
+        resume = "--resume" in arguments
+        return count(Path(arguments[0]), resume=resume, sticks=verb == "stick" and not resume)
     return 0
 
 
-def count(path: Path, *, resume: bool) -> int:
+def count(path: Path, *, resume: bool, sticks: bool) -> int:
+    """``sticks``: it goes no further than to the fifth line."""
     lines = path.read_text().splitlines() if resume and path.exists() else []
     print("resumed" if resume else "fresh", "at", len(lines))
     while len(lines) < 10:
         lines.append(str(len(lines)))
         path.write_text("\n".join(lines) + "\n")
-        time.sleep(0.1)
+        time.sleep(600 if sticks and len(lines) == 5 else 0.02)
     return 0
 
 
