@@ -217,6 +217,8 @@ class SharedBatcher(Batcher):
                 pieces, late = self._take()
             if pieces:
                 self._expect(pieces)
+                if self._waiting or self._again:  # the rest of a large request, say
+                    self._changed.notify()
             is_over = not (pieces or self._waiting) and self._release is not None
         deliver(late)
         if pieces:
