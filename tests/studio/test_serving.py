@@ -105,6 +105,27 @@ def test_the_window_is_of_the_last_seconds() -> None:
     assert window.loads()[MODEL].answered == pytest.approx((57**2 - 45**2) / 12)
 
 
+def test_a_models_instances_add_up_and_each_is_told() -> None:
+    models = repository({"flowers": Scores()})
+    models.load_all()
+    (model,) = models.models
+    model.statistics.instances = rows = [InstanceCounts("cuda:0"), InstanceCounts("cuda:1")]
+    place, metrics, window = serving.address("localhost"), Metrics(models), Window(10)
+    window.add(serving.reading(metrics.text().decode(), 100.0, place))
+    for row, milliseconds in ((rows[0], 4000), (rows[1], 1000)):
+        row.executed(8, milliseconds * 10**6)
+        spent = Computation(input_ns=0, infer_ns=milliseconds * 10**6, output_ns=0)
+        model.statistics.executed(8, [0], spent)
+    rows[1].restarts, rows[1].is_up = 2, False
+    window.add(serving.reading(metrics.text().decode(), 105.0, place))
+    load = window.loads()[MODEL]
+    assert load.busy == pytest.approx(0.5), "of both"
+    assert [i.busy for i in load.instances.values()] == pytest.approx([0.8, 0.2])
+    assert [i.device for i in load.instances.values()] == ["cuda:0", "cuda:1"]
+    assert sum(i.samples for i in load.instances.values()) == pytest.approx(load.samples)
+    assert (load.instances["1"].restarts, load.instances["1"].is_up) == (2, False)
+
+
 def test_percentiles_are_numpys_within_a_bucket() -> None:
     """Of numbers that are spread evenly in each bucket they are NumPy's; of any, in its bucket."""
     chance = np.random.default_rng(0)
