@@ -19,7 +19,14 @@ from PIL import Image
 
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Server
-from tessella.server.statistics import BOUNDS_S, Stages, Statistics
+from tessella.server.metrics import Metrics
+from tessella.server.statistics import (
+    BOUNDS_S,
+    Computation,
+    InstanceCounts,
+    Stages,
+    Statistics,
+)
 from tessella.server.statistics import Histogram as Counted
 from tessella.studio import serving
 from tessella.studio.serving import Histogram, NotServed, address, read, reading
@@ -278,7 +285,9 @@ def test_a_link_to_no_address_says_so_and_one_to_elsewhere_asks_nobody(client) -
 @pytest.mark.browser
 def test_the_page_shows_what_a_server_does_and_that_it_is_gone(studio, chromium) -> None:
     resize(chromium, 1280, 800)
-    with Server(repository({"flowers": Scores(delay_s=0.01)})) as server:
+    models = repository({"flowers": Scores(delay_s=0.01)})
+    with Server(models) as server:
+        models.models[0].statistics.instances = [InstanceCounts("cuda:0")]
         chromium.get(f"{studio.url}/serve?token={studio.token}")
         alive(chromium)
         fill(chromium, "Address", server.url)
@@ -298,6 +307,7 @@ def test_the_page_shows_what_a_server_does_and_that_it_is_gone(studio, chromium)
             return chromium.execute_script(row) == ["20", "100 %"]
 
         until(filled)
+        see(chromium, "0 on cuda:0")
         until(lambda: series(chromium).get("p99", 0) >= 1)
         until(lambda: series(chromium).get("executions") == 2)
         fit(chromium, 1280, "/serve")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tessella import loadtest
-from tessella.artifacts.outline import load_outline
+from tessella.artifacts.plan import load_outline
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase
 from tessella.core.reporter import reported
