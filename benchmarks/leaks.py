@@ -21,6 +21,7 @@ import torch
 from benchmarks.networks import workload
 from benchmarks.report import RESULTS, document, markdown, write
 from benchmarks.serving import BATCH, save_plan
+from tessella.runtime import Engine
 from tessella.server import Repository
 
 NETWORK, MODEL = "lenet", "model"
@@ -67,6 +68,7 @@ async def cycle(repository: Repository) -> None:
     """Load the model, ask it, unload it."""
     await repository.load(MODEL)
     model = repository.get(MODEL)
+    assert isinstance(model.engine, Engine)
     for batch in model.engine.buckets:
         arrays = {s.name: np.zeros(s.at(batch), s.dtype) for s in model.engine.inputs}
         with model:

@@ -94,6 +94,19 @@ def test_the_best_setting_and_its_highest_rate_are_found() -> None:
         assert trial.rate is None or trial.requests >= sizing.REQUESTS
 
 
+def test_instances_are_tried_last_with_the_best_of_the_rest() -> None:
+    def capacity(setting: Setting) -> float:
+        of_delays = {0: 1.0, 1000: 1.5, 4000: 1.2}[setting.max_delay_us]
+        return {0: 1000, 1: 2000}[setting.acceptors] * of_delays * {1: 1, 2: 1.6}[setting.instances]
+
+    queue = Queue(capacity=capacity)
+    best = queue.search(acceptors=(0, 1), instances=(1, 2)).best
+    assert best.setting == Setting(acceptors=1, max_delay_us=1000, instances=2)
+    assert best.setting.words[-2:] == ("--instances", "2")
+    assert queue.opened[-1] == best.setting
+    assert [s.instances for s in queue.opened[:-1]] == [1] * (len(queue.opened) - 1)
+
+
 def test_longer_delays_are_left_after_one_that_gains_nothing() -> None:
     queue = Queue(capacity=lambda setting: 1000)
     assert queue.search().best.setting == Setting(acceptors=0, max_delay_us=0)
@@ -189,7 +202,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     command = "tessella serve 'b=a b.plan' --acceptors 0 --max-delay-us 0"
     assert ran.json["command"] == command
     assert ran.json["best"] in ran.json["trials"]
-    assert ran.json["best"]["setting"] == {"acceptors": 0, "max_delay_us": 0}
+    assert ran.json["best"]["setting"] == {"acceptors": 0, "max_delay_us": 0, "instances": 1}
     assert (asked["p99_ms"], asked["acceptors"]) == (20.0, (0, 1))
     ran = tessella("size", "nothing.plan", "--p99", "20", "--json")
     assert (ran.code, ran.json["fix"]) == (2, "write 20ms, 1.5s or 800us")
@@ -217,7 +230,7 @@ def test_the_command_that_is_printed_runs(
     plan = linear_plan().save(tmp_path / "flowers of a garden.plan")
     ran = in_process(monkeypatch, capsys)(
         "size", f"flowers={plan}", "--p99", "5s", "--seconds", "1.2",
-        "--acceptors", "0", "--max-delay-us", "0",
+        "--acceptors", "0", "--max-delay-us", "0", "--instances", "1",
     )  # fmt: skip
     assert ran.code == 0, ran.err
     *table, command = ran.out.splitlines()

@@ -8,9 +8,12 @@ import time
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tessella.server import Server
+from tessella.server.metrics import Metrics
+from tessella.server.statistics import Computation, InstanceCounts, Stages
 from tessella.server.welcome import INFERENCE_ROUTES, MANAGEMENT_ROUTES
 from tessella.tasks import verbs
 from tests.support.engines import Scores, repository
@@ -98,6 +101,42 @@ def test_the_description_names_every_route_and_every_route_answers(http: httpx.C
 def test_probes(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
     assert http.head(path).status_code == 200
+
+
+def test_the_text_is_the_librarys_own() -> None:
+    """Read by its parser and written again by its writer, every line is the one that we wrote."""
+    models = repository({"a": Scores(), "b.c-d": Scores()})
+    models.load_all()
+    chance = np.random.default_rng(0)
+    for model in models.models:
+        statistics = model.statistics
+        statistics.instances = [InstanceCounts("cuda:0", 3, 4, 10**9), InstanceCounts("cpu")]
+        for _ in range(50):
+            batch, ns = int(chance.integers(1, 700)), int(chance.integers(1, 10**9))
+            spent = Computation(input_ns=ns // 7, infer_ns=ns, output_ns=3)
+            statistics.executed(batch, [ns, 5], spent)
+            statistics.succeeded(ns * 3, Stages(compute=ns, answer=17), "grpc")
+            statistics.failed(ns, "OTHER")
+        statistics.shadow.compared(5, 3, 0.25)
+    metrics = Metrics(models)
+    text = metrics.text().decode()
+    assert metrics.text().decode().count("\n") == text.count("\n"), "what is kept stays right"
+    found = list(text_string_to_metric_families(text))
+    names = ("nv_inference", "tessella_")
+    ours = [f for f in found if f.name.startswith(names) and "disk" not in f.name]
+    assert len(ours) == 24
+
+    class Again:
+        def collect(self) -> list[Metric]:
+            return ours
+
+    registry = CollectorRegistry()
+    registry.register(Again())
+    again = generate_latest(registry).decode()
+    again = re.sub(r"(?m)(nv_\w+)_total\b", r"\1", again)
+    lines = [line for line in text.splitlines() if line.removeprefix("# HELP ")
+             .removeprefix("# TYPE ").startswith(names) and "disk" not in line]  # fmt: skip
+    assert again.splitlines() == lines
 
 
 def test_an_answer_explains_its_latency_and_so_do_the_histograms() -> None:

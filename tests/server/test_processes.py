@@ -96,9 +96,9 @@ def images(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(count, 3, 8, 8)).astype(np.float32)
 
 
-def infer(http: httpx.Client, batch: np.ndarray) -> httpx.Response:
+def infer(http: httpx.Client, batch: np.ndarray, model: str = "flowers") -> httpx.Response:
     return http.post(
-        "/v2/models/flowers/infer",
+        f"/v2/models/{model}/infer",
         content=batch.tobytes(),
         headers={"Inference-Header-Content-Length": "0"},
     )
@@ -117,7 +117,13 @@ def right(answer: httpx.Response, batch: np.ndarray, factor: float = 1.0) -> boo
 class Load:
     """Clients that ask on and on; ``see`` judges every answer, or the connection's error."""
 
-    def __init__(self, running: Running, see: Callable[[np.ndarray, httpx.Response], None]) -> None:
+    def __init__(
+        self,
+        running: Running,
+        see: Callable[[np.ndarray, httpx.Response], None],
+        model: str = "flowers",
+    ) -> None:
+        self._model = model
         self.lost = [0] * 6
         self.answered = [0] * 6
         self._running, self._see = running, see
@@ -150,7 +156,7 @@ class Load:
             with self._running.client() as http:
                 try:
                     while not self._stop.is_set():
-                        self._see(batch, infer(http, batch))
+                        self._see(batch, infer(http, batch, self._model))
                         self.answered[index] += 1
                 except httpx.TransportError:
                     self.lost[index] += 1
@@ -458,15 +464,58 @@ def test_what_is_wrong_with_the_settings_is_told_as_in_one_process(tmp_path: Pat
         serve({}, port=0, acceptors=-1)
 
 
+def spread(running: Running) -> list[psutil.Process]:
+    """The two instances of a model of that name, which is loaded if it is not."""
+    with running.client() as http:
+        if http.get("/v2/models/spread/ready").status_code != 200:
+            shutil.copy(running.plan, running.plan.with_name("spread.plan"))
+            answer = http.post("/v2/repository/models/spread/load", timeout=90)
+            assert answer.status_code == 200, answer.text
+    return [p for p in running.engine().children() if p.name() == "tessella-inst"]
+
+
+def test_an_instance_that_is_killed_takes_no_answer_along(running: Running) -> None:
+    def counts() -> list[dict]:
+        with running.client() as http:
+            found = http.get("/v2/models/spread/stats").json()["model_stats"][0]
+        assert sum(i["executions"] for i in found["instances"]) == found["execution_count"]
+        assert sum(i["samples"] for i in found["instances"]) == found["inference_count"]
+        return found["instances"]
+
+    wrong = []
+
+    def see(batch: np.ndarray, answer: httpx.Response) -> None:
+        if not right(answer, batch):
+            wrong.append(batch)
+
+    one, two = spread(running)
+    with Load(running, see, "spread") as load:
+        one.kill()
+        load.until_all_answered()
+        until = time.monotonic() + 90
+        while len(found := spread(running)) < 2 or one in found:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        load.until_all_answered()
+    assert wrong == []
+    assert sum(load.lost) == 0
+    assert two in found
+    assert [i["restarts"] for i in counts()] in ([1, 0], [0, 1], [0, 0])  # that comes up still
+    with running.client() as http:
+        group = http.get("/v2/models/spread/config").json()["instance_group"]
+    assert group[0]["count"] == 2
+
+
 def test_sigterm_answers_what_was_accepted_and_leaves_nothing(running: Running) -> None:
     """The last test of this file, as it ends the server."""
+    instances = len(spread(running))
     family = psutil.Process(running.process.pid).children(recursive=True)
-    assert len(family) == 2 + ACCEPTORS
+    assert len(family) == 2 + ACCEPTORS + instances
     host, _, port = running.url.removeprefix("http://").partition(":")
     body = images(1).tobytes()
     with socket.create_connection((host, int(port)), timeout=60) as late:
         late.sendall(
-            b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\n"
+            b"POST /v2/models/spread/infer HTTP/1.1\r\nHost: localhost\r\n"
             b"Inference-Header-Content-Length: 0\r\nContent-Length: %d\r\n"
             b"Expect: 100-continue\r\n\r\n" % len(body) + body[:100]
         )

@@ -19,7 +19,14 @@ from PIL import Image
 
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Server
-from tessella.server.statistics import BOUNDS_S, Stages, Statistics
+from tessella.server.metrics import Metrics
+from tessella.server.statistics import (
+    BOUNDS_S,
+    Computation,
+    InstanceCounts,
+    Stages,
+    Statistics,
+)
 from tessella.server.statistics import Histogram as Counted
 from tessella.studio import serving
 from tessella.studio.serving import Histogram, NotServed, address, read, reading
@@ -103,6 +110,27 @@ def test_the_window_is_of_the_last_seconds() -> None:
         counts = serving.Counts(whole=whole)
         window.add(serving.Reading(time=second, started=1, models={MODEL: counts}))
     assert window.loads()[MODEL].answered == pytest.approx((57**2 - 45**2) / 12)
+
+
+def test_a_models_instances_add_up_and_each_is_told() -> None:
+    models = repository({"flowers": Scores()})
+    models.load_all()
+    (model,) = models.models
+    model.statistics.instances = rows = [InstanceCounts("cuda:0"), InstanceCounts("cuda:1")]
+    place, metrics, window = serving.address("localhost"), Metrics(models), Window(10)
+    window.add(serving.reading(metrics.text().decode(), 100.0, place))
+    for row, milliseconds in ((rows[0], 4000), (rows[1], 1000)):
+        row.executed(8, milliseconds * 10**6)
+        spent = Computation(input_ns=0, infer_ns=milliseconds * 10**6, output_ns=0)
+        model.statistics.executed(8, [0], spent)
+    rows[1].restarts, rows[1].is_up = 2, False
+    window.add(serving.reading(metrics.text().decode(), 105.0, place))
+    load = window.loads()[MODEL]
+    assert load.busy == pytest.approx(0.5), "of both"
+    assert [i.busy for i in load.instances.values()] == pytest.approx([0.8, 0.2])
+    assert [i.device for i in load.instances.values()] == ["cuda:0", "cuda:1"]
+    assert sum(i.samples for i in load.instances.values()) == pytest.approx(load.samples)
+    assert (load.instances["1"].restarts, load.instances["1"].is_up) == (2, False)
 
 
 def test_percentiles_are_numpys_within_a_bucket() -> None:
@@ -257,7 +285,9 @@ def test_a_link_to_no_address_says_so_and_one_to_elsewhere_asks_nobody(client) -
 @pytest.mark.browser
 def test_the_page_shows_what_a_server_does_and_that_it_is_gone(studio, chromium) -> None:
     resize(chromium, 1280, 800)
-    with Server(repository({"flowers": Scores(delay_s=0.01)})) as server:
+    models = repository({"flowers": Scores(delay_s=0.01)})
+    with Server(models) as server:
+        models.models[0].statistics.instances = [InstanceCounts("cuda:0")]
         chromium.get(f"{studio.url}/serve?token={studio.token}")
         alive(chromium)
         fill(chromium, "Address", server.url)
@@ -277,6 +307,7 @@ def test_the_page_shows_what_a_server_does_and_that_it_is_gone(studio, chromium)
             return chromium.execute_script(row) == ["20", "100 %"]
 
         until(filled)
+        see(chromium, "0 on cuda:0")
         until(lambda: series(chromium).get("p99", 0) >= 1)
         until(lambda: series(chromium).get("executions") == 2)
         fit(chromium, 1280, "/serve")

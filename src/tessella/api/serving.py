@@ -28,11 +28,13 @@ def serve(
     shared_memory: bool = False,
     decode: Literal["host", "gpu"] = "host",
     trace: bool = False,
+    instances: int | Sequence[str] = (),
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans over HTTP (Open Inference Protocol) until the process is told to stop.
 
     >>> serve({"flowers": "flowers.plan"}, port=8000)
+    >>> serve({"flowers": "flowers.plan"}, instances=["flowers=1@cuda:0,cuda:1"])
     >>> serve({"flowers": "a.plan", "flowers@2": "b.plan"}, traffic=["flowers=1:90,2:10"])
 
     Args:
@@ -53,6 +55,8 @@ def serve(
             else (same bits where it has decoders of its own: A100, H100 and later).
         trace: export OpenTelemetry traces, as its own environment variables say: an extra,
             ``pip install tessella[tracing]``.
+        instances: how many of each model run, each in a process of its own, with one queue for all;
+            or rules ``NAME=2``, and ``NAME=1@cuda:0,cuda:1``: as many on each of these devices.
         ready: called with the server's URL when it takes requests.
     """
     server.serve(
@@ -75,6 +79,12 @@ def serve(
         ),
         decode=decode,
         trace=trace,
+        instances=dict(
+            map(
+                server.parse_instances,
+                [str(instances)] if isinstance(instances, int) else instances,
+            )
+        ),
         ready=ready,
     )
 

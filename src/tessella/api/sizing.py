@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tessella import loadtest
+from tessella.artifacts.plan import load_outline
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, phase
 from tessella.core.reporter import reported
@@ -49,6 +50,7 @@ def size(
     seconds: float = 120.0,
     acceptors: Sequence[int] | None = None,
     max_delays_us: Sequence[int] | None = None,
+    instances: Sequence[int] | None = None,
     body: Literal["binary", "json", "image"] = "binary",
     batch: int = 1,
     picture: str | Path | None = None,
@@ -74,6 +76,8 @@ def size(
             than the cores.
         max_delays_us: delays to try, the first with all numbers of acceptors, the others with the
             best of them; by default none, a twentieth and a fifth of the p99.
+        instances: numbers of instances of the model to try, with the best of the above; by default
+            1, and for a plan of this machine's processor the powers of two up to its cores.
         body, batch, picture: what is sent, as by ``tessella load``: random tensors of so many
             samples, or the file of a picture.
         device: as for ``serve``.
@@ -93,6 +97,7 @@ def size(
         seconds=seconds,
         acceptors=tuple(_acceptors() if acceptors is None else acceptors),
         max_delays_us=tuple(_delays_us(p99_ms) if max_delays_us is None else max_delays_us),
+        instances=tuple(_instances(path, device) if instances is None else instances),
     )
     front = () if device is None else ("--device", device)
     front = (*front, *(word for module in imports for word in ("--import", module)))
@@ -120,6 +125,12 @@ def size(
 def _acceptors() -> tuple[int, ...]:
     cores = len(os.sched_getaffinity(0))
     return (0, *(n for n in (1, 2, 4, 8, 16, 32, 64) if n < cores))
+
+
+def _instances(path: Path, device: str | None) -> tuple[int, ...]:
+    on_cpu = device == "cpu" or load_outline(path).targets == ("cpu",)
+    cores = len(os.sched_getaffinity(0)) if on_cpu else 1
+    return (1, *(n for n in (2, 4, 8, 16, 32, 64) if n <= cores))
 
 
 def _delays_us(p99_ms: float) -> tuple[int, ...]:

@@ -26,6 +26,10 @@ TrafficRules = Annotated[
     list[str] | None,
     Option(help="Shares of versions and a shadow: NAME=1:90,2:10,shadow:3."),
 ]
+Instances = Annotated[
+    list[str] | None,
+    Option(help="Processes that run a model, with one queue: 2, NAME=2, NAME=1@cuda:0,cuda:1."),
+]
 Acceptors = Annotated[
     int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
 ]
@@ -69,6 +73,7 @@ def serve(
     recompile: Annotated[
         bool, Option("--recompile", help="Do not run the machine code that a plan carries.")
     ] = False,
+    instances: Instances = None,
     acceptors: Acceptors = 0,
     grpc_port: GrpcPort = None,
     tls_cert: Annotated[Path | None, Option(help="Certificate (PEM), with --tls-key.")] = None,
@@ -90,6 +95,8 @@ def serve(
 
     Two versions: tessella serve flowers=a.plan flowers@2=b.plan --traffic flowers=1:90,2:10
 
+    On two GPUs: tessella serve flowers=flowers.plan --instances flowers=1@cuda:0,cuda:1
+
     On several machines: tessella serve --on ray flowers=flowers.plan --replicas 2:8
     """
     with output(events=events) as out:
@@ -99,7 +106,9 @@ def serve(
         }  # fmt: skip
         plans = parse_models(models)
         if on == "ray":
-            _refuse_on_ray(folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory, trace)
+            _refuse_on_ray(
+                folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory, trace, instances
+            )
             shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
             url = api.deploy(plans, token_file=token_file, **shared)
             out.emit(phase("deployed", url))
@@ -111,6 +120,7 @@ def serve(
             plans,
             token=None if token_file is None else read_token(token_file),
             folder=folder,
+            instances=instances or (),
             acceptors=acceptors,
             grpc_port=grpc_port,
             tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
@@ -124,8 +134,10 @@ def serve(
 def _refuse_on_ray(*here_only: object) -> None:
     if any(value not in (None, False, 0) for value in here_only):
         raise UsageError(
-            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory, traces",
-            fix="leave their options out with --on ray, and let a balancer in front end TLS",
+            "these are for one machine: folder, acceptors, gRPC, TLS, shared memory, traces,"
+            " instances",
+            fix="leave their options out with --on ray, and let a balancer in front end TLS;"
+            " --replicas is how many run a model",
         )
 
 

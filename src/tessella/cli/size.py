@@ -36,6 +36,9 @@ def size(
     max_delay_us: Annotated[
         str | None, Option(help="Delays to try, 0,500; by default some within the p99.")
     ] = None,
+    instances: Annotated[
+        str | None, Option(help="Instances of the model to try, 1,2; by default as cores allow.")
+    ] = None,
     body: Annotated[Literal["binary", "json", "image"], Option(help="What is sent.")] = "binary",
     batch: Annotated[int, Option(min=1, help="Samples a request.")] = 1,
     picture: Annotated[Path | None, Option(help="File for --body image.")] = None,
@@ -61,6 +64,7 @@ def size(
             seconds=seconds,
             acceptors=None if acceptors is None else parse_counts(acceptors),
             max_delays_us=None if max_delay_us is None else parse_counts(max_delay_us),
+            instances=None if instances is None else parse_counts(instances),
             body=body,
             batch=batch,
             picture=picture,
@@ -89,6 +93,7 @@ def shown(found: Sizing, command: str) -> Group:
         (
             trial.setting.acceptors,
             trial.setting.max_delay_us,
+            trial.setting.instances,
             trial.rate,
             trial.goodput,
             trial.p50_ms,
@@ -99,7 +104,16 @@ def shown(found: Sizing, command: str) -> Group:
         )
         for trial in found.trials
     ]
-    head = ("acceptors", "delay µs", "offered/s", "goodput/s", "p50 ms", "p99 ms", "refused")
+    head = (
+        "acceptors",
+        "delay µs",
+        "instances",
+        "offered/s",
+        "goodput/s",
+        "p50 ms",
+        "p99 ms",
+        "refused",
+    )
     title = f"goodput within {found.p99_ms:g} ms, at most 1 % late or refused"
     return Group(
         grid((*head, "", ""), rows, title=title),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +27,8 @@ from tessella.core.compiled import CompiledKernel, CompiledKernels, Parameter, T
 from tessella.core.errors import CorruptArtifact, KernelError
 from tessella.device.driver import Driver, cuda_driver
 from tessella.device.machine import runs_code_of
+
+log = logging.getLogger(__name__)
 
 # device numbers of element types → the driver's, where they differ: bf16, fp32, fp64
 _ELEMENTS = {8: 10, 9: 8, 10: 9}
@@ -128,6 +132,7 @@ class PlanKernels(Store):
 
     Attributes:
         missed: names of kernels that were asked for and are not among them.
+        missed_since: when the first one was, on ``perf_counter``'s clock.
     """
 
     def __init__(
@@ -135,11 +140,18 @@ class PlanKernels(Store):
     ) -> None:
         super().__init__(compiled, target, driver)
         self.missed: set[str] = set()
+        self.missed_since = 0.0
 
     def find(self, key: str | None, name: str) -> CompiledKernel | None:
         """The kernel of a key, or None; then its name is ``missed``."""
         found = super().find(key, name)
         if found is None:
+            if not self.missed:
+                self.missed_since = time.perf_counter()
+                log.warning(
+                    "a plan does not carry %s as this version of Tessella has it: it is compiled "
+                    "now, as are others that differ, some seconds each", name,
+                )  # fmt: skip
             self.missed.add(name)
         return found
 

@@ -3,7 +3,7 @@
 The best answers most requests a second within the asked p99. For each setting the rate is doubled
 until the p99 breaks, then the gap between what held and what broke is halved. A setting after the
 first is asked at once for a tenth more than the best so far; if it cannot, it is left. Acceptors
-are compared first, then delays with the best of them.
+are compared first, then delays with the best of them, then instances of the model with both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tessella.core.count import counted
@@ -34,19 +34,23 @@ class Setting:
     """How a server is started.
 
     Attributes:
-        acceptors, max_delay_us: as of ``tessella serve``.
+        acceptors, max_delay_us, instances: as of ``tessella serve``.
     """
 
     acceptors: int
     max_delay_us: int
+    instances: int = 1
 
     @property
     def words(self) -> tuple[str, ...]:
         """The options of ``tessella serve``."""
-        return ("--acceptors", str(self.acceptors), "--max-delay-us", str(self.max_delay_us))
+        several = ("--instances", str(self.instances)) if self.instances > 1 else ()
+        delay = ("--max-delay-us", str(self.max_delay_us))
+        return ("--acceptors", str(self.acceptors), *delay, *several)
 
     def __str__(self) -> str:
-        return f"{counted(self.acceptors, 'acceptor')}, {self.max_delay_us:,} µs delay"
+        several = f", {self.instances} instances" if self.instances > 1 else ""
+        return f"{counted(self.acceptors, 'acceptor')}, {self.max_delay_us:,} µs delay{several}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,7 @@ class Asked:
         seconds: how long to try, since the first server was ready.
         acceptors: numbers to try.
         max_delays_us: delays to try; the acceptors are compared with the first.
+        instances: numbers of instances to try, the first with all acceptors and delays.
 
     Raises:
         UsageError: a time that is none, nothing to try.
@@ -104,12 +109,13 @@ class Asked:
     seconds: float
     acceptors: tuple[int, ...]
     max_delays_us: tuple[int, ...]
+    instances: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for name, value in (("p99", self.p99_ms), ("seconds", self.seconds)):
             if not 0 < value < 1e7:
                 raise UsageError(f"{name} is a positive time", seen=value, fix="give a longer one")
-        if not self.acceptors or not self.max_delays_us:
+        if not (self.acceptors and self.max_delays_us and self.instances):
             raise UsageError("there is nothing to try", fix="name one of each, or leave them out")
 
 
@@ -187,8 +193,9 @@ class _Search:
 
     def run(self) -> Found:
         delay_us, *longer = self._asked.max_delays_us
+        instances, *others = self._asked.instances
         for acceptors in self._asked.acceptors:
-            self._try(Setting(acceptors=acceptors, max_delay_us=delay_us))
+            self._try(Setting(acceptors=acceptors, max_delay_us=delay_us, instances=instances))
         if self._best is None:
             raise self._failure()
         best = self._best
@@ -198,9 +205,12 @@ class _Search:
             longer = []
         for delay_us in longer:
             before = self._best
-            self._try(Setting(acceptors=best.setting.acceptors, max_delay_us=delay_us))
+            self._try(replace(best.setting, max_delay_us=delay_us))
             if self._best is before:
                 break  # a longer delay costs more of the p99
+        best = self._best
+        for instances in others:
+            self._try(replace(best.setting, instances=instances))
         return Found(
             best=self._best, trials=tuple(self._trials), notes=(*notes, *self._notes(self._best))
         )

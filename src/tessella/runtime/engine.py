@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -105,6 +106,17 @@ def add_kernels(plan: Plan) -> tuple[Plan, dict[str, str]]:
     return replace(plan, compiled=made.compiled), made.left_out
 
 
+def compiled_here(manifest: Manifest, kernels: PlanKernels) -> str:
+    """What a person has to know of a plan whose kernels were compiled while it was loaded."""
+    spent_s = time.perf_counter() - kernels.missed_since
+    return (
+        f"compiled here in {spent_s:.1f} s, as the plan of {manifest.built_from} does not carry "
+        f"them for this version of Tessella: {', '.join(sorted(kernels.missed))}. Triton keeps "
+        f"them in its cache for the next start on this machine. To do: write the plan anew, "
+        f"{manifest.rebuild}"
+    )
+
+
 class Engine:
     """A plan bound to this machine's kernels and memory. Safe to call from several threads.
 
@@ -154,12 +166,7 @@ class Engine:
         if self._binders is not None:
             self._program(self.buckets[0])
         if isinstance(self.machine_code, PlanKernels) and self.machine_code.missed:
-            warnings.warn(
-                f"compiled here, as the plan of {manifest.built_from} does not carry them for this "
-                f"version of Tessella: {', '.join(sorted(self.machine_code.missed))}. "
-                f"To do: {manifest.rebuild}",
-                stacklevel=3,
-            )
+            warnings.warn(compiled_here(manifest, self.machine_code), stacklevel=3)
 
     def _binders_of(self, plan: Plan) -> Binders:
         """What each batch size's program is bound with, by size, once the memory is known to do."""

@@ -93,6 +93,7 @@ class Batcher(Infers):
         self._changed = threading.Condition(self._lock)
         self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
         self._samples = 0  # that wait
+        self._abreast = 1  # executions that may run at a time
         self._arrivals = 0
         self._running_until_ns = 0
         self._is_idle = False
@@ -231,7 +232,8 @@ class Batcher(Infers):
         assert request.deadline_ns is not None
         running_ns = max(0, self._running_until_ns - now_ns)
         # Who is less urgent will not be waited for; to count them one by one costs more than this.
-        ahead = self._samples if self._waiting and self._is_behind(request) else 0
+        is_behind = bool(self._waiting) and self._is_behind(request)
+        ahead = self._samples // self._abreast if is_behind else 0
         needed_ns = running_ns + self._pace.expected_ns(ahead + request.batch, self._max_batch)
         if now_ns + needed_ns > request.deadline_ns:
             if not self._waiting and not self._is_running and self._pace.is_old(now_ns):
@@ -386,8 +388,10 @@ class Batcher(Infers):
                     self._execute([piece])
             return
         for request, _, _ in pieces:
-            request.error = error
             with self._lock:
+                if request.error is not None:
+                    continue
+                request.error = error
                 self._drop(request)
             deliver([request])
 
@@ -395,6 +399,12 @@ class Batcher(Infers):
         self, pieces: list[Piece], answers: list[Arrays], started_ns: int, spent: Computation
     ) -> None:
         """Give each request its part of an execution's outputs."""
+        deliver(self._answered(pieces, answers, started_ns, spent))
+
+    def _answered(
+        self, pieces: list[Piece], answers: list[Arrays], started_ns: int, spent: Computation
+    ) -> list[Request]:
+        """The requests that have all their outputs with those of an execution."""
         self._statistics.executed(
             samples_of(pieces),
             [started_ns - r.since_ns for r, start, _ in pieces if start == 0],
@@ -406,13 +416,15 @@ class Batcher(Infers):
                 continue
             request.stages.executed(spent)
             if start or end < request.batch:
-                request.parts.append(self._kept(answer))
-                if end < request.batch:
+                request.parts[start] = self._kept(answer)
+                request.answered += end - start
+                if request.answered < request.batch:
                     continue
-                answer = {n: np.concatenate([p[n] for p in request.parts]) for n in answer}
+                parts = [part for _, part in sorted(request.parts.items())]
+                answer = {n: np.concatenate([p[n] for p in parts]) for n in answer}
             request.outputs = answer
             finished.append(request)
-        deliver(finished)
+        return finished
 
     def _kept(self, outputs: Arrays) -> Arrays:
         """Outputs that stay as they are until the request's other pieces are there."""

@@ -58,6 +58,7 @@ def model_config(model: Model, versions: Sequence[Model]) -> dict[str, Any]:
     }
     served = [int(other.version) for other in versions]
     on_gpu = manifest.fingerprint.target.startswith("sm_")
+    instances = len(model.statistics.instances) or 1
     return {
         "name": model.name,
         "platform": PLATFORM,
@@ -67,7 +68,11 @@ def model_config(model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         "input": [_config_tensor(s) for s in model.signature.inputs.values()],
         "output": [_config_tensor(s) for s in model.signature.outputs.values()],
         "instance_group": [
-            {"name": model.name, "kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
+            {
+                "name": model.name,
+                "kind": "KIND_GPU" if on_gpu else "KIND_CPU",
+                "count": instances,
+            }
         ],
         "dynamic_batching": {
             "max_queue_delay_microseconds": model.max_delay_us,

@@ -21,19 +21,20 @@ import numpy as np
 import torch
 
 from tessella.core.architectures import is_gpu
-from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.runtime import Engine, load_tried
 from tessella.runtime.overlapped import Overlapped, can_overlap
 from tessella.server.batcher import Batcher, PageLocked
+from tessella.server.instance_process import Instances
+from tessella.server.instances import Placement, SharedBatcher
 from tessella.server.jpegs import Decode, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.overlapping import OverlappingBatcher
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Stages, Statistics
-from tessella.server.tensors import narrow, widen
+from tessella.server.tensors import on_numpy
 from tessella.server.traffic import Route, Traffic, settled, takes_same
 from tessella.server.versions import (
     check_name,
@@ -53,19 +54,6 @@ log = logging.getLogger(__name__)
 State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
-def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
-    """The engine as a function of NumPy arrays, also with element types that NumPy lacks."""
-    if all(dtype(s.dtype).numpy is not None for s in (*engine.inputs, *engine.outputs)):
-        return engine
-    types = {s.name: dtype(s.dtype) for s in engine.inputs}
-
-    def run(**arrays: np.ndarray) -> dict[str, np.ndarray]:
-        tensors = {name: narrow(array, types[name]) for name, array in arrays.items()}
-        return {name: widen(tensor) for name, tensor in engine(**tensors).items()}
-
-    return run
-
-
 class Model(InfersFiles):
     """A loaded engine with its batcher. ``with model:`` keeps the engine open for the block.
 
@@ -80,7 +68,7 @@ class Model(InfersFiles):
         self,
         name: str,
         version: str,
-        engine: Engine,
+        engine: Engine | Instances,
         *,
         statistics: Statistics,
         max_delay_us: int,
@@ -103,16 +91,20 @@ class Model(InfersFiles):
             engine.manifest.task,
         )
         on_gpu = is_gpu(engine.manifest.fingerprint.target)
-        self.overlaps = on_gpu and not has_thread and can_overlap(engine)
+        self.overlaps = False
         of_both: dict[str, Any] = {
             "max_batch": self.max_batch,
             "max_delay_us": max_delay_us,
             "max_waiting": limits.waiting,
             "statistics": statistics,
         }
-        if self.overlaps:
+        self.batcher: Batcher
+        if isinstance(engine, Instances):
+            self.batcher = SharedBatcher(engine.each, **of_both)
+        elif on_gpu and not has_thread and can_overlap(engine):
+            self.overlaps = True
             overlapped = Overlapped(engine, self.max_batch)
-            self.batcher: Batcher = OverlappingBatcher(overlapped, engine, **of_both)
+            self.batcher = OverlappingBatcher(overlapped, engine, **of_both)
         else:
             self.batcher = Batcher(
                 on_numpy(engine),
@@ -225,6 +217,8 @@ class Repository:
         open_engine: opens a plan's path as an engine; by default, plans with operators of torch run
             first in a child process.
         decoder_for: the function that decodes JPEG files on the GPU of an engine, or None.
+        instances: where the instances of models run, by name; of all others by the empty name.
+        open_instances: opens a plan's path on the devices of its instances.
         threads: each model has a thread that runs it; see ``Batcher``.
 
     Attributes:
@@ -242,6 +236,8 @@ class Repository:
         limits: Limits = DEFAULT_LIMITS,
         open_engine: Callable[[Path], Engine] = load_tried,
         decoder_for: Callable[[Engine], Decode | None] = host_decodes,
+        instances: Mapping[str, Placement] | None = None,
+        open_instances: Callable[[Path, Sequence[str | None]], Instances] = Instances,
         threads: bool = True,
     ) -> None:
         if max_delay_us < 0:
@@ -267,6 +263,8 @@ class Repository:
         self._limits = limits
         self._open_engine = open_engine
         self._decoder_for = decoder_for
+        self._instances = dict(instances or {})
+        self._open_instances = open_instances
         self._threads = threads
         self.on_change: Callable[[], None] = lambda: None
 
@@ -526,7 +524,7 @@ class Repository:
         return version, entries[version]
 
     def _open(self, name: str, version: str, entry: _Entry) -> Model:
-        engine = self._open_engine(entry.path)
+        engine = self._opened(name, entry.path)
         log.info("loaded version %s of %s from %s", version, name, entry.path)
         return Model(
             name,
@@ -536,5 +534,11 @@ class Repository:
             max_delay_us=self._max_delay_us,
             limits=self._limits,
             has_thread=self._threads,
-            decode=self._decoder_for(engine),
+            decode=None if isinstance(engine, Instances) else self._decoder_for(engine),
         )
+
+    def _opened(self, name: str, path: Path) -> Engine | Instances:
+        placed = self._instances.get(name) or self._instances.get("")
+        if placed is None or placed.each == (None,):
+            return self._open_engine(path)
+        return self._open_instances(path, placed.each)

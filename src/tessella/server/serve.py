@@ -19,6 +19,8 @@ from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
+from tessella.server.instance_process import Instances
+from tessella.server.instances import Placement
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
@@ -32,6 +34,7 @@ from tessella.server.shared_memory import Regions
 from tessella.server.supervisor import Settings, serve_in_processes
 from tessella.server.tracing import Tracing
 from tessella.server.traffic import Traffic
+from tessella.server.versions import split_key
 
 MOST_ACCEPTORS = 64  # each has memory for the largest request
 
@@ -52,6 +55,7 @@ def serve(
     doors: Doors = HTTP_ONLY,
     decode: Literal["host", "gpu"] = "host",
     trace: bool = False,
+    instances: Mapping[str, Placement] | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve plans until SIGTERM or SIGINT; then finish the requests at hand and return.
@@ -74,6 +78,8 @@ def serve(
             where it has decoders of its own. Sound files, that is: of damaged ones the host
             refuses more, and nobody but NVIDIA can read the decoder.
         trace: export OpenTelemetry traces, as its own environment variables say; an extra.
+        instances: how many instances of a model run, each in a process of its own, by its name; by
+            the empty name, of all others. They share one queue.
         ready: called once with the server's URL when it takes requests.
 
     Raises:
@@ -89,6 +95,7 @@ def serve(
         )
     doors.check()
     decoder_for(decode)  # raises, if there is none
+    _check(instances or {}, models, may_load=folder is not None, decode=decode)
     settings = Settings(
         models={name: str(Path(path).absolute()) for name, path in models.items()},
         host=host,
@@ -104,8 +111,28 @@ def serve(
         doors=doors,
         decode=decode,
         trace=trace,
+        instances=dict(instances or {}),
     )
     (serve_in_processes if acceptors else _serve_here)(settings, ready)
+
+
+def _check(
+    instances: Mapping[str, Placement], models: Mapping[str, Path], *, may_load: bool, decode: str
+) -> None:
+    """Raise ``UsageError`` unless these models can have these instances."""
+    unknown = set(instances) - {"", *(split_key(key)[0] for key in models)}
+    if unknown and not may_load:
+        raise UsageError(
+            "instances are for a model that is not served",
+            seen=", ".join(sorted(unknown)),
+            fix=f"name one of {', '.join(models)}",
+        )
+    if instances and decode == "gpu":
+        raise UsageError(
+            "the GPU decodes JPEG files for models of one instance only",
+            seen="--decode gpu with --instances",
+            fix="leave one of them out",
+        )
 
 
 def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None:
@@ -120,6 +147,10 @@ def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None
             load_tried, compiled=settings.compiled, device=settings.device
         ),
         decoder_for=decoder_for(settings.decode),
+        instances=settings.instances,
+        open_instances=functools.partial(
+            Instances, compiled=settings.compiled, device=settings.device
+        ),
     )
     settled = _prepared(
         repository,

@@ -175,6 +175,31 @@ class Comparison:
         }
 
 
+@dataclass
+class InstanceCounts:
+    """What one of several instances of a model has done since the model was first loaded.
+
+    Attributes:
+        device: where it runs.
+        executions, samples, ns: what it computed, and how long that took.
+        restarts: how often its process was started again.
+        is_up: whether it takes executions.
+    """
+
+    device: str
+    executions: int = 0
+    samples: int = 0
+    ns: int = 0
+    restarts: int = 0
+    is_up: bool = True
+
+    def executed(self, samples: int, ns: int) -> None:
+        """It has run an execution."""
+        self.executions += 1
+        self.samples += samples
+        self.ns += ns
+
+
 class Statistics:
     """Triton's statistics of one model. Durations of a request include its share of waiting."""
 
@@ -192,6 +217,7 @@ class Statistics:
         self.stages = {name: Histogram() for name in STAGES}
         self.whole = Histogram()  # of the same requests: the stages together
         self.doors: Counter[str] = Counter()  # by which they came
+        self.instances: list[InstanceCounts] = []  # where there are several
         self._batches: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
 
     def executed(self, batch: int, queue_ns: list[int], spent: Computation) -> None:
@@ -258,8 +284,12 @@ class Statistics:
     def to_json(self, name: str, version: str) -> dict[str, Any]:
         """An entry of ``model_stats``."""
         none = Duration().to_json()
-        shadow = {"shadow": self.shadow.to_json()} if self.shadow != Comparison() else {}
-        return shadow | {
+        told: dict[str, Any] = (
+            {"shadow": self.shadow.to_json()} if self.shadow != Comparison() else {}
+        )
+        if self.instances:
+            told["instances"] = [vars(instance).copy() for instance in self.instances]
+        return told | {
             "name": name,
             "version": version,
             "last_inference": self.last_inference_ms,

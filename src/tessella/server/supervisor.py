@@ -22,12 +22,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Literal, NoReturn
 
-from tessella.core import errors
 from tessella.core.errors import TessellaError
 from tessella.core.record import from_plain, to_plain
 from tessella.runtime import load_tried
@@ -39,6 +38,8 @@ from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
+from tessella.server.instance_process import Instances, told_error
+from tessella.server.instances import Placement
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.listening import (
@@ -84,6 +85,7 @@ class Settings:
     doors: Doors = HTTP_ONLY
     decode: Literal["host", "gpu"] = "host"
     trace: bool = False
+    instances: dict[str, Placement] = field(default_factory=dict)
     sockets: str = ""
 
 
@@ -126,7 +128,7 @@ def _watched(settings: Settings, ready: Callable[[str], None] | None) -> None:
                 ready(told["url"])
             watching.wait()
         if "error" in told:
-            raise _told_error(told)
+            raise told_error(told)
         if not is_asked:
             raise TessellaError(
                 "the processes of the server have ended",
@@ -138,14 +140,6 @@ def _watched(settings: Settings, ready: Callable[[str], None] | None) -> None:
         watching.wait()
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-def _told_error(told: dict[str, Any]) -> TessellaError:
-    """An error as it was raised in another process."""
-    kind: type[TessellaError] = getattr(errors, told["error"], TessellaError)
-    error = kind.__new__(kind)
-    TessellaError.__init__(error, told["wrong"], seen=told["seen"], fix=told["fix"])
-    return error
 
 
 # --- the watching process -------------------------------------------------------------------------
@@ -257,7 +251,7 @@ class _Watching:
                 del self._works[pid]
                 os.waitpid(pid, 0)
                 if line:
-                    raise _told_error(json.loads(line))
+                    raise told_error(json.loads(line))
                 raise TessellaError(
                     "a process of the server does not start", fix="read its messages above"
                 )
@@ -281,6 +275,10 @@ class _Watching:
                 load_tried, compiled=settings.compiled, device=settings.device
             ),
             decoder_for=decoder_for(settings.decode),
+            instances=settings.instances,
+            open_instances=functools.partial(
+                Instances, compiled=settings.compiled, device=settings.device
+            ),
             threads=False,
         )
         rest = Describing(repository, token=self._guard.has_token, regions=self._regions)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from tessella.core.dtype import DTYPES, DType
+from tessella.core.dtype import DTYPES, DType, dtype
 from tessella.core.errors import InputError, ServeError
+from tessella.runtime import Engine
 
 MAX_RANK = 16
 
@@ -198,3 +200,16 @@ def require_finite(array: np.ndarray, *, name: str, status: int = 500) -> None:
             status=status,
             fix="ask for binary_data, and look at the input or the model",
         )
+
+
+def on_numpy(engine: Engine) -> Callable[..., Mapping[str, np.ndarray]]:
+    """The engine as a function of NumPy arrays, also with element types that NumPy lacks."""
+    if all(dtype(s.dtype).numpy is not None for s in (*engine.inputs, *engine.outputs)):
+        return engine
+    types = {s.name: dtype(s.dtype) for s in engine.inputs}
+
+    def run(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+        tensors = {name: narrow(array, types[name]) for name, array in arrays.items()}
+        return {name: widen(tensor) for name, tensor in engine(**tensors).items()}
+
+    return run

@@ -39,6 +39,9 @@ class Request:
         answer: what an event loop waits for; None where ``deliver`` is all.
         tag: what ``deliver`` knows it by.
         shapes: of the inputs, but for the batch: only requests of equal ones can be joined.
+        parts: outputs of its pieces, by the sample that each begins with.
+        answered: samples that are in ``parts``.
+        losses: executions of it whose instance ended.
     """
 
     arrays: Arrays
@@ -53,7 +56,9 @@ class Request:
     since_ns: int = 0
     batch: int = 0
     begun: int = 0  # samples that have been given to the engine
-    parts: list[Arrays] = field(default_factory=list)
+    parts: dict[int, Arrays] = field(default_factory=dict)
+    answered: int = 0
+    losses: int = 0
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

@@ -27,6 +27,11 @@ from tessella.core.errors import TessellaError, UsageError
 TIMEOUT_S = 3.0  # for the whole answer
 MOST_BYTES = 2_000_000  # of it: a model takes 12 kB
 MOST_MODELS = 100
+MOST_INSTANCES = 64  # of a model
+_OF_INSTANCE = {
+    f"tessella_instance_{name}_total": name
+    for name in ("executions", "samples", "seconds", "restarts")
+}
 _NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.(?!-)[a-z0-9-]{1,63})*", re.IGNORECASE)
 _WHOLE = "tessella_request_seconds"
 _READ = ("nv_inference_", "nv_cpu_memory_", "tessella_", "process_", "DCGM_FI_DEV_FB_")
@@ -132,6 +137,24 @@ class Histogram:
 
 
 @dataclass
+class Instance:
+    """What an instance of a model has counted.
+
+    Attributes:
+        executions, samples, seconds: that it computed.
+        restarts: how often it was started again.
+        is_up: whether it takes executions.
+    """
+
+    device: str = ""
+    executions: float = 0.0
+    samples: float = 0.0
+    seconds: float = 0.0
+    restarts: float = 0.0
+    is_up: bool = True
+
+
+@dataclass
 class Counts:
     """What a version of a model has counted since it was first loaded.
 
@@ -142,6 +165,7 @@ class Counts:
         failures: requests that were not, by Triton's reasons.
         samples, seconds: computed, and spent by the engine, by the bucket of the execution's size.
         waiting: requests that wait now.
+        instances: by their number, if the model has several.
     """
 
     whole: Histogram = field(default_factory=Histogram)
@@ -152,10 +176,11 @@ class Counts:
     samples: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     waiting: float = 0.0
+    instances: dict[str, Instance] = field(default_factory=dict)
 
     @property
     def best_rate(self) -> float:
-        """Samples a second while the engine computes, with the size of batch that had the most."""
+        """Samples a second while an engine computes, with the size of batch that had the most."""
         rates = (
             count / self.seconds[size]
             for size, count in self.samples.items()
@@ -309,6 +334,8 @@ def _reading(samples: Iterable[Sample], now: float) -> Reading:
             counts.seconds[labels["batch"]] = value
         elif name == "nv_inference_pending_request_count":
             counts.waiting = value
+        elif name.startswith("tessella_instance_"):
+            _count_instance(counts.instances, name, labels, value)
     for (model, series), upto in buckets.items():
         histogram = _histogram(upto, totals[model, series])
         if series == _WHOLE:
@@ -331,6 +358,18 @@ def _reading(samples: Iterable[Sample], now: float) -> Reading:
             for gpu, found in sorted(gpus.items())
         },
     )
+
+
+def _count_instance(
+    found: dict[str, Instance], name: str, labels: dict[str, str], value: float
+) -> None:
+    if len(found) >= MOST_INSTANCES and labels["instance"] not in found:
+        raise ValueError(f"more than {MOST_INSTANCES} instances of a model")
+    instance = found.setdefault(labels["instance"], Instance(labels["device"][:20]))
+    if name == "tessella_instance_up":
+        instance.is_up = value == 1
+    elif name in _OF_INSTANCE:
+        setattr(instance, _OF_INSTANCE[name], value)
 
 
 _HISTOGRAMS = (_WHOLE, "tessella_request_stage_seconds", "tessella_batch_size")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tessella.studio.serving import Counts, Histogram, Model, Reading
+from tessella.studio.serving import Counts, Histogram, Instance, Model, Reading
 
 WINDOW_S = 10.0  # that rates and percentiles are of: the p99 of a second is of too few requests
 
@@ -23,6 +23,8 @@ class Load:
             suits it best, as far as it was seen since the model was loaded.
         whole, stages, batches, doors: as ``Counts`` has them, of this time alone.
         waiting: requests that wait at its end.
+        instances: each one's device, state and share of the time in which it computed, if there
+            are several; ``busy`` and ``of_best`` are of all together.
     """
 
     answered: float
@@ -36,6 +38,19 @@ class Load:
     batches: Histogram
     doors: dict[str, float]
     waiting: float
+    instances: dict[str, InstanceLoad] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceLoad:
+    """What an instance did within a time; ``restarts`` are all since the model was first loaded."""
+
+    device: str
+    executions: float
+    samples: float
+    busy: float
+    restarts: float
+    is_up: bool
 
 
 def load(before: Counts, now: Counts, seconds: float) -> Load:
@@ -44,13 +59,15 @@ def load(before: Counts, now: Counts, seconds: float) -> Load:
     refused = failures.pop("REJECTED", 0.0)
     whole = now.whole.since(before.whole)
     samples = sum(_since(before.samples, now.samples).values()) / seconds
+    abreast = len(now.instances) or 1
+    best_rate = abreast * now.best_rate
     return Load(
         answered=whole.count / seconds,
         refused=refused / seconds,
         failed=sum(failures.values()) / seconds,
         samples=samples,
-        busy=min(1.0, sum(_since(before.seconds, now.seconds).values()) / seconds),
-        of_best=min(1.0, samples / now.best_rate) if now.best_rate else 0.0,
+        busy=min(1.0, sum(_since(before.seconds, now.seconds).values()) / seconds / abreast),
+        of_best=min(1.0, samples / best_rate) if best_rate else 0.0,
         whole=whole,
         stages={
             name: histogram.since(before.stages.get(name, Histogram()))
@@ -59,6 +76,21 @@ def load(before: Counts, now: Counts, seconds: float) -> Load:
         batches=now.batches.since(before.batches),
         doors=_since(before.doors, now.doors),
         waiting=now.waiting,
+        instances={
+            number: _instance(before.instances.get(number, Instance()), instance, seconds)
+            for number, instance in now.instances.items()
+        },
+    )
+
+
+def _instance(before: Instance, now: Instance, seconds: float) -> InstanceLoad:
+    return InstanceLoad(
+        device=now.device,
+        executions=(now.executions - before.executions) / seconds,
+        samples=(now.samples - before.samples) / seconds,
+        busy=min(1.0, (now.seconds - before.seconds) / seconds),
+        restarts=now.restarts,
+        is_up=now.is_up,
     )
 
 

@@ -14,7 +14,7 @@ from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import Bucket, Buffer, Program, Step
 from tessella.core.device import fingerprint
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.server import Doors, serve
+from tessella.server import Doors, Placement, serve
 from tests.support.engines import LABELS, RECORD, WEIGHT
 
 
@@ -85,6 +85,7 @@ if __name__ == "__main__":  # a server to send signals to; prints its URL
         port=0,
         acceptors=int(sys.argv[2]),
         doors=Doors(**json.loads(sys.argv[3])) if len(sys.argv) > 3 else Doors(),
+        instances={} if len(sys.argv) > 4 else {"spread": Placement(count=2)},  # from the folder
         decode="gpu" if len(sys.argv) > 4 else "host",
         trace="OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ,
         ready=lambda url: print(url, flush=True),

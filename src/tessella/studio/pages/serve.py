@@ -25,7 +25,7 @@ from tessella.studio.serving_load import WINDOW_S, Load, Window
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import plain_name
 
-INTERVAL_S = 1.5  # a reading of three models takes 9 ms of the server's processor
+INTERVAL_S = 1.5  # a reading of three models takes 2 ms of the server's processor
 MOST_POINTS, KEPT_POINTS = 1200, 900  # of a chart: half an hour; then the oldest are dropped
 QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 DOORS = {"http": "tensors over HTTP", "pictures": "pictures over HTTP", "grpc": "gRPC"}
@@ -180,6 +180,10 @@ class _Shown:
                     self._batches.style("height:100%")
             with parts.card("Where the time goes", "ms of answered requests"):
                 self._stages = parts.box("stack")
+            self._instances_card = parts.card("Instances", "of this model, with one queue")
+            with self._instances_card:
+                self._instances = parts.box("stack")
+            self._instances_card.set_visibility(False)
             with parts.card("Who fills it", "answered requests"):
                 self._doors = parts.box("stack")
                 text(
@@ -214,6 +218,9 @@ class _Shown:
             options["series"][0]["data"], options["xAxis"]["data"] = counts, names
             self._batches.update()
         _drawn_again(self._stages, _stages_table, one)
+        self._instances_card.set_visibility(bool(one.instances))
+        if one.instances:
+            _drawn_again(self._instances, _instances_table, one)
         _drawn_again(self._doors, _doors_table, loads)
 
     def _choose(self) -> None:
@@ -323,6 +330,16 @@ def _stages_table(one: Load) -> None:
         (parts.Lines(lines=(name, what)), *(_written(stage, q) for _, q in QUANTILES),
          parts.Bar(fraction=stage.mean / mean, text=f"{100 * stage.mean / mean:.0f} %"))
         for name, what in STAGES.items() if (stage := one.stages.get(name)) is not None
+    ])  # fmt: skip
+
+
+def _instances_table(one: Load) -> None:
+    numbers = _right("executions/s", "samples/s", "restarts")
+    parts.table([*_left("instance"), *numbers, *_left("computes")], [
+        (f"{number[:3]} on {instance.device}{'' if instance.is_up else ' (starts again)'}",
+         _rate(instance.executions), _rate(instance.samples), f"{instance.restarts:.0f}",
+         parts.Bar(fraction=instance.busy, text=f"{100 * instance.busy:.0f} %"))
+        for number, instance in sorted(one.instances.items())
     ])  # fmt: skip
 
 

@@ -1,0 +1,351 @@
+"""Several instances of one model: how many and where, and the batcher that they share.
+
+Requests wait in one queue, and the instance that is free takes the next execution. Each instance is
+a process (``instance_process``): on two cores, two processes with a thread each run a ResNet-50
+faster than one with two threads (1.5 times), or than two threads of one process (1.2 times), which
+wait for Python's lock. One that ends takes no answer along: what it ran is run by the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Protocol
+
+import numpy as np
+
+from tessella.core.errors import ServeError, TessellaError, UsageError
+from tessella.server.batcher import Batcher, deliver, samples_of
+from tessella.server.statistics import Computation, InstanceCounts, Stages, Statistics
+from tessella.server.versions import check_name
+from tessella.server.waiting import Arrays, Piece, Request
+
+log = logging.getLogger(__name__)
+
+MOST_INSTANCES = 64  # of a model
+MOST_LOSSES = 3  # of a request, which may be what ends the instances that run it
+RESTART_S = 1.0  # between two attempts to start an instance
+_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the instances of a model run.
+
+    Attributes:
+        count: on each device.
+        devices: ``cpu`` or ``cuda:1``; none is the one on which the server runs all models.
+
+    Raises:
+        UsageError: it cannot be so.
+    """
+
+    count: int
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.each) <= MOST_INSTANCES:
+            raise UsageError(
+                f"a model has 1 to {MOST_INSTANCES} instances",
+                seen=self.count,
+                fix="write --instances 2, or --instances NAME=1@cuda:0,cuda:1",
+            )
+        if wrong := [name for name in self.devices if not _DEVICE.fullmatch(name)]:
+            raise UsageError(
+                "this is no device of an instance", seen=wrong[0][:80], fix="write cpu or cuda:1"
+            )
+
+    @property
+    def each(self) -> tuple[str | None, ...]:
+        """The device of each instance; None is the server's."""
+        return (self.devices or (None,)) * min(self.count, MOST_INSTANCES + 1)
+
+
+def parse_instances(text: str) -> tuple[str, Placement]:
+    """Name and placement in ``2``, ``NAME=2`` or ``NAME=1@cuda:0,cuda:1``, as a command line has
+    it; without a name, the name is empty and all models are meant.
+
+    Raises:
+        UsageError: it says neither.
+    """
+    name, has_name, where = text.rpartition("=")
+    count, has_devices, devices = where.partition("@")
+    if not (count.isascii() and count.isdigit() and len(count) < 6) or (
+        has_devices and not devices
+    ):
+        raise UsageError(
+            "this does not say how many instances of a model there are",
+            seen=text[:140],
+            fix="write 2, NAME=2 or NAME=1@cuda:0,cuda:1",
+        )
+    placed = Placement(count=int(count), devices=tuple(devices.split(",")) if devices else ())
+    return check_name(name) if has_name else "", placed
+
+
+class InstanceLost(Exception):
+    """An instance ended while it ran an execution; the execution may be repeated."""
+
+
+class Instance(Protocol):
+    """One of several engines of the same plan.
+
+    Attributes:
+        device: where it runs.
+    """
+
+    device: str
+
+    def join(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        """The samples of several requests as one array, where the instance reads it."""
+        ...
+
+    def __call__(self, **arrays: np.ndarray) -> Mapping[str, np.ndarray]:
+        """The outputs of joined arrays, in memory of their own.
+
+        Raises:
+            InstanceLost: it has ended. Exception: whatever the engine raised.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Start it again, after it has ended.
+
+        Raises:
+            TessellaError: it cannot be started.
+        """
+        ...
+
+
+class _Own(threading.local):
+    """What a thread of the batcher runs."""
+
+    number: int
+    instance: Instance
+    counts: InstanceCounts
+
+
+class SharedBatcher(Batcher):
+    """As ``Batcher``, for several instances that share its queue; each has a thread.
+
+    Args:
+        max_batch, max_delay_us, max_waiting: as of ``Batcher``.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        *,
+        max_batch: int,
+        max_delay_us: int,
+        max_waiting: int,
+        statistics: Statistics,
+    ) -> None:
+        self._own = _Own()
+        super().__init__(
+            lambda **arrays: self._own.instance(**arrays),
+            max_batch=max_batch,
+            max_delay_us=max_delay_us,
+            max_waiting=max_waiting,
+            statistics=statistics,
+            join=lambda name, parts: self._own.instance.join(name, parts),
+        )
+        self._abreast = len(instances)
+        self._until_ns: dict[int, int] = {}  # when those that run or start will be free
+        self._again: deque[Piece] = deque()  # of executions whose instance ended
+        self._down: set[int] = set()  # instances that could not be started again
+        self._closing = threading.Event()
+        self._left = len(instances)  # threads
+        statistics.instances = _counts(statistics.instances, instances)
+        for number, instance in enumerate(instances):
+            thread = threading.Thread(
+                target=self._serve, args=(number, instance), name=f"instance {number}", daemon=True
+            )
+            self._thread = thread
+            thread.start()
+
+    def submit(self, request: Request) -> None:
+        """As ``Batcher.submit``.
+
+        Raises:
+            ServeError: also 503, no instance runs.
+        """
+        if len(self._down) == self._abreast:
+            raise _none_runs()
+        super().submit(request)
+
+    async def close(self, release: Callable[[], None]) -> None:
+        """As ``Batcher.close``."""
+        with self._lock:
+            self._release = release
+        self._closing.set()
+        await super().close(release)
+
+    def _wake(self) -> None:
+        self._changed.notify()  # one that is free, if there is one
+
+    # --- the threads of the instances -------------------------------------------------------------
+
+    def _serve(self, number: int, instance: Instance) -> None:
+        """Be the thread of an instance."""
+        self._own.number, self._own.instance = number, instance
+        self._own.counts = self._statistics.instances[number]
+        while self._has_served():
+            pass
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+            left = self._stranded() if is_last else []
+        deliver(left)
+        if is_last:
+            self._end()
+
+    def _has_served(self) -> bool:
+        """Wait for an execution and run it; False if none will come."""
+        late: list[Request] = []
+        with self._lock:
+            while not (self._again or self._waiting or self._release):
+                self._changed.wait()
+            while self._waiting and not self._again and (company_ns := self._company_ns()):
+                self._changed.wait(company_ns / 1e9)
+            pieces = self._next_again()
+            if not pieces and self._waiting:
+                pieces, late = self._take()
+            if pieces:
+                self._expect(pieces)
+                if self._waiting or self._again:  # the rest of a large request, say
+                    self._changed.notify()
+            is_over = not (pieces or self._waiting) and self._release is not None
+        deliver(late)
+        if pieces:
+            self._execute(pieces)
+            with self._lock:
+                self._until_ns.pop(self._own.number, None)
+                self._foresee()
+        return not is_over and not (self._closing.is_set() and self._own.number in self._down)
+
+    def _next_again(self) -> list[Piece]:
+        """A piece that is to be run again, if somebody still waits for it: it runs alone."""
+        while self._again:
+            piece = self._again.popleft()
+            if piece[0].error is None and not piece[0].gave_up():
+                return [piece]
+        return []
+
+    def _expect(self, pieces: list[Piece]) -> None:
+        expected_ns = self._pace.expected_ns(samples_of(pieces), self._max_batch)
+        self._until_ns[self._own.number] = perf_counter_ns() + expected_ns
+        self._foresee()
+
+    def _foresee(self) -> None:
+        """Say when the next instance is free."""
+        self._is_running = bool(self._until_ns)
+        all_run = len(self._until_ns) == self._abreast
+        self._running_until_ns = min(self._until_ns.values()) if all_run else 0
+
+    def _execute(self, pieces: list[Piece]) -> None:
+        started_ns = perf_counter_ns()
+        try:
+            answers, spent = self._compute(pieces)
+        except InstanceLost as error:
+            self._lost(pieces, error)
+            return
+        except Exception as error:  # an engine's error is the request's answer
+            self._failed(pieces, error)
+            return
+        with self._lock:
+            self._pace.took(samples_of(pieces), spent.infer_ns)
+            self._own.counts.executed(samples_of(pieces), spent.infer_ns)
+        self._finished(pieces, answers, started_ns, spent)
+
+    def _answered(
+        self, pieces: list[Piece], answers: list[Arrays], started_ns: int, spent: Computation
+    ) -> list[Request]:
+        with self._lock:  # other instances may have pieces of the same requests
+            finished = super()._answered(pieces, answers, started_ns, spent)
+        for request in finished:
+            if request.parts:
+                _within(request.stages, perf_counter_ns() - request.since_ns)
+        return finished
+
+    def _lost(self, pieces: list[Piece], error: InstanceLost) -> None:
+        """Have what an instance ran when it ended run again, a request at a time: one of them may
+        have ended it, and would end them all. Then start the instance again.
+        """
+        log.error(
+            "instance %d of a model on %s has ended and is started again: %s",
+            self._own.number, self._own.instance.device, error,
+        )  # fmt: skip
+        failed = []
+        with self._lock:
+            for request in dict.fromkeys(piece[0] for piece in pieces):
+                request.losses += 1
+                if request.losses == MOST_LOSSES and request.error is None:
+                    request.error = RuntimeError("the processes that computed a request have ended")
+                    self._drop(request)
+                    failed.append(request)
+            self._again.extend(piece for piece in pieces if piece[0].error is None)
+            self._own.counts.is_up = False
+            self._changed.notify_all()
+        deliver(failed)
+        self._restart()
+
+    def _restart(self) -> None:
+        """Start this thread's instance again; as long as none runs, nobody waits for that."""
+        number = self._own.number
+        while True:
+            try:
+                self._own.instance.restart()
+                break
+            except TessellaError as error:
+                log.error("instance %d of a model cannot be started: %s", number, error)
+            with self._lock:
+                self._down.add(number)
+                stranded = self._stranded() if len(self._down) == self._abreast else []
+            deliver(stranded)
+            if self._closing.wait(RESTART_S):
+                return
+        with self._lock:
+            self._down.discard(number)
+            self._own.counts.restarts += 1
+            self._own.counts.is_up = True
+
+    def _stranded(self) -> list[Request]:
+        """All that wait, with the error that nobody will answer them."""
+        waiting = [entry[-1] for entry in self._waiting] + [piece[0] for piece in self._again]
+        requests = [r for r in dict.fromkeys(waiting) if r.error is None]
+        for request in requests:
+            request.error = _none_runs()
+        self._waiting, self._samples, self._statistics.waiting = [], 0, 0
+        self._again.clear()
+        return requests
+
+
+def _within(stages: Stages, ns: int) -> None:
+    """Let pieces that were computed at the same time take no more than the time that passed."""
+    spent_ns = stages.copy + stages.compute
+    if spent_ns > ns:
+        stages.copy = stages.copy * ns // spent_ns
+        stages.compute = ns - stages.copy
+
+
+def _none_runs() -> ServeError:
+    return ServeError(
+        "no instance of this model runs",
+        status=503,
+        fix="send it again in a moment; the server's log says why",
+        retry_after_s=1,
+    )
+
+
+def _counts(before: list[InstanceCounts], instances: Sequence[Instance]) -> list[InstanceCounts]:
+    """A row for each instance, which goes on counting where one was there before."""
+    rows = [InstanceCounts(one.device) for one in instances]
+    for n, row in enumerate(before[: len(rows)]):
+        if row.device == rows[n].device:
+            rows[n], row.is_up = row, True
+    return rows

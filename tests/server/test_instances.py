@@ -1,0 +1,255 @@
+"""Several instances of a model: who runs what, and what becomes of requests when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessella.core.errors import ArtifactError, ServeError, UsageError
+from tessella.server import Placement, instances, parse_instances
+from tessella.server.instances import MOST_LOSSES, InstanceLost, SharedBatcher
+from tessella.server.statistics import Stages, Statistics
+
+pytestmark = pytest.mark.timeout(30)
+POISON = 666.0
+
+
+class Doubler:
+    """``y = 2 · x``, held back by a gate; ends by ``kill``, or by itself for ``POISON``."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun: list[list[float]] = []  # the first numbers of what it has begun
+        self.ends: set[float] = {POISON}
+        self.starts, self.may_start = 0, True
+        self.is_killed = False
+
+    def join(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts)
+
+    def __call__(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        self.begun.append(x[:, 0].tolist())
+        assert self.gate.wait(20)
+        if self.is_killed or self.ends & set(x[:, 0]):
+            raise InstanceLost("SIGKILL")
+        if (x < 0).any():
+            raise ArithmeticError("negative")
+        return {"y": 2 * x}
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.gate.set()
+
+    def restart(self) -> None:
+        if not self.may_start:
+            raise ArtifactError("the plan's file is gone")
+        self.starts += 1
+        self.is_killed = False
+
+
+def shared(*engines: Doubler, **settings: int) -> tuple[SharedBatcher, Statistics]:
+    statistics = Statistics()
+    given = {"max_batch": 8, "max_delay_us": 0, "max_waiting": 100, **settings}
+    return SharedBatcher(engines, statistics=statistics, **given), statistics
+
+
+def rows(*values: float) -> dict[str, np.ndarray]:
+    return {"x": np.repeat(np.array(values, np.float32)[:, None], 2, 1)}
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def filled(batcher: SharedBatcher, *engines: Doubler) -> list[asyncio.Task]:
+    """Requests that every engine holds at its gate, one each."""
+    for engine in engines:
+        engine.gate.clear()
+        engine.begun.clear()
+    tasks = []
+    for n in range(len(engines)):
+        tasks.append(asyncio.create_task(batcher.infer(rows(n + 1))))
+        await until(lambda n=n: sum(len(engine.begun) for engine in engines) == n + 1)
+    return tasks
+
+
+def test_one_queue_and_the_free_instance_takes_the_next_execution() -> None:
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, statistics = shared(one, two)
+        held = await filled(batcher, one, two)
+        assert [len(one.begun), len(two.begun)] == [1, 1], "both run at a time"
+        others = [asyncio.create_task(batcher.infer(rows(v))) for v in (10, 20, 30)]
+        await until(lambda: statistics.waiting == 3)
+        two.gate.set()
+        answers = await asyncio.gather(*others)
+        assert [a["y"][0, 0] for a in answers] == [20, 40, 60]
+        assert (two.begun[1:], len(one.begun)) == ([[10, 20, 30]], 1)
+        one.gate.set()
+        assert sorted([(await task)["y"][0, 0] for task in held]) == [2, 4]
+        counts = statistics.instances
+        assert [c.executions for c in counts] == [1, 2]
+        assert [c.samples for c in counts] == [1, 4]
+        assert statistics.execution_count == 3
+        assert statistics.inference_count == sum(c.samples for c in counts)
+        assert sum(d.ns for _, d in statistics.batches()) == sum(c.ns for c in counts)
+        with pytest.raises(ArithmeticError):
+            await batcher.infer(rows(-1))
+        closed: list[bool] = []
+        await batcher.close(lambda: closed.append(True))
+        assert closed == [True]
+
+    run(test)
+
+
+def test_pieces_of_a_large_request_run_at_a_time_and_come_back_in_order() -> None:
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, _ = shared(one, two)
+        one.gate.clear()
+        two.gate.clear()
+        values, stages = np.arange(1, 21, dtype=np.float32), Stages()
+        large = asyncio.create_task(batcher.infer(rows(*values), stages=stages))
+        await until(lambda: len(one.begun) == len(two.begun) == 1)
+        (first, second) = (one, two) if one.begun[0][0] == 1 else (two, one)
+        assert (first.begun[0][0], second.begun[0][0]) == (1, 9)
+        second.gate.set()  # the second piece is there first, and then the third
+        await until(lambda: len(second.begun) == 2)
+        first.gate.set()
+        assert (await large)["y"][:, 0].tolist() == (2 * values).tolist()
+        assert stages.compute > 0
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
+def test_an_instance_that_ends_takes_no_answer_along_and_comes_back() -> None:
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, statistics = shared(one, two)
+        tasks = await filled(batcher, one, two)
+        one.kill()
+        two.gate.set()
+        assert sorted([(await task)["y"][0, 0] for task in tasks]) == [2, 4]
+        await until(lambda: statistics.instances[0].is_up)
+        assert [(c.restarts, c.is_up) for c in statistics.instances] == [(1, True), (0, True)]
+        # both end: what they had waits for their return
+        tasks = await filled(batcher, one, two)
+        for engine in (one, two):
+            engine.kill()
+        assert sorted([(await task)["y"][0, 0] for task in tasks]) == [2, 4]
+        # half of a large request is lost, and that half alone is run again
+        one.begun.clear(), two.begun.clear()
+        one.gate.clear(), two.gate.clear()
+        large = asyncio.create_task(batcher.infer(rows(*range(1, 17))))
+        await until(lambda: len(one.begun) == len(two.begun) == 1)
+        one.kill()
+        two.gate.set()
+        assert (await large)["y"][:, 0].tolist() == [2 * v for v in range(1, 17)]
+        assert sum(map(len, one.begun + two.begun)) == 24
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
+def test_a_request_that_ends_instances_is_given_up_and_its_company_is_answered() -> None:
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, statistics = shared(one, two)
+        held = await filled(batcher, one, two)
+        poison = asyncio.create_task(batcher.infer(rows(POISON)))
+        company = [asyncio.create_task(batcher.infer(rows(v))) for v in (5, 6)]
+        await until(lambda: statistics.waiting == 3)
+        for engine in (one, two):
+            engine.gate.set()
+        assert [(await task)["y"][0, 0] for task in company] == [10, 12]
+        with pytest.raises(RuntimeError, match="have ended"):
+            await poison
+        await asyncio.gather(*held)
+        lost = [batch for batch in one.begun + two.begun if POISON in batch]
+        assert sorted(map(len, lost)) == [1] * (MOST_LOSSES - 1) + [3], "alone after the first time"
+        assert (await batcher.infer(rows(7)))["y"][0, 0] == 14
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
+def test_nobody_waits_for_instances_that_cannot_be_started(monkeypatch) -> None:
+    monkeypatch.setattr(instances, "RESTART_S", 0.01)
+
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, statistics = shared(one, two)
+        one.may_start = two.may_start = False
+        tasks = await filled(batcher, one, two)
+        tasks.append(asyncio.create_task(batcher.infer(rows(9))))
+        await until(lambda: statistics.waiting == 1)
+        one.kill()
+        await until(lambda: not statistics.instances[0].is_up)
+        assert not any(task.done() for task in tasks), "the other one goes on"
+        two.kill()
+        for task in tasks:
+            with pytest.raises(ServeError, match="no instance") as refused:
+                await task
+            assert refused.value.status == 503
+        await until(lambda: len(batcher._down) == 2)
+        with pytest.raises(ServeError, match="no instance"):
+            await batcher.infer(rows(1))
+        one.may_start = True
+        await until(lambda: statistics.instances[0].is_up)
+        assert (await batcher.infer(rows(4)))["y"][0, 0] == 8
+        await asyncio.wait_for(batcher.close(lambda: None), 30)
+
+    run(test)
+
+
+def test_deadlines_count_on_all_instances() -> None:
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, _ = shared(one, two)
+        ms = 10**6
+        batcher._pace.took(8, 100 * ms)
+        one.gate.clear()
+        first = asyncio.create_task(batcher.infer(rows(1)))
+        await until(lambda: one.begun or two.begun)
+        busy, free = (one, two) if one.begun else (two, one)
+        busy.gate.clear()
+        # one is free: 40 ms are enough for 2 samples (25 ms), whatever the other one does
+        await batcher.infer(rows(2, 3), timeout_us=10_000_000)
+        assert (batcher._running_until_ns, len(batcher._until_ns)) == (0, 1)
+        free.gate.clear()
+        second = asyncio.create_task(batcher.infer(rows(4)))
+        await until(lambda: len(free.begun) == 2)
+        assert batcher._running_until_ns == min(batcher._until_ns.values())
+        with pytest.raises(ServeError, match="no time"):
+            await batcher.infer(rows(*range(8)), timeout_us=1)
+        for engine in (one, two):
+            engine.gate.set()
+        await asyncio.gather(first, second)
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
+def test_how_instances_are_asked_for() -> None:
+    assert parse_instances("2") == ("", Placement(count=2))
+    assert parse_instances("m=3")[1].each == (None,) * 3
+    name, placed = parse_instances("m=2@cuda:0,cuda:1")
+    assert (name, placed.each) == ("m", ("cuda:0", "cuda:1") * 2)
+    for wrong in ("", "m=", "m=0", "m=x", "=2", "2@", "m=1@gpu", "m=65", "1@cpu,", "m=99999@cpu",
+                  "m=2=2", "../m=2", "²", "m=1@cuda:0,,cpu"):  # fmt: skip
+        with pytest.raises(UsageError):
+            parse_instances(wrong)
