@@ -117,8 +117,9 @@ class Recipe:
         compile: torch.compile makes code of the steps, with the same kernels of ours in it, which
             takes half a minute or more at the start; ``tessella train --explain --race 60`` tells
             whether that is faster here.
-        gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
+        gpus: processes on a machine, each on a GPU of its own; with all GPUs hidden (an empty
             CUDA_VISIBLE_DEVICES) each with a share of the cores.
+        nodes: machines, with so many processes on each.
         sync_norms: batch norms take the statistics of all processes' images instead of each one's
             own; a step then runs call by call.
         compress: exchange gradients between processes as products of two matrices of so many
@@ -177,6 +178,7 @@ class Recipe:
     compile: bool = False
     decode: Literal["host", "gpu"] | None = None
     gpus: int = 1
+    nodes: int = 1
     sync_norms: bool = False
     compress: int = 0
     seed: int = 0
@@ -205,6 +207,7 @@ class Recipe:
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "gpus": self.gpus,
+            "nodes": self.nodes,
             "val_interval": self.val_interval,
             "snapshot_interval": self.snapshot_interval,
             "keep_last": self.keep_last,
@@ -213,14 +216,16 @@ class Recipe:
         for name, value in positive.items():
             if value <= 0:
                 raise UsageError(f"{name} must be positive", seen=value)
-        if self.batch_size % self.gpus:
+        if self.batch_size % self.processes:
+            several = "" if self.nodes == 1 else f", nodes={self.nodes}"
+            count = self.processes
             raise UsageError(
                 "the batch size must be a multiple of the number of GPUs",
-                seen=f"batch_size={self.batch_size}, gpus={self.gpus}",
-                fix=f"use batch_size={math.ceil(self.batch_size / self.gpus) * self.gpus}",
+                seen=f"batch_size={self.batch_size}, gpus={self.gpus}{several}",
+                fix=f"use batch_size={math.ceil(self.batch_size / count) * count}",
             )
-        if self.batch_size % (self.gpus * self.accumulate):
-            parts = self.gpus * self.accumulate
+        if self.batch_size % (self.processes * self.accumulate):
+            parts = self.processes * self.accumulate
             raise UsageError(
                 "the batch size must be a multiple of GPUs times parts",
                 seen=f"batch_size={self.batch_size}, gpus={self.gpus}, "
@@ -234,6 +239,11 @@ class Recipe:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)
         if self.patience is not None and self.patience < 1:
             raise UsageError("patience counts validations, at least 1", seen=self.patience)
+
+    @property
+    def processes(self) -> int:
+        """How many train together, on all machines."""
+        return self.nodes * self.gpus
 
     def _check_tuning(self) -> None:
         if (self.freeze or self.probe_epochs) and self.init == "random":
@@ -283,7 +293,7 @@ class Recipe:
     def _check_processes(self) -> None:
         if self.compress < 0:
             raise UsageError("compress counts columns, 0 or more", seen=self.compress)
-        if self.gpus == 1 and (self.compress or self.sync_norms):
+        if self.processes == 1 and (self.compress or self.sync_norms):
             raise UsageError(
                 "one process has nothing to exchange with others",
                 seen=f"gpus=1, compress={self.compress}, sync_norms={self.sync_norms}",
@@ -310,7 +320,7 @@ class Recipe:
             )
         usual = {
             "precision": "fp32", "backend": "torch", "fuse": None, "compile": False, "gpus": 1,
-            "freeze": 0, "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
+            "nodes": 1, "freeze": 0, "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
         }  # fmt: skip
         other = [f"{n}={getattr(self, n)!r}" for n, v in usual.items() if getattr(self, n) != v]
         if other:
@@ -349,11 +359,17 @@ class Metric:
 
 
 class Run:
-    """A training on disk, finished or not, read-only."""
+    """A training on disk, finished or not, read-only.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        info: what ``run.json`` holds, where that is on another machine.
+    """
+
+    def __init__(self, path: str | Path, *, info: RunInfo | None = None) -> None:
         self.path = Path(path)
-        self.info = read_document(self.path / "run.json", RunInfo, kind="run", version=VERSION)
+        if info is None:
+            info = read_document(self.path / "run.json", RunInfo, kind="run", version=VERSION)
+        self.info = info
 
     @property
     def recipe(self) -> Recipe:

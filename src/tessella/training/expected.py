@@ -51,7 +51,7 @@ def memory_of(
     weights = sum(_nbytes(t) for t in (*module.parameters(), *module.buffers()))
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = sum(map(_nbytes, trained))
-    part = recipe.batch_size // recipe.gpus // recipe.accumulate
+    part = recipe.batch_size // recipe.processes // recipe.accumulate
     shape = (max(part, 1), *info.preprocess.input_shape)
     return Memory(
         weights=weights,
