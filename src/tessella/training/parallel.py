@@ -251,8 +251,8 @@ def failure_of(out: Path, code: int) -> TessellaError:
     return TrainError(
         "a training process ended without saying why",
         seen=f"exit code {code}; last lines:\n" + "\n".join(lines[-_LAST_WORDS:]),
-        fix=f"read {out / LOG_FILE}; a process that was killed often means that the host's memory "
-        "is full: use fewer workers or a smaller batch, then resume",
+        fix="a process that was killed often means that the host's memory is full: use fewer "
+        f"workers or a smaller batch, then resume. Its output is in {out / LOG_FILE}",
     )
 
 
