@@ -1,4 +1,4 @@
-"""Two processes over gloo, on two machines or one. A start of torchrun imports torch three times."""
+"""Two processes over gloo, on two machines or one. Each start imports torch three times."""
 
 from __future__ import annotations
 

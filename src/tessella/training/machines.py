@@ -161,19 +161,21 @@ class Meeting:
         self._store = _store(place)
         self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
         self._beats, self._beat_at, self._closed = 0, 0.0, False
+        if place.rank == 0:
+            self._store.set("nodes", str(place.nodes))
+        elif (nodes := int(self._store.get("nodes"))) != place.nodes:
+            raise self.fail(
+                UsageError(
+                    "the machines do not agree on how many they are",
+                    seen=f"{nodes} on the first, {place.nodes} here",
+                    fix="give each the same --nodes",
+                )
+            )
         if self._store.add(f"came/{place.rank}", 1) > 1:
             raise UsageError(
                 "another command is this machine already",
                 seen=f"node_rank={place.rank} at {where}",
                 fix="give each machine a --node-rank of its own",
-            )
-        if place.rank == 0:
-            self._store.set("nodes", str(place.nodes))
-        elif (nodes := int(self._store.get("nodes"))) != place.nodes:
-            raise UsageError(
-                "the machines do not agree on how many they are",
-                seen=f"{nodes} on the first, {place.nodes} here",
-                fix="give each the same --nodes",
             )
         self._wait_for_all()
         self.torchrun = [
