@@ -126,6 +126,10 @@ class Recipe:
             columns (PowerSGD, Vogels et al. 2019), where links are slow; 1 to 4 are usual, 0 is
             whole gradients. What a product lacks is added to the next one, and is not kept in
             checkpoints: a training that goes on has other numbers. Not in fp16.
+        shard: each process keeps a part of the weights, the gradients and the solver's state, and
+            gathers a block's weights while it computes (torch's FSDP2): for networks that do not
+            fit. The numbers are those of whole weights but for rounding, and checkpoints the same
+            files; a step runs call by call.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
         patience: stop after this many validations without a better score.
@@ -181,6 +185,7 @@ class Recipe:
     nodes: int = 1
     sync_norms: bool = False
     compress: int = 0
+    shard: bool = False
     seed: int = 0
     val_interval: float = 1.0
     snapshot_interval: float = 1.0
@@ -299,12 +304,35 @@ class Recipe:
                 seen=f"gpus=1, compress={self.compress}, sync_norms={self.sync_norms}",
                 fix="leave compress and sync_norms out, or train with more gpus",
             )
+        if self.shard:
+            self._check_shard()
         if self.compress and self.precision == "fp16":
             raise UsageError(
                 "what compressed gradients lack is added to the next ones, and an infinite one of "
                 "fp16, whose step is skipped, would never leave that sum",
                 seen=f"compress={self.compress}, precision='fp16'",
                 fix="train with precision bf16, or leave compress out",
+            )
+
+    def _check_shard(self) -> None:
+        if self.processes == 1:
+            raise UsageError(
+                "one process has nobody to share its weights with",
+                seen="shard=True, gpus=1",
+                fix="train with more gpus, or recompute, which needs less memory, too",
+            )
+        usual = {
+            "backend": "torch", "compile": False, "compress": 0, "sparsity": "none", "ema": 0.0,
+            "probe_epochs": 0.0,
+        }  # fmt: skip
+        other = [f"{n}={getattr(self, n)!r}" for n, v in usual.items() if getattr(self, n) != v]
+        other += ["fuse=True"] if self.fuse else []
+        other += ["precision='fp16'"] if self.precision == "fp16" else []
+        if other:
+            raise UsageError(
+                "these settings cannot be had with shard",
+                seen=", ".join(other),
+                fix="leave them out, or shard; in place of fp16 take bf16",
             )
 
     def _check_quantize(self) -> None:

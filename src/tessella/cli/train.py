@@ -72,6 +72,10 @@ def train(
     rendezvous: Annotated[
         str | None, Option(help="--nodes: HOST:PORT of the first machine, in a trusted network.")
     ] = None,
+    shard: Annotated[
+        bool | None,
+        Option("--shard", help="Cut the weights over the processes (FSDP), if they do not fit."),
+    ] = None,
     seed: Annotated[int | None, Option(help="Decides every random number.")] = None,
     recipe: Annotated[
         str | None,
@@ -118,6 +122,7 @@ def train(
             backend=backend,
             gpus=gpus,
             nodes=nodes,
+            shard=shard,
             seed=seed,
             lr=lr,
         )

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torch import Tensor
+
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, write_run
@@ -47,7 +49,7 @@ from tessella.training.quantizing import Quantizer, quantized, roundings
 from tessella.training.schedule import Schedule
 from tessella.training.sharing import shared
 from tessella.training.sparsity import sparse_weights
-from tessella.training.state import pack, prune
+from tessella.training.state import prune
 from tessella.training.stopping import stop_signals
 from tessella.training.trainer import Trainer
 from tessella.training.ways import NAMES
@@ -321,6 +323,8 @@ class Training:
                 fillers=self._fillers,
                 emit=self._journal,
             )
+            if self._recipe.shard:
+                self._answer_as_often(len(self._dataset.val))
             result = measure(self._world.join_rows(rows_NR), self._dataset.val, info.labels)
             values |= {f"val/{name}": value for name, value in result.values.items()}
             improved = self._improves(values[info.task.metric])
@@ -330,6 +334,14 @@ class Training:
         self._warn(values)
         self._meter.start_clock()
         return improved
+
+    def _answer_as_often(self, images: int) -> None:
+        """Answer blank images where this process had no part of the last batch: blocks are gathered
+        by all processes together."""
+        part = self._recipe.batch_size // self._world.size
+        in_last = images % self._recipe.batch_size or self._recipe.batch_size
+        if in_last <= self._world.rank * part:
+            self._trainer.answer_blank()
 
     def _warn(self, values: dict[str, float]) -> None:
         """Warn at the end where nothing was learned; earlier a network may just be slow."""
@@ -363,29 +375,24 @@ class Training:
     def _snapshot(self) -> None:
         """Save a checkpoint, then remove the old ones: there is always a complete one."""
         self._meter.flush()
-        if self._world.rank == 0:
+        first = self._world.rank == 0
+        if first or self._recipe.shard:
+            weights, tensors, values = self._trainer.packed()
+        if first:
             self._journal.sync()
-            path = self._save()
+            path = self._save(weights, tensors, values)
             prune(self._run, keep_last=self._recipe.keep_last)
             self._journal(phase("snapshot", path.name))
         self._meter.start_clock()
 
-    def _save(self) -> Path:
+    def _save(self, weights: dict[str, Tensor], tensors: dict[str, Tensor], values: bytes) -> Path:
         info, step = self._run.info, self._state.step
-        trainer = self._trainer
-        tensors, values = pack(
-            trainer.module,
-            trainer.optimizer,
-            trainer.mixed,
-            self._state,
-            average=trainer.average,
-        )
         return save_checkpoint(
             self._run.path / "checkpoints" / f"step-{step:08d}",
             network=info.network,
             preprocess=info.preprocess,
             labels=info.labels,
-            weights=trainer.evaluated.state_dict(),
+            weights=weights,
             metrics=self._measured,
             position=Position(step=step, epoch=self._schedule.epoch_at(step)),
             precision=self._recipe.precision,
@@ -393,7 +400,7 @@ class Training:
             task=replace(info.task, numbers=self._numbers),
             state_tensors=tensors,
             state_values=values,
-            quantized=roundings(trainer.evaluated),
+            quantized=roundings(self._trainer.evaluated),
         ).path
 
     def _open(self) -> None:

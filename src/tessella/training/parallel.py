@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.fsdp import FSDPModule
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
@@ -77,7 +78,7 @@ class World:
         """Within it a backward pass adds up this process's gradients, which are not averaged."""
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             return wrapped.no_sync()
-        return nullcontext()
+        return _unsent(wrapped) if isinstance(wrapped, FSDPModule) else nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` over all processes."""
@@ -114,6 +115,15 @@ class World:
         joined = torch.from_numpy(rows).to(self.device)
         dist.all_reduce(joined)  # x + 0 = x: nothing is rounded
         return joined.cpu().numpy()
+
+
+@contextmanager
+def _unsent(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
 
 
 def alone() -> World:

@@ -67,6 +67,13 @@ def check(recipe: Recipe) -> None:
     dataset = Dataset(recipe.dataset)
     _network(dataset, recipe)
     task = of(dataset.info.task)
+    if recipe.shard and (task.head.TAUGHT or dataset.preprocess.volume is not None):
+        raise UsageError(
+            "the weights of this network cannot be cut over processes: each process calls its "
+            "blocks as often as its pictures need",
+            seen=f"shard=True, {task.name}",
+            fix="leave shard out; recompute and accumulate need less memory, too",
+        )
     if recipe.label_smoothing and not task.examples.SMOOTHED:
         raise UsageError(
             f"the targets of {task.name} are not smoothed",
