@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.distributed.fsdp import FSDPModule
 
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, EventLog, read_events, warning
 from tessella.training.machines import Meeting
+from tessella.training.sharding import is_cut, unsent
 from tessella.training.stopping import never, stop_signals
 
 ERROR_FILE = "error.json"
@@ -78,7 +78,7 @@ class World:
         """Within it a backward pass adds up this process's gradients, which are not averaged."""
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             return wrapped.no_sync()
-        return _unsent(wrapped) if isinstance(wrapped, FSDPModule) else nullcontext()
+        return unsent(wrapped) if is_cut(wrapped) else nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` over all processes."""
@@ -115,15 +115,6 @@ class World:
         joined = torch.from_numpy(rows).to(self.device)
         dist.all_reduce(joined)  # x + 0 = x: nothing is rounded
         return joined.cpu().numpy()
-
-
-@contextmanager
-def _unsent(module: FSDPModule) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
 
 
 def alone() -> World:
