@@ -1,4 +1,4 @@
-"""Two processes over gloo. A start of torchrun imports torch three times, so there are only two."""
+"""Two processes over gloo, on two machines or one. Each start imports torch three times."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tessella.artifacts.run import Run
+from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
+from tessella.core.events import read_events
+from tessella.core.record import to_plain
 from tessella.training import parallel, worker
 from tessella.training.loop import train
+from tessella.training.machines import Place
 from tessella.training.prepare import begin
 from tests.support.training import curve, losses, recipe
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
 
 SETTINGS = {
     "epochs": 20.0,
@@ -29,50 +40,61 @@ SETTINGS = {
     "probe_epochs": 1.0,  # then other parameters learn, whose gradients are to be averaged, too
 }
 
-# What `train` in a process of its own looks like that is killed when step 10 is told.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tessella.training.loop import train
-from tests.support.training import recipe
-from tests.training.test_parallel import SETTINGS
 
-def emit(event):
-    if event.kind == "metric" and event.step == 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-settings = recipe(sys.argv[1], gpus=2, init=sys.argv[3], **SETTINGS)
-train(settings, Path(sys.argv[2]), emit=emit)
-"""
+def command(settings: Recipe, out: Path, rank: int, port: int, *more: str) -> subprocess.Popen:
+    """A machine of two, as a person starts it."""
+    plain = json.dumps(to_plain(settings))
+    argv = ["train", settings.network, settings.dataset, "--out", str(out), "--recipe", plain]
+    argv += ["--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tessella", *argv], stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_two_processes_give_the_curve_of_one_even_when_killed_and_stopped(
+def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     dataset, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    out = tmp_path / "two"
+    out, unseen = tmp_path / "two", tmp_path / "unseen"
     start = str(train(recipe(dataset, epochs=1.0), tmp_path / "start").latest().path)
-    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(dataset), str(out), start])
-    family: set[psutil.Process] = set()
-    while parent.poll() is None:
-        family.update(psutil.Process(parent.pid).children(recursive=True))
-        time.sleep(0.1)
-    assert parent.returncode == -signal.SIGKILL
-    assert len(family) >= 3  # torchrun and two workers, which end with their parent
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert not alive
-    assert 10 <= len(losses(Run(out))) < 80
+    settings = recipe(dataset, nodes=2, init=start, **SETTINGS)
 
+    # the second machine dies: nothing of it is left, and the first ends by itself and says why
+    port = free_port()
+    first, second = (command(settings, out, rank, port) for rank in range(2))
+    families: dict[int, set[psutil.Process]] = {first.pid: set(), second.pid: set()}
+    while len(read_events(out / "events.jsonl")[0]) < 20:
+        for pid, family in families.items():
+            family.update(psutil.Process(pid).children(recursive=True))
+        assert first.poll() is None, first.stderr.read()
+        assert second.poll() is None, second.stderr.read()
+        time.sleep(0.05)
+    second.kill()
+    error = first.communicate()[1]
+    assert first.returncode == TrainError.exit_code, error
+    assert "machine 1 has ended, or cannot be reached" in error
+    assert all(len(family) >= 2 for family in families.values())  # torchrun and a worker
+    _, alive = psutil.wait_procs(set.union(*families.values()), timeout=60)
+    assert not alive
+    second.communicate()
+    assert 0 < len(losses(Run(out))) < 80
+
+    # the second machine has no folder of the run: it is sent the checkpoint
     def stop(event):
-        if event.kind == "metric" and event.step == 30:
+        if event.kind == "metric" and event.step == 40:
             signal.raise_signal(signal.SIGINT)
 
-    settings = recipe(dataset, gpus=2, init=start, **SETTINGS)
+    place = Place(nodes=2, rank=0, host="127.0.0.1", port=free_port())
+    second = command(settings, unseen, 1, place.port)
     with pytest.raises(KeyboardInterrupt):
-        train(settings, out, resume=True, emit=stop)
-    assert 30 <= Run(out).latest().info.position.step == len(losses(Run(out))) < 80
+        train(settings, out, resume=True, place=place, emit=stop)
+    assert "stopped" in second.communicate()[1]
+    assert second.returncode == 130
+    assert not unseen.exists()
+    assert 40 <= Run(out).latest().info.position.step == len(losses(Run(out))) < 80
 
-    told = []
+    # the same processes on one machine
+    told, settings = [], recipe(dataset, gpus=2, init=start, **SETTINGS)
     two = train(settings, out, resume=True, emit=told.append)
     assert told[0].text.startswith("gpus=2 with all GPUs hidden") != torch.cuda.is_available()
     assert (next(e.name for e in told if e.kind == "phase"), told[-1].kind) == ("resume", "result")
@@ -112,9 +134,7 @@ def test_processes_share_a_cpu_where_gpus_are_hidden_on_purpose(monkeypatch):
 @pytest.fixture
 def work(monkeypatch):
     """Run ``worker.main`` as torchrun would start it for a world of one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
     for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))

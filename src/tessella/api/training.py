@@ -12,13 +12,15 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import completed, describe_defaults
 from tessella.artifacts.run import Recipe, Run
 from tessella.artifacts.settings import recipe_from, spelled_out
-from tessella.core.events import Emit, phase
+from tessella.core.errors import UsageError
+from tessella.core.events import Emit, phase, silent
 from tessella.core.record import to_plain
 from tessella.core.reporter import reported
 from tessella.tasks import for_defaults
 from tessella.training import forecast as forecasting
 from tessella.training import loop
 from tessella.training.forecast import Forecast
+from tessella.training.machines import Started, place_of, settings_of, started
 from tessella.training.prepare import check
 
 AUTO = "auto"
@@ -30,6 +32,8 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
     emit: Emit | None = None,
     **settings: Any,
 ) -> Run:
@@ -40,6 +44,9 @@ def train(
         dataset: a dataset or its folder.
         out: the run's folder; by default ``runs/NETWORK-DATE``.
         resume: go on where the run in ``out`` stopped; the loss curve is that of an unbroken run.
+        node_rank, rendezvous: with ``nodes``, which machine this is, from 0, and ``"HOST:PORT"``
+            where they meet: the first one's address, with a free port, in a network that you trust.
+            Processes that torchrun has started need neither, nor ``gpus`` and ``nodes``.
         emit: told what happens; by default bars show it on a terminal and in a notebook.
         settings: fields of ``Recipe`` (epochs, batch_size, solver, precision, backend, gpus, …),
             and as on the command line ``lr`` and the name of a solver or policy alone;
@@ -48,8 +55,20 @@ def train(
             (``artifacts.defaults``), or when resuming as it was.
 
     Returns:
-        The run; ``run.best("val/accuracy")`` is its best checkpoint.
+        The run; ``run.best("val/accuracy")`` is its best checkpoint. Its folder is on the first
+        machine.
     """
+    process = started()
+    if process is not None:
+        return _train_started(
+            process, network, dataset, out, settings, resume=resume, emit=emit,
+            place=(node_rank, rendezvous),
+        )  # fmt: skip
+    place = place_of(settings.get("nodes", 1), node_rank, rendezvous)
+    if place is not None and out is None:
+        raise UsageError(
+            "a training on several machines needs the name of a folder", fix="give out"
+        )
     with reported(emit) as told:
         there = Path(out) if resume and out is not None else None
         recipe = _recipe(network, dataset, settings, there=there, emit=told)
@@ -57,8 +76,38 @@ def train(
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"
         return loop.train(
-            recipe, Path(out), resume=resume, quantizer=quantizer(emit=told), emit=told
+            recipe,
+            Path(out),
+            resume=resume,
+            quantizer=quantizer(emit=told),
+            place=place,
+            emit=told,
         )
+
+
+def _train_started(
+    process: Started,
+    network: str,
+    dataset: Dataset | str | Path,
+    out: str | Path | None,
+    settings: Mapping[str, Any],
+    *,
+    resume: bool,
+    emit: Emit | None,
+    place: tuple[int | None, str | None],
+) -> Run:
+    """``train`` in one of several processes, of which the first alone tells what happens."""
+    if place != (None, None) or out is None:
+        raise UsageError(
+            "torchrun has said where this process trains, and the run needs a folder",
+            seen=f"node_rank={place[0]}, rendezvous={place[1]}, out={out}",
+            fix="leave node_rank and rendezvous out, and give out",
+        )
+    with reported(silent if process.rank else emit) as told:
+        there = Path(out) if resume else None
+        settings = settings_of(process, settings)
+        recipe = _recipe(network, dataset, settings, there=there, emit=told)
+        return loop.train_started(recipe, Path(out), resume=resume, emit=told)
 
 
 def forecast(
@@ -93,6 +142,12 @@ def _recipe(
     given = {"network": network, "dataset": str(folder), **spelled_out(settings)}
     going_on = there is not None and (there / "run.json").exists()
     if given.get("batch_size") == AUTO:
+        if given.get("nodes", 1) > 1:
+            raise UsageError(
+                "what fits is found on one machine, and all need the same batch_size",
+                seen=f"batch_size='auto', nodes={given['nodes']}",
+                fix="try nodes=1, and give that number times the machines",
+            )
         del given["batch_size"]
         if not going_on:
             given["batch_size"] = _fitting(given)

@@ -117,14 +117,19 @@ class Recipe:
         compile: torch.compile makes code of the steps, with the same kernels of ours in it, which
             takes half a minute or more at the start; ``tessella train --explain --race 60`` tells
             whether that is faster here.
-        gpus: processes, each on a GPU of its own; with all GPUs hidden (an empty
+        gpus: processes on a machine, each on a GPU of its own; with all GPUs hidden (an empty
             CUDA_VISIBLE_DEVICES) each with a share of the cores.
+        nodes: machines, with so many processes on each.
         sync_norms: batch norms take the statistics of all processes' images instead of each one's
             own; a step then runs call by call.
         compress: exchange gradients between processes as products of two matrices of so many
             columns (PowerSGD, Vogels et al. 2019), where links are slow; 1 to 4 are usual, 0 is
             whole gradients. What a product lacks is added to the next one, and is not kept in
             checkpoints: a training that goes on has other numbers. Not in fp16.
+        shard: each process keeps a part of the weights, the gradients and the solver's state, and
+            gathers a block's weights while it computes (torch's FSDP2): for networks that do not
+            fit. The numbers are those of whole weights but for rounding, and checkpoints the same
+            files; a step runs call by call.
         val_interval, snapshot_interval: epochs between validations and checkpoints; may be
             fractions.
         patience: stop after this many validations without a better score.
@@ -177,8 +182,10 @@ class Recipe:
     compile: bool = False
     decode: Literal["host", "gpu"] | None = None
     gpus: int = 1
+    nodes: int = 1
     sync_norms: bool = False
     compress: int = 0
+    shard: bool = False
     seed: int = 0
     val_interval: float = 1.0
     snapshot_interval: float = 1.0
@@ -205,6 +212,7 @@ class Recipe:
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "gpus": self.gpus,
+            "nodes": self.nodes,
             "val_interval": self.val_interval,
             "snapshot_interval": self.snapshot_interval,
             "keep_last": self.keep_last,
@@ -213,14 +221,16 @@ class Recipe:
         for name, value in positive.items():
             if value <= 0:
                 raise UsageError(f"{name} must be positive", seen=value)
-        if self.batch_size % self.gpus:
+        if self.batch_size % self.processes:
+            several = "" if self.nodes == 1 else f", nodes={self.nodes}"
+            count = self.processes
             raise UsageError(
                 "the batch size must be a multiple of the number of GPUs",
-                seen=f"batch_size={self.batch_size}, gpus={self.gpus}",
-                fix=f"use batch_size={math.ceil(self.batch_size / self.gpus) * self.gpus}",
+                seen=f"batch_size={self.batch_size}, gpus={self.gpus}{several}",
+                fix=f"use batch_size={math.ceil(self.batch_size / count) * count}",
             )
-        if self.batch_size % (self.gpus * self.accumulate):
-            parts = self.gpus * self.accumulate
+        if self.batch_size % (self.processes * self.accumulate):
+            parts = self.processes * self.accumulate
             raise UsageError(
                 "the batch size must be a multiple of GPUs times parts",
                 seen=f"batch_size={self.batch_size}, gpus={self.gpus}, "
@@ -234,6 +244,11 @@ class Recipe:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)
         if self.patience is not None and self.patience < 1:
             raise UsageError("patience counts validations, at least 1", seen=self.patience)
+
+    @property
+    def processes(self) -> int:
+        """How many train together, on all machines."""
+        return self.nodes * self.gpus
 
     def _check_tuning(self) -> None:
         if (self.freeze or self.probe_epochs) and self.init == "random":
@@ -283,18 +298,41 @@ class Recipe:
     def _check_processes(self) -> None:
         if self.compress < 0:
             raise UsageError("compress counts columns, 0 or more", seen=self.compress)
-        if self.gpus == 1 and (self.compress or self.sync_norms):
+        if self.processes == 1 and (self.compress or self.sync_norms):
             raise UsageError(
                 "one process has nothing to exchange with others",
                 seen=f"gpus=1, compress={self.compress}, sync_norms={self.sync_norms}",
                 fix="leave compress and sync_norms out, or train with more gpus",
             )
+        if self.shard:
+            self._check_shard()
         if self.compress and self.precision == "fp16":
             raise UsageError(
                 "what compressed gradients lack is added to the next ones, and an infinite one of "
                 "fp16, whose step is skipped, would never leave that sum",
                 seen=f"compress={self.compress}, precision='fp16'",
                 fix="train with precision bf16, or leave compress out",
+            )
+
+    def _check_shard(self) -> None:
+        if self.processes == 1:
+            raise UsageError(
+                "one process has nobody to share its weights with",
+                seen="shard=True, gpus=1",
+                fix="train with more gpus, or recompute, which needs less memory, too",
+            )
+        usual = {
+            "backend": "torch", "compile": False, "compress": 0, "sparsity": "none", "ema": 0.0,
+            "probe_epochs": 0.0,
+        }  # fmt: skip
+        other = [f"{n}={getattr(self, n)!r}" for n, v in usual.items() if getattr(self, n) != v]
+        other += ["fuse=True"] if self.fuse else []
+        other += ["precision='fp16'"] if self.precision == "fp16" else []
+        if other:
+            raise UsageError(
+                "these settings cannot be had with shard",
+                seen=", ".join(other),
+                fix="leave them out, or shard; in place of fp16 take bf16",
             )
 
     def _check_quantize(self) -> None:
@@ -310,7 +348,7 @@ class Recipe:
             )
         usual = {
             "precision": "fp32", "backend": "torch", "fuse": None, "compile": False, "gpus": 1,
-            "freeze": 0, "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
+            "nodes": 1, "freeze": 0, "probe_epochs": 0.0, "grow_from": 1.0, "recompute": False,
         }  # fmt: skip
         other = [f"{n}={getattr(self, n)!r}" for n, v in usual.items() if getattr(self, n) != v]
         if other:
@@ -349,11 +387,17 @@ class Metric:
 
 
 class Run:
-    """A training on disk, finished or not, read-only."""
+    """A training on disk, finished or not, read-only.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        info: what ``run.json`` holds, where that is on another machine.
+    """
+
+    def __init__(self, path: str | Path, *, info: RunInfo | None = None) -> None:
         self.path = Path(path)
-        self.info = read_document(self.path / "run.json", RunInfo, kind="run", version=VERSION)
+        if info is None:
+            info = read_document(self.path / "run.json", RunInfo, kind="run", version=VERSION)
+        self.info = info
 
     @property
     def recipe(self) -> Recipe:

@@ -27,8 +27,10 @@ SYNONYMS = {
     "schedule": "policy", "scheduler": "policy", "lr_policy": "policy", "lr_scheduler": "policy",
     "bs": "batch_size", "wd": "weight_decay", "augmentation": "augment", "checkpoint": "init",
     "weights": "init", "pretrained": "init", "early_stopping": "patience", "amp": "precision",
-    "dtype": "precision", "num_workers": "workers", "devices": "gpus", "smoothing":
-    "label_smoothing", "hflip": "flip", "num_epochs": "epochs", "warmup_epochs": "warmup",
+    "dtype": "precision", "num_workers": "workers", "devices": "gpus",
+    "num_nodes": "nodes", "nnodes": "nodes", "fsdp": "shard",
+    "smoothing": "label_smoothing", "hflip": "flip",
+    "num_epochs": "epochs", "warmup_epochs": "warmup",
     "ema_decay": "ema", "layerwise_decay": "layer_decay", "freeze_layers": "freeze",
     "accumulation_steps": "accumulate", "gradient_accumulation_steps": "accumulate",
     "gradient_checkpointing": "recompute",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,7 +62,20 @@ def train(
     backend: Annotated[
         str | None, Option(help="torch or tessella: whose convolutions and linear layers run.")
     ] = None,
-    gpus: Annotated[int | None, Option(help="Processes, each on a GPU of its own.")] = None,
+    gpus: Annotated[
+        int | None, Option(help="Processes on this machine, each on a GPU of its own.")
+    ] = None,
+    nodes: Annotated[int | None, Option(help="Machines: start this on each.")] = None,
+    node_rank: Annotated[
+        int | None, Option(min=0, help="--nodes: which this is; 0 keeps the run.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, Option(help="--nodes: HOST:PORT of the first machine, in a trusted network.")
+    ] = None,
+    shard: Annotated[
+        bool | None,
+        Option("--shard", help="Cut the weights over the processes (FSDP), if they do not fit."),
+    ] = None,
     seed: Annotated[int | None, Option(help="Decides every random number.")] = None,
     recipe: Annotated[
         str | None,
@@ -86,6 +100,10 @@ def train(
     "pretrained", "probe_epochs": 2, "layer_decay": 0.8, "ema": 0.99}. To prune a trained network
     and train it again: {"sparsity": "2:4", "init": "runs/a/checkpoints/step-00001000"}
 
+    On two machines, on each: tessella train resnet50 datasets/flowers --out runs/flowers --gpus 4
+    --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29500 (the second with --node-rank 1); or by
+    torchrun --nnodes 2 --nproc-per-node 4 … -m tessella train resnet50 … without these options.
+
     For an INT8 plan that loses nothing by rounding: tessella train resnet50 datasets/flowers --out
     runs/int8 --quantize int8 --init runs/flowers --epochs 3
     """
@@ -103,6 +121,8 @@ def train(
             init=init,
             backend=backend,
             gpus=gpus,
+            nodes=nodes,
+            shard=shard,
             seed=seed,
             lr=lr,
         )
@@ -113,8 +133,18 @@ def train(
             raise UsageError("a race is a part of --explain", fix="add --explain, or leave it out")
         if out is None:
             raise UsageError("a run needs a folder", fix="say where: --out runs/NAME")
-        run = api.train(out=out, resume=resume, emit=out_.emit, **settings)
-        _tell(out_, run)
+        run = api.train(
+            out=out,
+            resume=resume,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            emit=out_.emit,
+            **settings,
+        )
+        if node_rank:
+            out_.result({"run": str(run.path)}, f"trained; the run is on machine 0, in {run.path}")
+        elif not int(os.environ.get("RANK", "0")):
+            _tell(out_, run)
 
 
 def _settings(

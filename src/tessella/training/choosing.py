@@ -147,7 +147,7 @@ def prospect_of(info: RunInfo, steps: int) -> Prospect:
         log.info("the time of a step is not estimated: %s", error)
         return Prospect(kind="convolutions", seconds=None)
     recipe = info.recipe
-    part = max(1, recipe.batch_size // recipe.gpus // recipe.accumulate)
+    part = max(1, recipe.batch_size // recipe.processes // recipe.accumulate)
     with FlopCounterMode(display=False) as counter:
         kept = kept_bytes(module, (part, *info.preprocess.input_shape), recipe.precision)
     if kept is None:
@@ -194,7 +194,7 @@ def _place(info: RunInfo) -> Path:
         "input": info.preprocess.input_shape,
         "task": info.task.name,
         "labels": len(info.labels),
-        "batch": recipe.batch_size // recipe.gpus,
+        "batch": recipe.batch_size // recipe.processes,
         **{name: getattr(recipe, name) for name in _DECIDE},
         "mixed": bool(recipe.augment.mixup or recipe.augment.cutmix),  # such a step is no graph
         "decayed": recipe.layer_decay < 1,  # groups of parameters, each with launches of its own

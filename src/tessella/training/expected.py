@@ -14,10 +14,12 @@ from torch.func import functional_call
 
 from tessella.artifacts.run import Precision, Recipe, RunInfo
 from tessella.core.errors import TessellaError
+from tessella.core.integers import ceil_div
 from tessella.nn import zoo
 from tessella.training.freezing import Freezing
 from tessella.training.precision import width_of
 from tessella.training.recomputing import recompute_blocks
+from tessella.training.sharding import blocks
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +53,17 @@ def memory_of(
     weights = sum(_nbytes(t) for t in (*module.parameters(), *module.buffers()))
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = sum(map(_nbytes, trained))
-    part = recipe.batch_size // recipe.gpus // recipe.accumulate
+    largest = 0
+    if recipe.shard:  # a block's weights while it computes, the next one's, and what is in none
+        sizes = [sum(map(_nbytes, block.parameters())) for block in blocks(module)]
+        largest, learned = max(sizes, default=0), sum(map(_nbytes, module.parameters()))
+        weights += ceil_div(learned, recipe.processes) - sum(sizes) + 2 * largest
+        gradients = ceil_div(gradients, recipe.processes)
+    part = recipe.batch_size // recipe.processes // recipe.accumulate
     shape = (max(part, 1), *info.preprocess.input_shape)
     return Memory(
         weights=weights,
-        gradients=gradients,
+        gradients=gradients + largest,
         solver=gradients * _STATES[recipe.solver.name],
         average=weights if recipe.ema else 0,
         kept=kept_bytes(module, shape, recipe.precision),

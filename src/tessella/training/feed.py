@@ -36,7 +36,7 @@ def loading_threads(asked: int | None, world: World) -> int:
     """
     if asked is not None:
         return asked
-    cores = len(os.sched_getaffinity(0)) // world.size
+    cores = len(os.sched_getaffinity(0)) // world.local_size
     return min(max(cores, 1), MOST_THREADS) if world.device.type == "cuda" else 0
 
 

@@ -111,7 +111,7 @@ def forecast(
         OutOfMemory: a step does not fit; with a batch size that does.
     """
     info, dataset, world = describe_run(recipe), Dataset(recipe.dataset), alone()
-    part = recipe.batch_size // recipe.gpus
+    part = recipe.batch_size // recipe.processes
     network = quantized(info, quantizer)
     with arithmetic(recipe.precision, deterministic=recipe.deterministic):
         free = free_bytes(world.device)
@@ -161,7 +161,7 @@ def _timed_ways(
     usual = usual_way(info.recipe, world.device)
     known = [timed, *(raced for raced in recalled(info) if raced.way != usual.way)]
     ways = race(info, dataset.train.info, world.device, budget_s=race_s, known=known)
-    if info.recipe.gpus > 1 or not races or is_decided(info):
+    if info.recipe.processes > 1 or not races or is_decided(info):
         return ways, usual
     remember(info, ways)
     return ways, chosen_of(ways, usual, steps, said="measured")
@@ -170,7 +170,7 @@ def _timed_ways(
 def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World) -> float:
     """Seconds for an image, when many are loaded at once."""
     split, workers = dataset.train, loading_threads(recipe.workers, world)
-    size = min(recipe.batch_size // recipe.gpus, len(split))
+    size = min(recipe.batch_size // recipe.processes, len(split))
     stream = batches(
         split,
         info.preprocess,
@@ -201,7 +201,7 @@ def fitting_batch(recipe: Recipe, *, quantizer: Quantizer | None = None) -> int:
         quantizer: makes the network of a recipe with ``quantize``.
     """
     world, dataset = alone(), Dataset(recipe.dataset)
-    unit = recipe.gpus * recipe.accumulate
+    unit = recipe.processes * recipe.accumulate
     most = min(MOST_BATCH[world.device.type], len(dataset.train) // LEAST_STEPS // unit)
     largest = 1 << (max(most, 1).bit_length() - 1)
     network = quantized(describe_run(recipe), quantizer)

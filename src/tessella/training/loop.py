@@ -9,10 +9,13 @@ from __future__ import annotations
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import Tensor
 
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe, Run
+from tessella.artifacts.run import Recipe, Run, write_run
 from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import (
     Emit,
@@ -37,14 +40,16 @@ from tessella.training.evaluate import measure, predict_split
 from tessella.training.expected import expected_memory
 from tessella.training.feed import Fed, loading_threads
 from tessella.training.journal import Journal
+from tessella.training.machines import LOST, Meeting, Place
 from tessella.training.meter import Meter
-from tessella.training.parallel import World, alone, launch
+from tessella.training.parallel import World, alone, is_lost, joined, launch
 from tessella.training.precision import arithmetic
-from tessella.training.prepare import begin, validates
+from tessella.training.prepare import begin, check, describe_run, validates
 from tessella.training.quantizing import Quantizer, quantized, roundings
 from tessella.training.schedule import Schedule
+from tessella.training.sharing import shared
 from tessella.training.sparsity import sparse_weights
-from tessella.training.state import pack, prune
+from tessella.training.state import prune
 from tessella.training.stopping import stop_signals
 from tessella.training.trainer import Trainer
 from tessella.training.ways import NAMES
@@ -59,6 +64,7 @@ def train(
     resume: bool = False,
     quantizer: Quantizer | None = None,
     races: bool = True,
+    place: Place | None = None,
     emit: Emit = silent,
 ) -> Run:
     """Train as ``recipe`` says, into the folder ``out``.
@@ -70,6 +76,7 @@ def train(
         quantizer: makes the network of a recipe with ``quantize``.
         races: on a GPU the ways of a step are chosen by times, remembered or, where that pays,
             those of a race at the start.
+        place: this machine's, in a training on several.
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
@@ -79,11 +86,16 @@ def train(
         KeyboardInterrupt: SIGINT or SIGTERM came, behind a checkpoint of the step at hand (of
             several processes, of one in the next few). The second ends it at once.
     """
+    if place is not None and place.rank:
+        return _take_part(recipe, out, place, emit)
     run, resumed = begin(recipe, Path(out), resume=resume)
     if resume and not resumed:
         emit(phase("resume", f"from step 0: there is no run in {out} yet"))
     try:
-        if recipe.gpus > 1:
+        if place is not None:
+            with closing(Meeting(place, emit)) as meeting:
+                launch(run.path, recipe.gpus, resumed=resumed, meeting=meeting, emit=emit)
+        elif recipe.processes > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
         else:
             train_run(run, alone(), resumed=resumed, quantizer=quantizer, races=races, emit=emit)
@@ -103,6 +115,49 @@ def train(
         _tell_failure(run, TrainError("training failed unexpectedly", seen=seen[:500]), emit)
         raise
     return run
+
+
+def _take_part(recipe: Recipe, out: Path, place: Place, emit: Emit) -> Run:
+    """Train beside the first machine, which keeps the run's folder; nothing is written in ``out``.
+
+    Returns:
+        The run that is there: here it has its record alone, unless ``out`` is a common folder.
+    """
+    check(recipe)
+    info = describe_run(recipe)
+    with closing(Meeting(place, emit)) as meeting, TemporaryDirectory(prefix="tessella-") as folder:
+        write_run(Path(folder), info)
+        launch(Path(folder), recipe.gpus, resumed=False, meeting=meeting, emit=emit)
+    return Run(out, info=info)
+
+
+def train_started(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
+    """``train`` in one of the processes that torchrun or another program has started.
+
+    Rank 0 writes the run; the others return its record.
+    """
+    check(recipe)
+    info = describe_run(recipe)
+    with (
+        stop_signals() as asked,
+        joined(asked) as world,
+        shared(world, info, out, lambda: begin(recipe, out, resume=resume)) as (run, resumed),
+    ):
+        try:
+            train_run(run, world, resumed=resumed, emit=emit)
+        except TessellaError as error:
+            if world.rank == 0:
+                _tell_failure(run, error, emit)
+            raise
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise TrainError(
+                LOST,
+                seen=str(error).splitlines()[0][:200],
+                fix="read what the other processes said last, then resume",
+            ) from error
+    return Run(out, info=info)
 
 
 def _tell_failure(run: Run, error: TessellaError, emit: Emit) -> None:
@@ -268,6 +323,8 @@ class Training:
                 fillers=self._fillers,
                 emit=self._journal,
             )
+            if self._recipe.shard:
+                self._answer_as_often(len(self._dataset.val))
             result = measure(self._world.join_rows(rows_NR), self._dataset.val, info.labels)
             values |= {f"val/{name}": value for name, value in result.values.items()}
             improved = self._improves(values[info.task.metric])
@@ -277,6 +334,14 @@ class Training:
         self._warn(values)
         self._meter.start_clock()
         return improved
+
+    def _answer_as_often(self, images: int) -> None:
+        """Answer blank images where this process had no part of the last batch: blocks are gathered
+        by all processes together."""
+        part = self._recipe.batch_size // self._world.size
+        in_last = images % self._recipe.batch_size or self._recipe.batch_size
+        if in_last <= self._world.rank * part:
+            self._trainer.answer_blank()
 
     def _warn(self, values: dict[str, float]) -> None:
         """Warn at the end where nothing was learned; earlier a network may just be slow."""
@@ -310,29 +375,24 @@ class Training:
     def _snapshot(self) -> None:
         """Save a checkpoint, then remove the old ones: there is always a complete one."""
         self._meter.flush()
-        if self._world.rank == 0:
+        first = self._world.rank == 0
+        if first or self._recipe.shard:
+            weights, tensors, values = self._trainer.packed()
+        if first:
             self._journal.sync()
-            path = self._save()
+            path = self._save(weights, tensors, values)
             prune(self._run, keep_last=self._recipe.keep_last)
             self._journal(phase("snapshot", path.name))
         self._meter.start_clock()
 
-    def _save(self) -> Path:
+    def _save(self, weights: dict[str, Tensor], tensors: dict[str, Tensor], values: bytes) -> Path:
         info, step = self._run.info, self._state.step
-        trainer = self._trainer
-        tensors, values = pack(
-            trainer.module,
-            trainer.optimizer,
-            trainer.mixed,
-            self._state,
-            average=trainer.average,
-        )
         return save_checkpoint(
             self._run.path / "checkpoints" / f"step-{step:08d}",
             network=info.network,
             preprocess=info.preprocess,
             labels=info.labels,
-            weights=trainer.evaluated.state_dict(),
+            weights=weights,
             metrics=self._measured,
             position=Position(step=step, epoch=self._schedule.epoch_at(step)),
             precision=self._recipe.precision,
@@ -340,7 +400,7 @@ class Training:
             task=replace(info.task, numbers=self._numbers),
             state_tensors=tensors,
             state_values=values,
-            quantized=roundings(trainer.evaluated),
+            quantized=roundings(self._trainer.evaluated),
         ).path
 
     def _open(self) -> None:

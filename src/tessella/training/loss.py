@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import TrainError
+from tessella.training.sharding import whole
 
 log = logging.getLogger(__name__)
 
@@ -93,4 +94,4 @@ def first_not_finite(module: nn.Module, call: Callable[[], object]) -> str | Non
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return bool(torch.isfinite(whole(tensor)).all())

@@ -1,8 +1,8 @@
 """Training in several processes: their communication, and their start by torchrun.
 
-Every process trains the same network on its slice of each batch; DistributedDataParallel (or where
-passes are recorded, ``exchange``) averages the gradients over NCCL, or over gloo where there is no
-GPU. Rank 0 writes the run. Batch
+They are on one machine or on several (``machines``). Every process trains the same network on its
+slice of each batch; DistributedDataParallel (or where passes are recorded, ``exchange``) averages
+the gradients over NCCL, or over gloo where there is no GPU. Rank 0 writes the run. Batch
 normalization takes the statistics of its own slice, and rank 0's running ones are kept.
 """
 
@@ -29,6 +29,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, EventLog, read_events, warning
+from tessella.training.machines import Meeting
+from tessella.training.sharding import is_cut, unsent
 from tessella.training.stopping import never, stop_signals
 
 ERROR_FILE = "error.json"
@@ -44,11 +46,13 @@ class World:
     """This process among the ``size`` that train together.
 
     ``asked`` tells whether this process, of several, was asked to stop; the others may not know.
+    ``local_size`` of them are on this machine.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    local_size: int = 1
     asked: Callable[[], bool] = never
 
     def wrap(self, module: nn.Module, *, compress: int = 0) -> nn.Module:
@@ -74,7 +78,7 @@ class World:
         """Within it a backward pass adds up this process's gradients, which are not averaged."""
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             return wrapped.no_sync()
-        return nullcontext()
+        return unsent(wrapped) if is_cut(wrapped) else nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` over all processes."""
@@ -129,8 +133,10 @@ def joined(asked: Callable[[], bool] = never) -> Iterator[World]:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = dist.get_world_size()
     try:
-        yield World(device=device, rank=dist.get_rank(), size=dist.get_world_size(), asked=asked)
+        yield World(device=device, rank=dist.get_rank(), size=size, local_size=beside, asked=asked)
         dist.barrier()
     finally:
         gc.collect()  # graphs that hold exchanges end before what these belong to
@@ -159,17 +165,28 @@ def check_devices(processes: int) -> None:
     )
 
 
-def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
+def launch(
+    out: Path,
+    processes: int,
+    *,
+    resumed: bool,
+    meeting: Meeting | None = None,
+    emit: Emit,
+) -> None:
     """Train the run in ``out`` with torchrun, and pass its events on to ``emit``.
 
     The environment goes on to the workers as it is. They hold the read end of a pipe whose write
     end is here: when this process ends, however it ends, so do they. A byte in it asks the one that
     reads it to stop, and all stop behind the same step.
 
+    Args:
+        processes: on this machine.
+        meeting: with the commands of the other machines, which do the same.
+
     Raises:
-        TessellaError: a worker raised it, or ended without an error of its own.
-        KeyboardInterrupt: SIGINT or SIGTERM came, and the workers have saved a checkpoint. Behind
-            the second they end at once.
+        TessellaError: a worker raised it, or ended without an error of its own, on any machine.
+        KeyboardInterrupt: SIGINT or SIGTERM came (on any machine), and the workers have saved a
+            checkpoint. Behind the second they end at once.
     """
     (out / ERROR_FILE).unlink(missing_ok=True)
     events, environment = out / "events.jsonl", dict(os.environ)
@@ -178,12 +195,15 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
         if not torch.cuda.is_available():
             cores = len(os.sched_getaffinity(0))
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-            told(warning(f"gpus={processes} with all GPUs hidden: processes share {cores} cores"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            if processes > 1:
+                text = f"gpus={processes} with all GPUs hidden: processes share {cores} cores"
+                told(warning(text))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    torchrun += ["--standalone"] if meeting is None else meeting.torchrun
     worker = ["-m", "tessella.training.worker", str(out), *(["--resumed"] if resumed else [])]
     with (out / LOG_FILE).open("ab") as log:
         process = subprocess.Popen(
-            [*torchrun, f"--nproc-per-node={processes}", *worker],
+            [*torchrun, *worker],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -200,6 +220,8 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
                 for event in found:
                     emit(event)
                     ended |= event.kind == "result"
+                if meeting is not None and running:
+                    meeting.look()
                 if asked() and not sent and running:
                     sent = True
                     with suppress(BrokenPipeError):  # they are at their end already
@@ -209,8 +231,13 @@ def launch(out: Path, processes: int, *, resumed: bool, emit: Emit) -> None:
     finally:
         process.communicate()  # closes the pipe, and waits
     if process.returncode != 0:
-        raise failure_of(out, process.returncode)
-    if sent and not ended:
+        failure = failure_of(out, process.returncode)
+        raise failure if meeting is None else meeting.fail(failure)
+    if meeting is not None:
+        stopped = meeting.ends(None if meeting.place.rank else not ended)
+    else:
+        stopped = sent and not ended
+    if stopped:
         raise KeyboardInterrupt
 
 
@@ -225,8 +252,17 @@ def failure_of(out: Path, code: int) -> TessellaError:
     return TrainError(
         "a training process ended without saying why",
         seen=f"exit code {code}; last lines:\n" + "\n".join(lines[-_LAST_WORDS:]),
-        fix=f"read {out / LOG_FILE}; a process that was killed often means that the host's memory "
-        "is full: use fewer workers or a smaller batch, then resume",
+        fix="a process that was killed often means that the host's memory is full: use fewer "
+        f"workers or a smaller batch, then resume. Its output is in {out / LOG_FILE}",
+    )
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error says that another process is gone, which has its own reason for that."""
+    kinds = (dist.DistBackendError, dist.DistNetworkError)
+    words = ("Connection closed by peer", "Connection reset by peer", "[enforce fail", "NCCL")
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and any(w in str(error) for w in (*words, "gloo"))
     )
 
 

@@ -67,6 +67,13 @@ def check(recipe: Recipe) -> None:
     dataset = Dataset(recipe.dataset)
     _network(dataset, recipe)
     task = of(dataset.info.task)
+    if recipe.shard and (task.head.TAUGHT or dataset.preprocess.volume is not None):
+        raise UsageError(
+            "the weights of this network cannot be cut over processes: each process calls its "
+            "blocks as often as its pictures need",
+            seen=f"shard=True, {task.name}",
+            fix="leave shard out; recompute and accumulate need less memory, too",
+        )
     if recipe.label_smoothing and not task.examples.SMOOTHED:
         raise UsageError(
             f"the targets of {task.name} are not smoothed",
@@ -157,9 +164,8 @@ def validates(dataset: Dataset) -> bool:
 
 def _require_same(before: RunInfo, now: RunInfo, out: Path) -> None:
     """Refuse to resume a run with another recipe or dataset; the error names the differences."""
-    old, new = _decisive(before), _decisive(now)
-    changed = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in new if old.get(k) != new[k]]
-    if changed and not (len(changed) == 1 and new["epochs"] > old["epochs"]):
+    changed = differences(before, now)
+    if changed and not (len(changed) == 1 and now.recipe.epochs > before.recipe.epochs):
         raise UsageError(
             "the run was begun with other settings",
             seen="; ".join(changed)[:1000],
@@ -168,12 +174,20 @@ def _require_same(before: RunInfo, now: RunInfo, out: Path) -> None:
         )
 
 
+def differences(before: RunInfo, now: RunInfo) -> list[str]:
+    """What decides a run and is not the same in two of them, in words."""
+    old, new = _decisive(before), _decisive(now)
+    return [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in new if old.get(k) != new[k]]
+
+
 def _decisive(info: RunInfo) -> dict[str, Any]:
-    """The settings that decide the run. A dataset counts by its hash, as its folder may move."""
+    """The settings that decide the run. A dataset counts by its hash, as its folder may move, and
+    processes are the same wherever they run."""
     recipe = to_plain(info.recipe)
-    del recipe["dataset"], recipe["workers"]
+    del recipe["dataset"], recipe["workers"], recipe["gpus"], recipe["nodes"]
     return {
         **recipe,
+        "processes": info.recipe.processes,
         "network": {**to_plain(info.network), "source": digest(info.network.source)},
         "preprocess": info.preprocess.hash,
         "labels": info.labels,

@@ -172,7 +172,7 @@ def measured(order: Order, way: Way) -> Raced:
     with arithmetic(recipe.precision, deterministic=recipe.deterministic):
         chosen = Choice(way=way, why="it is raced")
         trainer = Trainer(order.info, order.trained, world, way=chosen)
-        found = step_times(trainer, recipe.batch_size // recipe.gpus, world, advises=False)
+        found = step_times(trainer, recipe.batch_size // recipe.processes, world, advises=False)
     return replace(found, way=way)
 
 

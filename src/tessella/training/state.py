@@ -22,6 +22,7 @@ from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain, to_plain
 from tessella.training.averaging import Average
 from tessella.training.precision import MixedPrecision
+from tessella.training.sharding import laid_as, placed, whole
 
 LAST = "raw"  # weights as the last step left them, where the checkpoint's are an average
 
@@ -72,8 +73,12 @@ def pack(
     state: TrainState,
     *,
     average: Average | None,
+    keep: bool = True,
 ) -> tuple[dict[str, Tensor], bytes]:
     """``state_tensors`` and ``state_values`` of ``save_checkpoint``.
+
+    Args:
+        keep: as of ``sharding.whole``.
 
     A value of the optimizer is called ``PARAMETER/NAME``, as in ``conv1.weight/momentum_buffer``.
     The module's own weights are among them, as ``NAME/raw``, where the checkpoint's are those of
@@ -86,7 +91,7 @@ def pack(
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value
+                tensors[f"{name}/{key}"] = whole(value, keep=keep)
             else:
                 scalars[f"{name}/{key}"] = value
     saved = _Saved(standing=state, scaler=mixed.scaler.state_dict(), scalars=scalars)
@@ -109,7 +114,7 @@ def unpack(
     tensors, plain = checkpoint.training_state()
     saved = from_plain(_Saved, plain, where=str(checkpoint.path / "training_state"))
     last = {name: tensors.pop(name) for name in list(tensors) if name.endswith(f"/{LAST}")}
-    module.load_state_dict(checkpoint.weights())
+    module.load_state_dict(placed(checkpoint.weights(), module))
     if average is not None:
         average.module.load_state_dict(checkpoint.weights())
         _load_last(module, last, checkpoint.path)
@@ -127,7 +132,7 @@ def unpack(
             )
         parameter = parameters[index_of[name]]
         if isinstance(value, Tensor) and value.shape == parameter.shape:
-            value = torch.empty_like(parameter).copy_(value)  # as fused optimizers want it
+            value = laid_as(value, parameter)  # as fused optimizers want it
         state.setdefault(index_of[name], {})[key] = value
     # The settings come from the recipe, which is the same; only what was accumulated is loaded.
     groups = optimizer.state_dict()["param_groups"]

@@ -37,8 +37,9 @@ from tessella.training.precision import MixedPrecision
 from tessella.training.profiling import LayerTime, layer_times
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
+from tessella.training.sharding import shard, whole
 from tessella.training.solver import optimizer_for, set_rate
-from tessella.training.state import TrainState, seed_step, unpack
+from tessella.training.state import TrainState, pack, seed_step, unpack
 from tessella.training.synchronized import synchronized
 from tessella.training.ways import Choice, called, called_loss, usual_way
 
@@ -89,7 +90,10 @@ class Trainer:
         module = convert(module, backend=recipe.backend)
         if recipe.sync_norms and world.size > 1:
             module = synchronized(module)
-        self.module = module.to(world.device).to(memory_format=layout)
+        self._sharded = recipe.shard and world.size > 1  # parts alone go to the device, below
+        if not self._sharded:
+            module = module.to(world.device).to(memory_format=layout)
+        self.module = module
         if recipe.sparsity == "2:4" and start is None:
             sparsity.prune(self.module)
         in_epoch = steps_per_epoch(trained.count, recipe.batch_size)
@@ -100,6 +104,8 @@ class Trainer:
         self.average = Average(self.module, recipe.ema) if recipe.ema else None
         if recipe.recompute:  # behind the average, whose copies would call this module's blocks
             recompute_blocks(self.module)
+        if self._sharded:
+            shard(self.module, world.device, world.size)
         self.way = way or usual_way(recipe, world.device)
         self._called = called(self.module, self.way.way)
         self._loss_of = called_loss(self._task.loss.loss, self.way.way, self._task.head.ANSWERS)
@@ -156,6 +162,12 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             seen = str(error)
+        if self._sharded:  # one process alone cannot try a smaller batch
+            raise OutOfMemory(
+                f"a step of {self._info.recipe.batch_size} images does not fit",
+                seen=seen.splitlines()[0],
+                fix="use a smaller batch_size, recompute, or more processes",
+            )
         # Out here the exception is gone, and with it the frames that held the step's tensors.
         raise self._out_of_memory(seen, len(images))
 
@@ -170,6 +182,18 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.module, done)
         return measured
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes]:
+        """What a checkpoint holds: the weights, and the tensors and values of the training's state.
+
+        All processes call this together where each has a part, and rank 0 gets them whole.
+        """
+        keep = self._world.rank == 0
+        weights = {n: whole(v, keep=keep) for n, v in self.evaluated.state_dict().items()}
+        tensors, values = pack(
+            self.module, self.optimizer, self.mixed, self.state, average=self.average, keep=keep
+        )
+        return weights, tensors, values
 
     def where_not_finite(self, fed: Fed) -> str | None:
         """Where numbers that are not finite begin, in a pass of these images."""
@@ -213,6 +237,13 @@ class Trainer:
         self._freezing.train()
         return answers
 
+    def answer_blank(self) -> None:
+        """The network's answer to a black image, which nobody wants but all processes compute."""
+        module = self.evaluated.eval()
+        with torch.inference_mode(), self.mixed.autocast():
+            module(self.blank(1).images)
+        self._freezing.train()
+
     def try_step(self, count: int) -> None:
         """One step with blank images of full size, in which all learns that ever will.
 
@@ -246,7 +277,9 @@ class Trainer:
             alone = self._world.size == 1 or not self._task.head.TAUGHT
             graph = self.way.way != "eager" and alone
             if not (graph and captures(self._info.recipe, self._world, self.module)):
-                self._parallel = self._world.wrap(self._called, compress=self._info.recipe.compress)
+                if not self._sharded:
+                    compress = self._info.recipe.compress
+                    self._parallel = self._world.wrap(self._called, compress=compress)
                 return
             if self._world.size > 1:
                 self._exchange = Exchange(self.module)

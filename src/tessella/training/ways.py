@@ -61,9 +61,11 @@ def refusal(way: Way, recipe: Recipe, device: torch.device) -> str | None:
         return None
     if recipe.backend != "torch":
         return f"the layers are those of backend={recipe.backend!r}"
+    if recipe.shard and recipe.processes > 1:
+        return "blocks gather their weights in the middle of a step"
     if recipe.quantize != "none":
         return "its roundings run operation by operation"
-    if recipe.sync_norms and recipe.gpus > 1:
+    if recipe.sync_norms and recipe.processes > 1:
         return "norms exchange their statistics in the middle of a step"
     if way == "compile":
         if recipe.deterministic:

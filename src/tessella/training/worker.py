@@ -18,7 +18,9 @@ from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import silent
 from tessella.core.record import from_plain, parse_json
 from tessella.training.loop import train, train_run
-from tessella.training.parallel import ERROR_FILE, LOG_FILE, end_with_parent, joined
+from tessella.training.machines import LOST
+from tessella.training.parallel import ERROR_FILE, LOG_FILE, end_with_parent, is_lost, joined
+from tessella.training.sharing import shared
 
 
 def main() -> int:
@@ -36,8 +38,12 @@ def main() -> int:
             # every trial steps in the usual way: their scores differ by their settings alone
             train(recipe, arguments.out, resume=True, races=False)
             return 0
-        with joined(asked.is_set) as world:
-            train_run(Run(arguments.out), world, resumed=arguments.resumed, emit=silent)
+        begun = Run(arguments.out)
+        with (
+            joined(asked.is_set) as world,
+            shared(world, begun.info, begun.path, lambda: (begun, arguments.resumed)) as given,
+        ):
+            train_run(given[0], world, resumed=given[1], emit=silent)
     except KeyboardInterrupt:  # as the parent asked, which knows
         return 0
     except TessellaError as error:
@@ -45,10 +51,11 @@ def main() -> int:
         return error.exit_code
     except Exception as error:  # whatever it is, the parent has to be told
         traceback.print_exc()
+        process = f"training failed in process {os.environ.get('RANK')}"
         _report(
             arguments.out,
             TrainError(
-                f"training failed in process {os.environ.get('RANK')}",
+                LOST if is_lost(error) else process,
                 seen=f"{type(error).__name__}: {error}",
                 fix=f"read {arguments.out / LOG_FILE}",
             ),

@@ -1,0 +1,359 @@
+"""The machines of a training: their places, and what the commands that start them tell each other.
+
+Each machine runs ``tessella train`` with the same settings, and its own place. The commands meet at
+a store (torch's ``TCPStore``) that the first machine's keeps open from before the first process is
+started until the last has ended; so a failure is told with its cause, whichever machine it is on.
+The exchange of gradients has ports of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tessella.core import errors
+from tessella.core.errors import TessellaError, TrainError, UsageError
+from tessella.core.events import Emit, phase
+
+WAIT_S = 600.0  # for the other machines to come
+SILENT_S = 60.0  # a machine that says nothing for so long is gone
+CAUSE_S = 15.0  # so long the cause of a lost connection is waited for
+END_S = 60.0  # so long the first machine waits until all others have heard the end
+LOST = "the exchange with another process ended"
+_BEAT_S = 1.0
+_SILENT_BEATS = 6.0  # of a machine whose connections are lost, too
+_ANSWER = timedelta(seconds=20)
+_ENDS = _ENDED, _STOPPED, _FAILED = b"ended", b"stopped", b"failed"  # as the last beats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A machine's place among those that train together, and where they meet.
+
+    Attributes:
+        nodes: how many machines there are.
+        rank: this one, from 0; the first one keeps the run's folder.
+        host, port: the first machine's address, and a free port there.
+    """
+
+    nodes: int
+    rank: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """This process among those that another program (torchrun, Slurm) has started."""
+
+    rank: int
+    size: int
+    local_size: int
+
+
+def place_of(nodes: int, node_rank: int | None, rendezvous: str | None) -> Place | None:
+    """The place that options describe; None for a training on one machine.
+
+    Raises:
+        UsageError: an option is missing or wrong.
+    """
+    if nodes == 1:
+        if node_rank or rendezvous is not None:
+            raise UsageError(
+                "a training on one machine has no rendezvous",
+                seen=f"nodes=1, node_rank={node_rank}, rendezvous={rendezvous}",
+                fix="say on how many machines it runs: nodes=2 (--nodes 2)",
+            )
+        return None
+    usage = (
+        f"start this on each machine with --nodes {nodes}, its own --node-rank 0 to {nodes - 1}, "
+        "and --rendezvous HOST:PORT, the first machine's address and a free port there"
+    )
+    if node_rank is None or rendezvous is None:
+        raise UsageError(
+            "a training on several machines needs to know which one this is, and where they meet",
+            seen=f"nodes={nodes}, node_rank={node_rank}, rendezvous={rendezvous}",
+            fix=usage,
+        )
+    if not 0 <= node_rank < nodes:
+        raise UsageError("there is no such machine", seen=f"node_rank={node_rank}", fix=usage)
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError("a rendezvous is HOST:PORT", seen=rendezvous, fix=usage)
+    return Place(nodes=nodes, rank=node_rank, host=host.strip("[]"), port=int(port))
+
+
+def started(environment: Mapping[str, str] = os.environ) -> Started | None:
+    """This process's place, where torchrun's variables say that it is one of several.
+
+    Raises:
+        UsageError: a variable is missing or no number.
+    """
+    if not ("RANK" in environment and environment.get("WORLD_SIZE", "1") != "1"):
+        return None
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    numbers = {n: environment.get(n, "") for n in needed}
+    wrong = [n for n, v in numbers.items() if not (v if n == "MASTER_ADDR" else v.isdecimal())]
+    if wrong:
+        raise UsageError(
+            "RANK and WORLD_SIZE say that this process trains with others, but not how",
+            seen=f"without a usable {', '.join(wrong)}",
+            fix="start it with torchrun, which sets all of them; or unset RANK to train alone",
+        )
+    found = Started(
+        rank=int(numbers["RANK"]),
+        size=int(numbers["WORLD_SIZE"]),
+        local_size=int(numbers["LOCAL_WORLD_SIZE"]),
+    )
+    if found.size % found.local_size:
+        raise UsageError(
+            "each machine trains with the same number of processes",
+            seen=f"WORLD_SIZE={found.size}, LOCAL_WORLD_SIZE={found.local_size}",
+        )
+    return found
+
+
+def settings_of(found: Started, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a recipe with the processes that were started.
+
+    Raises:
+        UsageError: the settings ask for another number of them.
+    """
+    here = {"gpus": found.local_size, "nodes": found.size // found.local_size}
+    for name, count in here.items():
+        if settings.get(name, count) != count:
+            raise UsageError(
+                "the processes that were started are not those that the settings ask for",
+                seen=f"{name}={settings[name]}, WORLD_SIZE={found.size}, "
+                f"LOCAL_WORLD_SIZE={found.local_size}",
+                fix="leave gpus and nodes out: what started this process has said them",
+            )
+    return {**settings, **here}
+
+
+class Meeting:
+    """This machine's command among those of all machines, between their coming and their end.
+
+    Args:
+        emit: told who is waited for.
+
+    Attributes:
+        place: this machine's.
+        torchrun: options with which torchrun's processes meet.
+
+    Raises:
+        UsageError: the port cannot be opened; or another command has this place.
+        TrainError: a machine has not come within ``WAIT_S``.
+    """
+
+    def __init__(self, place: Place, emit: Emit) -> None:
+        self.place = place
+        where = f"{place.host}:{place.port}"
+        emit(phase("machines", f"{place.rank + 1} of {place.nodes}; they meet at {where}"))
+        self._store = _store(place)
+        self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
+        self._beats, self._beat_at, self._closed = 0, 0.0, False
+        if place.rank == 0:
+            self._store.set("nodes", str(place.nodes))
+        elif (nodes := int(self._store.get("nodes"))) != place.nodes:
+            raise self.fail(
+                UsageError(
+                    "the machines do not agree on how many they are",
+                    seen=f"{nodes} on the first, {place.nodes} here",
+                    fix="give each the same --nodes",
+                )
+            )
+        if self._store.add(f"came/{place.rank}", 1) > 1:
+            raise UsageError(
+                "another command is this machine already",
+                seen=f"node_rank={place.rank} at {where}",
+                fix="give each machine a --node-rank of its own",
+            )
+        self._wait_for_all()
+        self.torchrun = [
+            f"--nnodes={place.nodes}",
+            f"--node-rank={place.rank}",
+            f"--master-addr={place.host}",
+            f"--master-port={self._agreed_port()}",
+        ]
+
+    def _wait_for_all(self) -> None:
+        until = time.monotonic() + WAIT_S
+        others = {f"came/{rank}": rank for rank in range(self.place.nodes)}
+        while others:
+            others = {key: rank for key, rank in others.items() if not self._store.check([key])}
+            self.look()
+            if others and time.monotonic() > until:
+                missing = ", ".join(str(rank) for rank in others.values())
+                raise self.fail(
+                    TrainError(
+                        f"not all machines have come within {WAIT_S:g} s",
+                        seen=f"without node_rank {missing}",
+                        fix="start the same command there, with its own --node-rank; a firewall "
+                        f"must let them reach {self.place.host}",
+                    )
+                )
+            time.sleep(0.1 if others else 0)
+
+    def _agreed_port(self) -> int:
+        """A port of the first machine's where the processes will meet."""
+        if self.place.rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                self._store.set("port", str(free.getsockname()[1]))
+        return int(self._store.get("port"))
+
+    def look(self) -> None:
+        """Tell the others that this machine is here, at most once a second, and hear of them.
+
+        Raises:
+            TessellaError: another machine has failed; or says nothing for ``SILENT_S``.
+        """
+        now = time.monotonic()
+        if now < self._beat_at + _BEAT_S:
+            return
+        self._beat_at = now
+        try:
+            self._beats += 1
+            self._store.set(f"beat/{self.place.rank}", str(self._beats))
+            self._listen()
+            failed = self._failure()
+        except RuntimeError as error:
+            raise self._gone(0, str(error).splitlines()[0][:200]) from None
+        if failed is not None:
+            raise failed
+        if (silent := self._silent(SILENT_S)) is not None:
+            raise self.fail(self._gone(silent, f"nothing for {SILENT_S:g} s"))
+
+    def _listen(self) -> None:
+        for rank in range(self.place.nodes):
+            if self._store.check([f"beat/{rank}"]):
+                beat = self._store.get(f"beat/{rank}")
+                if beat != self._heard[rank][0]:
+                    self._heard[rank] = beat, time.monotonic()
+
+    def _silent(self, seconds: float) -> int | None:
+        """A machine that has not ended, and of which nothing was heard for so long."""
+        for rank, (beat, since) in self._heard.items():
+            quiet = time.monotonic() - since > seconds
+            if rank != self.place.rank and beat not in _ENDS and quiet:
+                return rank
+        return None
+
+    def _failure(self) -> TessellaError | None:
+        if not self._store.check(["failed"]):
+            return None
+        plain = json.loads(self._store.get("failed"))
+        kind: type[TessellaError] = getattr(errors, plain["error"])
+        seen = f"on machine {plain['machine']}: {plain['seen'] or plain['wrong']}"
+        return kind(plain["wrong"], seen=seen, fix=plain["fix"])
+
+    def _gone(self, rank: int, seen: str) -> TrainError:
+        return TrainError(
+            f"machine {rank} has ended, or cannot be reached",
+            seen=seen,
+            fix="look at its terminal, and at its power and cables; then start all machines again "
+            "with --resume",
+        )
+
+    def fail(self, error: TessellaError) -> TessellaError:
+        """Tell the others of a failure here, and get the one to raise: the cause, if that is known.
+
+        A lost connection has its cause elsewhere, which that machine tells, or its silence does.
+        """
+        try:
+            until = time.monotonic() + CAUSE_S
+            while error.wrong == LOST and time.monotonic() < until:
+                self.look()
+                if (silent := self._silent(_SILENT_BEATS)) is not None:
+                    error = self._gone(silent, error.seen or error.wrong)
+                time.sleep(0.1)
+            plain = {**error.to_json(), "machine": self.place.rank}
+            self._store.compare_set("failed", "", json.dumps(plain))
+        except TessellaError as cause:
+            return cause
+        except RuntimeError:
+            return error  # the store is gone with the first machine
+        return error
+
+    def close(self, how: bytes = _FAILED) -> None:
+        """Say how this machine ended; the first waits for the others, which hear by its store."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._store.set(f"beat/{self.place.rank}", how)
+            if self.place.rank == 0:
+                self._until_all_ended()
+        except (RuntimeError, TessellaError):
+            pass  # there is nobody to tell
+
+    def _until_all_ended(self) -> None:
+        until = time.monotonic() + END_S
+        while time.monotonic() < until and self._silent(_SILENT_BEATS) is None:
+            self._listen()
+            if all(beat in _ENDS or not beat for beat, _ in self._heard.values()):
+                return
+            time.sleep(0.1)
+
+    def ends(self, stopped: bool | None) -> bool:
+        """Say that this machine's processes have ended, and hear whether they were stopped early.
+
+        Args:
+            stopped: as the first machine knows; None on the others.
+        """
+        if stopped is not None:
+            self.close(_STOPPED if stopped else _ENDED)
+            return stopped
+        until = time.monotonic() + END_S
+        how = b""
+        while how not in (_ENDED, _STOPPED) and time.monotonic() < until:
+            self.look()
+            how = self._heard[0][0]
+            time.sleep(0.1)
+        self.close(_ENDED)
+        return how == _STOPPED
+
+
+def _store(place: Place) -> dist.TCPStore:
+    where = f"{place.host}:{place.port}"
+    if place.rank > 0:
+        _wait_for_first(place)
+    try:
+        return dist.TCPStore(
+            place.host, place.port, None, place.rank == 0, _ANSWER, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        first = place.rank == 0
+        raise UsageError(
+            "the machines cannot meet here",
+            seen=f"{where}: {str(error).splitlines()[0][:200]}",
+            fix="choose a free port, and this machine's address as the others reach it"
+            if first
+            else "look at the first machine's terminal",
+        ) from None
+
+
+def _wait_for_first(place: Place) -> None:
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until or isinstance(error, socket.gaierror):
+                raise TrainError(
+                    "the first machine does not answer",
+                    seen=f"{place.host}:{place.port}: {error}",
+                    fix="start the same command with --node-rank 0 there; a firewall must let this "
+                    "machine reach it",
+                ) from None
+            time.sleep(0.3)

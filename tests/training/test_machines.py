@@ -1,0 +1,107 @@
+"""The places of machines: what options and torchrun's variables say, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tessella.core.errors import OutOfMemory, TrainError, UsageError
+from tessella.core.events import silent
+from tessella.training import machines
+from tessella.training.machines import LOST, Meeting, Place, Started, place_of, settings_of, started
+from tests.training.test_parallel import free_port
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_a_place_is_what_options_say():
+    assert place_of(1, None, None) is None
+    assert place_of(2, 1, "[fd00::1]:29500") == Place(nodes=2, rank=1, host="fd00::1", port=29500)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank", "rendezvous", "said"),
+    [
+        (1, 1, None, "one machine has no rendezvous.*nodes=2"),
+        (2, None, "a:1", "which one this is.*--node-rank 0 to 1"),
+        (2, 0, None, "where they meet.*--rendezvous HOST:PORT"),
+        (2, 2, "a:1", "no such machine.*node_rank=2"),
+        (2, 0, "a", "a rendezvous is HOST:PORT.*Seen: a[.]"),
+        (2, 0, "a:70000", "a rendezvous is HOST:PORT"),
+    ],
+)
+def test_options_that_lack_something_say_what(nodes, rank, rendezvous, said):
+    with pytest.raises(UsageError, match=said):
+        place_of(nodes, rank, rendezvous)
+
+
+def test_torchruns_variables_are_a_place():
+    found = started(TORCHRUN)
+    assert found == Started(rank=5, size=8, local_size=4)
+    assert settings_of(found, {"epochs": 3}) == {"epochs": 3, "gpus": 4, "nodes": 2}
+    assert started({}) is started({**TORCHRUN, "WORLD_SIZE": "1"}) is None
+    with pytest.raises(UsageError, match=r"gpus=8, WORLD_SIZE=8"):
+        settings_of(found, {"gpus": 8})
+    with pytest.raises(UsageError, match=r"MASTER_PORT.*torchrun"):
+        started({**TORCHRUN, "MASTER_PORT": ""})
+
+
+def together(ports: list[int], **nodes: int) -> list[object]:
+    """Two commands that meet; what each has, or the error it got."""
+    found: list[object] = [None, None]
+
+    def come(rank: int) -> None:
+        place = Place(nodes=nodes.get(f"at_{rank}", 2), rank=rank, host="127.0.0.1", port=ports[0])
+        try:
+            found[rank] = Meeting(place, silent)
+        except (UsageError, TrainError) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_failure_is_told_with_its_cause_and_where_it_was():
+    first, second = together([free_port()])
+    assert isinstance(first, Meeting)
+    assert isinstance(second, Meeting)
+    assert first.torchrun[2:] == second.torchrun[2:]
+    cause = OutOfMemory("too large", seen="8 GiB", fix="use --batch-size 2")
+    assert second.fail(cause) is cause
+    lost = first.fail(TrainError(LOST, seen="Connection closed by peer"))
+    assert type(lost) is OutOfMemory
+    assert (lost.wrong, lost.seen, lost.fix) == (
+        "too large",
+        "on machine 1: 8 GiB",
+        "use --batch-size 2",
+    )
+    ended = threading.Thread(target=second.close)
+    ended.start()
+    first.close()
+    ended.join()
+
+
+def test_machines_that_do_not_come_or_do_not_agree(monkeypatch):
+    monkeypatch.setattr(machines, "WAIT_S", 0.0)
+    place = Place(nodes=2, rank=0, host="127.0.0.1", port=free_port())
+    with pytest.raises(TrainError, match=r"without node_rank 1.*its own --node-rank"):
+        Meeting(place, silent)
+    place = Place(nodes=2, rank=1, host="127.0.0.1", port=free_port())
+    with pytest.raises(TrainError, match=r"first machine does not answer.*--node-rank 0"):
+        Meeting(place, silent)
+    monkeypatch.undo()
+    first, second = together([free_port()], at_1=3)
+    assert "do not agree" in str(second)
+    assert "do not agree" in str(first)
