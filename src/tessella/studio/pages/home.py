@@ -61,7 +61,7 @@ def _tags(context: Context, here: str) -> None:
 
 def _first_steps() -> None:
     with parts.empty(
-        "This workspace is empty", "Begin with a folder of images, one subfolder a class."
+        "This workspace is empty", "Begin with a folder of images, or with a file of boxes or masks."
     ):
         with parts.box("row-line").style("margin-top:10px"):
             parts.button(
@@ -73,8 +73,8 @@ def _first_steps() -> None:
              "the classes, the skipped files and the duplicates before anything is trained."),
             ("2 · Train, 3 · Monitor", "Choose a network, draw the learning rate, start. Watch "
              "loss, accuracy and the machine live; stop and resume at any time."),
-            ("4 · Explore, 5 · Plan", "See what every layer does with a picture, where the network "
-             "errs, and compile it into one file that is served over HTTP."),
+            ("4 · Explore, 5 · Plan, 6 · Serve", "See what every layer does with a picture, where "
+             "the network errs, compile it into one file, serve it, and watch who asks."),
         ):  # fmt: skip
             with parts.card(title):
                 text("p", line).classes("muted")
