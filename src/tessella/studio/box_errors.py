@@ -256,7 +256,8 @@ class BoxErrors:
 
     def _picture(self, image: int, things: list[Thing], alt: str, *, names: bool) -> None:
         record = self._dataset.preprocess
-        source = pictures.example_address(self._dataset, self._ref, SPLIT, image)
+        most = pictures.LARGE if names else pictures.THUMB
+        source = pictures.example_address(self._dataset, self._ref, SPLIT, image, most)
         boxed(source, alt, things, (record.height, record.width), names=names)
 
     def _told(self, place: int, color: tuple[int, int, int]) -> Thing:

@@ -20,7 +20,7 @@ from tessella.studio.import_form import ImportForm, Settings
 from tessella.studio.keeping import shown_label, tools
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
-from tessella.tasks import of, targets_of
+from tessella.tasks import named, of, targets_of
 
 PAGE_SIZE = 60
 MISSING = "Choose a dataset at the left, or import the images again."
@@ -88,14 +88,16 @@ class _Dataset:
         self, context: Context, dataset: Dataset, ref: str, split: str, label: int, page: int
     ) -> None:
         self._dataset, self._ref = dataset, ref
-        info = dataset.info
+        info, self._noun = dataset.info, parts.noun_of(dataset.info.task.name)
         self._split = split if split in info.splits else next(iter(info.splits))
         self._label = label if 0 <= label < len(info.classes) else -1
         self._page = max(1, page)
+        self._task = of(info.task)
         with parts.card():
             with parts.box("row-line"):
                 title = context.labels.title(ref, info.name)
-                text("h2", title).style("font-size:19px").classes("cut grow")
+                text("h2", title).style("font-size:19px").classes("cut")
+                text("span", self._task.title).classes("hint cut grow")
                 train = parts.address("/train", dataset=ref)
                 parts.button("Train on it", lambda: ui.navigate.to(train), icon="arrow_forward")
                 tools(context, "dataset", ref)
@@ -103,8 +105,8 @@ class _Dataset:
             parts.stats(_numbers(dataset))
             for line in info.notes:
                 parts.note(line, "warn")
-        self._task = of(info.task)
-        with parts.card("Classes", self._task.charts.CLASS_COUNTS):
+        names = self._task.examples.NAMES
+        with parts.card(names.capitalize(), self._task.charts.CLASS_COUNTS):
             counts = [(name, s.class_counts) for name, s in info.splits.items()]
             ui.echart(charts.bars(info.classes, counts)).classes("chart")
         with parts.card() as self._browser:
@@ -139,12 +141,13 @@ class _Dataset:
     def _controls(self) -> None:
         info = self._dataset.info
         with parts.box("row-line wrap"):
-            text("h2", "Images").classes("grow")
+            text("h2", f"{self._noun.capitalize()}s").classes("grow")
             splits = {n: f"{n} ({s.count:,})" for n, s in info.splits.items()}
             ui.toggle(splits, value=self._split, on_change=self._choose_split).props(
                 "unelevated dense no-caps padding='4px 12px' toggle-color=teal-9"
             )
-            names = {-1: "All classes"} | dict(enumerate(info.classes))
+            whole = f"All {self._task.examples.NAMES}"
+            names = {-1: whole} | dict(enumerate(info.classes))
             chooser = ui.select(names, value=self._label, with_input=len(names) > 12)
             parts.field(chooser).style("width:230px")
             chooser.on_value_change(self._choose_label)
@@ -178,7 +181,7 @@ class _Dataset:
                 with pictures.thumb(self._dataset, self._ref, self._split, index, name):
                     text("div", name).props["title"] = name
             if not len(shown):
-                text("p", "No images of this class in this split.").classes("muted small")
+                text("p", f"No {self._noun} of this class in this split.").classes("muted small")
         self._pages.clear()
         with self._pages:
             if last > 1:
@@ -186,7 +189,7 @@ class _Dataset:
                     "max-pages=7 boundary-numbers direction-links flat color=grey-7 "
                     "active-color=teal-8"
                 )
-            text("span", counted(len(rows), "image")).classes("muted small num")
+            text("span", counted(len(rows), self._noun)).classes("muted small num")
 
     def _problems(self) -> None:
         info = self._dataset.info
@@ -211,12 +214,17 @@ class _Dataset:
 def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
     info, record = dataset.info, dataset.preprocess
     shape = " × ".join(map(str, record.pixel_shape))
-    counts = [(f"{name} images", f"{s.count:,}") for name, s in info.splits.items()]
+    task = named(info.task.name)
+    noun = f"{parts.noun_of(task.name)}s"
+    counts = [(f"{name} {noun}", f"{s.count:,}") for name, s in info.splits.items()]
+    pixels = f"pixels, {record.depth} bits, {record.resize}"
+    if task.volumes:
+        pixels = f"voxels seen, {record.depth} bits"
     disk = sum(m.nbytes for s in info.splits.values() for m in s.shards.values())
     return [
         *counts,
-        ("classes", f"{len(info.classes):,}"),
-        (f"pixels, {record.depth} bits, {record.resize}", shape),
+        (task.examples.NAMES, f"{len(info.classes):,}"),
+        (pixels, shape),
         ("mean", " · ".join(f"{m:.3f}" for m in record.mean[:4])),
         ("std", " · ".join(f"{s:.3f}" for s in record.std[:4])),
         ("on disk", parts.nbytes(disk)),
