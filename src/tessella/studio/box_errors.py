@@ -231,6 +231,7 @@ class BoxErrors:
         there = "" if error.thing < 0 else self._name(m.there_labels[error.thing])
         words = f"{told} for {there}" if told and there and told != there else told or there
         tile = ui.element("button").classes("thumb plain-tile").props('type="button"')
+        tile.props["title"] = f"{self._split[error.image].path}: {TITLES[error.kind]}: {words}"
         tile.on("click", lambda: self._beside(error.image, least_K))
         with tile:
             self._picture(error.image, about, f"{TITLES[error.kind]}: {words}", names=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,15 +71,19 @@ async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
         except TessellaError as error:
             parts.refused(error, MISSING)
             return
+        volumes = of(chosen.info.task).volumes
         with parts.box("split"):
             left, right = parts.box("stack"), parts.box("stack")
             with right:
                 _about(chosen)
-                layers = _layers_box()
+                layers = None if volumes else _layers_box()
                 errors = _Errors(context, chosen)
             with left:
                 _chooser(context, runs, run_ref, chosen)
-                _Classify(context, chosen, layers)
+                if layers is None:
+                    _volumes(context, chosen)
+                else:
+                    _Classify(context, chosen, layers)
             await errors.show()
 
 
@@ -135,6 +140,17 @@ def _about(chosen: Checkpoint) -> None:
                 ("preprocessing", info.preprocess_hash[:10]),
             ]
         )
+
+
+def _volumes(context: Context, chosen: Checkpoint) -> None:
+    """How a volume is asked about: it is too large to be looked at in a page."""
+    with parts.card("Ask about a volume"):
+        text("p", "A network goes through a volume window by window, for a minute or more: its "
+             "labels become a file, which any viewer of volumes lays over the volume."
+             ).classes("muted small")  # fmt: skip
+        run = commands.classify(context.workspace.ref(chosen.path), ["volume.nii.gz"])
+        argv = [*run.argv[: run.argv.index("--top")], "--out", "labels.nii.gz"]
+        parts.Command(shlex.join(("tessella", *argv)))
 
 
 def _layers_box() -> ui.element:
