@@ -202,5 +202,9 @@ def _named(name: str) -> str:
 def _value(value: object) -> str:
     if isinstance(value, list) and all(isinstance(v, dict) and "shape" in v for v in value):
         return ", ".join(str(from_plain(TensorSpec, v, where="manifest")) for v in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and all(isinstance(v, float) for v in value):
+        value = [float(f"{v:.6g}") for v in value]
     shown = "" if value is None else value if isinstance(value, str) else canonical_json(value)
     return shown if len(shown) <= MOST_LETTERS else f"{shown[:MOST_LETTERS]}…"
