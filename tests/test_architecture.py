@@ -295,7 +295,6 @@ LONGER = {
     "kernels/gemm/wgmma.py:call": 78,
     "kernels/pool/shifted.py:bind": 61,
     "quickstart/classification.py:quickstart": 68,
-    "studio/pages/data.py:_form": 62,
 }
 
 

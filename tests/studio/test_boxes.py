@@ -28,6 +28,7 @@ from tessella.data.importing import ImportSettings, import_images
 from tessella.data.joining import drawn_pieces, made_of
 from tessella.quickstart.scattered import write_scattered
 from tessella.studio.boxes import svg
+from tessella.studio.charts import shorten
 from tessella.tasks import named, targets_of
 from tessella.tasks.detection.errors import match
 from tessella.tasks.thing import Thing
@@ -71,6 +72,7 @@ def boxes_of(root: Path, split: str) -> list[list[list[float]]]:
 def test_a_dataset_s_pictures_have_their_boxes(detecting: Served) -> None:
     with closing(detecting.client()) as client:
         page = client.get("/data", params={"dataset": "datasets/digits"}).text
+        assert "tessella sweep centernet" in client.get("/search").text  # a network of the task
     overlays = re.findall(rf"{re.escape(OVERLAY)}[A-Za-z0-9+/=]+", page)
     seen = sorted(box for source in overlays for box in frames(source))
     wanted = sorted(box for boxes in boxes_of(detecting.root, "train") for box in boxes)
@@ -198,11 +200,14 @@ def test_a_class_of_any_name_is_text() -> None:
     name = "<script>alert(1)</script>\"'&"
     thing = Thing(box=(90.0, 1.0, 99.0, 20.0), name=name, color=(1, 2, 3))
     drawing = ElementTree.fromstring(svg([thing], (80, 100), names=True))
-    assert [t.text for t in drawing.iter(TEXT)] == [name]
+    assert [t.text for t in drawing.iter(TEXT)] == [shorten(name, 20)]
     assert {child.tag for child in drawing} == {RECT, TEXT}
     (ground,) = (r for r in drawing.iter(RECT) if r.get("fill") != "none")
     assert float(ground.get("y", "")) == 1.0  # no room above
     assert drawing.get("viewBox") == "0 0 100 80"
+    two = ElementTree.fromstring(svg([thing, thing], (80, 100), names=True))
+    frames_first = [child.get("fill") == "none" for child in two]
+    assert frames_first == [True, True, False, False, False, False]  # no frame cuts a name
 
 
 def test_a_name_that_no_xml_can_have_hides_no_box() -> None:

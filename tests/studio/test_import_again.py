@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tessella.artifacts.dataset import Dataset
 from tessella.data.importing import ImportSettings, import_images
-from tessella.studio.pages import data as page
+from tessella.studio.import_form import Settings
 from tests.support.pictures.folders import write_folder_of
 
 
@@ -16,7 +16,7 @@ def test_a_dataset_says_how_it_was_split(tmp_path: Path) -> None:
         write_folder_of(tmp_path / name, {"a": 4, "b": 4})
     settings = ImportSettings(size=8, val_folder=tmp_path / "other", seed=3, name="x")
     made = import_images(tmp_path / "train pictures", tmp_path / "out", settings)
-    argv = page._Settings.of(made).spec("train pictures", "again").argv
+    argv = Settings.of(made).spec("train pictures", "again").argv
     assert argv[argv.index("--val-folder") + 1] == str(tmp_path / "other")
     assert argv[argv.index("--seed") + 1] == "3"
     assert "--holdout" not in argv
@@ -30,6 +30,6 @@ def test_a_description_that_somebody_else_wrote(tmp_path: Path) -> None:
     plain = json.loads(path.read_text())
     plain["settings"] = {"holdout": "all", "seed": [1], "val_folder": 7, "name": "y", "test": 0.5}
     path.write_text(json.dumps(plain))
-    argv = page._Settings.of(Dataset(tmp_path / "out")).spec("pictures", "again").argv
+    argv = Settings.of(Dataset(tmp_path / "out")).spec("pictures", "again").argv
     assert argv[argv.index("--test") + 1] == "0.5"
     assert "--val-folder" not in argv

@@ -83,7 +83,6 @@ BAD = {
     "/plan?job=none": "no such job",
     "/diff?a=plans/digits.plan&b=plans/none.plan": "no such file",
     "/diff?a=plans/digits.plan&b=plans/broken.plan": "not a plan",
-    "/diff": "takes two plans",
     "/compare?run=runs/first&run=runs/none": "There is no run",
     "/compare?group=none": "no sweep",
     "/search?sweep=sweeps/none": "no such file",

@@ -108,7 +108,7 @@ def import_folder(chromium, served, folder, picture):
     press(chromium, "Import images")
     see(chromium, "New dataset")
     alive(chromium)
-    fill(chromium, "Folder on this machine", folder)
+    fill(chromium, "Folder or file on this machine", folder)
     until(lambda: field(chromium, "Name").get_attribute("value"), what="a name that is proposed")
     fill(chromium, "Name", "digits")
     fill(chromium, "Size (height × width)", "28")

@@ -231,6 +231,7 @@ class BoxErrors:
         there = "" if error.thing < 0 else self._name(m.there_labels[error.thing])
         words = f"{told} for {there}" if told and there and told != there else told or there
         tile = ui.element("button").classes("thumb plain-tile").props('type="button"')
+        tile.props["title"] = f"{self._split[error.image].path}: {TITLES[error.kind]}: {words}"
         tile.on("click", lambda: self._beside(error.image, least_K))
         with tile:
             self._picture(error.image, about, f"{TITLES[error.kind]}: {words}", names=False)
@@ -256,7 +257,8 @@ class BoxErrors:
 
     def _picture(self, image: int, things: list[Thing], alt: str, *, names: bool) -> None:
         record = self._dataset.preprocess
-        source = pictures.example_address(self._dataset, self._ref, SPLIT, image)
+        most = pictures.LARGE if names else pictures.THUMB
+        source = pictures.example_address(self._dataset, self._ref, SPLIT, image, most)
         boxed(source, alt, things, (record.height, record.width), names=names)
 
     def _told(self, place: int, color: tuple[int, int, int]) -> Thing:

@@ -116,11 +116,15 @@ def things_of(mask: Mask, ground: int, *, least: int = 1) -> tuple[Drawn, ...]:
         least: pixels of a patch; smaller ones are left out.
     """
     labels = [int(k) for k in np.unique(mask) if k != ground]
-    patches = {k: cv2.connectedComponents((mask == k).astype(np.uint8))[1] for k in labels}
+    # column by column, as run lengths are: turned once, and not again for each patch
+    patches = {
+        k: np.asfortranarray(cv2.connectedComponents((mask == k).astype(np.uint8))[1])
+        for k in labels
+    }
     apart = sum(int(numbers.max()) for numbers in patches.values()) <= MOST_APART
     found = []
     for label, numbers in patches.items():
-        sizes = np.bincount(numbers.ravel())
+        sizes = np.bincount(numbers.ravel(order="K"))
         kept = [n for n in range(1, len(sizes)) if sizes[n] >= least]
         for inside in (numbers == n for n in kept) if apart else [np.isin(numbers, kept)]:
             if inside.any():

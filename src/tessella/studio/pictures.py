@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+import cv2
 import numpy as np
 from fastapi import APIRouter
 from nicegui.element import Element
@@ -24,7 +25,7 @@ from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode, to_depth
 from tessella.core.record import canonical_json, from_plain, parse_json, to_plain
-from tessella.core.volumes import middle_slice
+from tessella.core.volumes import array_in
 from tessella.data.blocks import Located, seen_block
 from tessella.data.joining import check_joins, drawn_pieces, made_of
 from tessella.studio import parts
@@ -37,6 +38,7 @@ from tessella.tasks import Block, Moves, of, targets_of
 _STILL = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
 _KEEP = {"Cache-Control": "private, max-age=86400"}
 MAX_PREVIEW = 2048
+THUMB, LARGE = 320, 2048  # pixels of the longer side, on a screen of twice the usual density
 MAX_FILE_BYTES = 256 << 20
 PROCESSES = 2  # for pictures that cost much
 
@@ -48,17 +50,25 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     atexit.register(decoder.close)
 
     @routes.get("/example")
-    def example(dataset: str, split: str, index: int, v: str = "", drawn: bool = False) -> Response:
-        """An image of a dataset, ``drawn`` with its target. ``v`` is the dataset's content hash."""
+    def example(
+        dataset: str, split: str, index: int, v: str = "", drawn: bool = False, most: int = 0,
+        at: int = -1,
+    ) -> Response:  # fmt: skip
+        """An image of a dataset, ``drawn`` with its target; ``v`` is the dataset's content hash.
+
+        ``most`` are the pixels of its longer side (0: all); ``at`` a volume's slice (-1: the
+        middle).
+        """
         opened = open_dataset(workspace.path(dataset))
-        return _png(_stored(opened, split, index, decoder, drawn=drawn), _KEEP)
+        shown = _stored(opened, split, index, decoder, drawn=drawn, at=at)
+        return _png(reduced(shown, most) if most > 0 else shown, _KEEP)
 
     @routes.get("/trained")
     def trained(dataset: str, index: int, changes: str, epoch: int = 0, v: str = "") -> Response:
         """An image of the training split as an epoch of a training with these changes shows it."""
         opened = open_dataset(workspace.path(dataset))
         plain = parse_json(changes.encode(), where="changes")
-        return _png(seen_in_training(opened, index, plain, epoch, decoder))
+        return _png(reduced(seen_in_training(opened, index, plain, epoch, decoder), THUMB))
 
     @routes.get("/resize")
     def resize(
@@ -102,17 +112,24 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     return routes
 
 
-def shown_of(content: bytes, record: Preprocess, index: int, decoder: Decoder) -> Pixels:
-    """A stored picture, or the middle slice of a stored volume."""
-    if record.volume is not None:
-        return middle_slice(content)
-    return decoder(content, record, name=f"image {index}")
+def example_address(dataset: Dataset, ref: str, split: str, index: int, most: int = LARGE) -> str:
+    """The URL of an image of a dataset, of which the longer side has at most so many pixels."""
+    where: dict[str, str | int] = {"dataset": ref, "split": split, "index": index}
+    stamp, record = dataset.info.content_hash[:12], dataset.preprocess
+    small = max(record.height, record.width) <= most
+    return parts.address("/pictures/example", **where, v=stamp, **({} if small else {"most": most}))
 
 
-def example_address(dataset: Dataset, ref: str, split: str, index: int) -> str:
-    """The URL of an image of a dataset."""
-    stamp = dataset.info.content_hash[:12]
-    return parts.address("/pictures/example", dataset=ref, split=split, index=index, v=stamp)
+def reduced(pixels: Pixels, most: int) -> Pixels:
+    """The same picture with at most so many pixels in a side: a page of thumbnails of 12 million
+    pixels each is hundreds of megabytes."""
+    height, width = pixels.shape[:2]
+    share = most / max(height, width)
+    if share >= 1:
+        return pixels
+    size = max(1, round(width * share)), max(1, round(height * share))
+    made: Pixels = np.asarray(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA), np.uint8)
+    return made.reshape(size[1], size[0], -1)
 
 
 def trained_address(dataset: Dataset, ref: str, index: int, changes: Augment) -> str:
@@ -157,13 +174,24 @@ def seen_in_training(
     return task.answers.taught(shown, target, dataset.classes)
 
 
-def _stored(dataset: Dataset, split: str, index: int, decoder: Decoder, *, drawn: bool) -> Pixels:
-    """An image as it is stored, of 8 bits; or with its target drawn over it."""
-    content = stored_file(dataset, split, index)
-    shown = to_depth(shown_of(content, dataset.preprocess, index, decoder), 8)
+def _stored(
+    dataset: Dataset, split: str, index: int, decoder: Decoder, *, drawn: bool, at: int
+) -> Pixels:
+    """An image as it is stored, of 8 bits; or with its target drawn over it. Of a volume a slice:
+    ``at``, or the one in the middle."""
+    content, record = stored_file(dataset, split, index), dataset.preprocess
+    if record.volume is not None:
+        volume = array_in(content, "uint16")
+        at = at if 0 <= at < len(volume) else len(volume) // 2
+        shown = np.array(volume[at])
+    else:
+        shown = decoder(content, record, name=f"image {index}")
+    shown = to_depth(shown, 8)
     if not drawn:
         return shown
     target = targets_of(dataset.split(split)).batch(np.array([index], np.int64))[0]
+    if record.volume is not None:
+        target = target[at]
     return of(dataset.info.task).answers.taught(_in_rgb(shown), target, dataset.classes)
 
 
@@ -180,15 +208,16 @@ def thumb(dataset: Dataset, ref: str, split: str, index: int, title: str = "") -
 
 
 def example_picture(
-    dataset: Dataset, ref: str, split: str, index: int, title: str, *, names: bool = False
+    dataset: Dataset, ref: str, split: str, index: int, title: str, *, large: bool = False
 ) -> Element:
-    """An image of a dataset, with what its target marks in it; ``names`` are written beside."""
+    """An image of a dataset, with what its target marks in it; on a ``large`` one the names are
+    written beside."""
     task, record = of(dataset.info.task), dataset.preprocess
     things = task.answers.marked(dataset.split(split)[index].label, dataset.classes)
-    source = example_address(dataset, ref, split, index)
+    source = example_address(dataset, ref, split, index, LARGE if large else THUMB)
     if task.examples.PLACED and not things:  # a mask: the page draws boxes itself
         source += "&drawn=true"
-    return boxed(source, title, things, (record.height, record.width), names=names)
+    return boxed(source, title, things, (record.height, record.width), names=large)
 
 
 def stored_file(dataset: Dataset, split: str, index: int) -> bytes:

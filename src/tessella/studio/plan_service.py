@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from nicegui import ui
+from nicegui.element import Element
 
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.outline import Outline
@@ -16,6 +17,7 @@ from tessella.studio.context import Context
 from tessella.studio.plan_front import title_of
 from tessella.studio.theme import text
 from tessella.studio.workspace import open_dataset, plain_name, readable
+from tessella.tasks import of
 
 
 class Service:
@@ -35,6 +37,10 @@ class Service:
                 self._watch = parts.link("/serve", "small")
                 with self._watch:
                     text("span", "Watch it")
+                self._try = parts.link("/", "small")
+                self._try.props["target"] = "_blank"
+                with self._try:
+                    text("span", "Try a picture")
             self._line = parts.Command()
             self._curl = parts.Command()
         self._shown = ""
@@ -48,11 +54,12 @@ class Service:
     def _write_example(self) -> str:
         """The ref of a picture for the request: one of the plan's own dataset, if that is here."""
         space = self._context.workspace
-        source = Path(self._plan.manifest.built_from)
+        source = Path(space.ref(self._plan.manifest.built_from))
         runs = readable(space.runs()).items()
         run = next((run for ref, run in runs if source.is_relative_to(ref)), None)
         data = None if run is None else space.find_dataset(run.info.dataset_hash)
-        if data is None or self._plan.manifest.preprocess is None:
+        record = self._plan.manifest.preprocess
+        if data is None or record is None or record.volume is not None:
             return ""
         dataset = open_dataset(data)
         path = space.own("examples") / f"{dataset.info.content_hash[:16]}.png"
@@ -80,20 +87,27 @@ class Service:
         self._start.set_visibility(job is None)
         self._stop.set_visibility(job is not None)
         self._state.set_visibility(job is not None)
-        self._watch.set_visibility(job is not None and job.status == "running")
+        for link in (self._watch, self._try):
+            link.set_visibility(job is not None and job.status == "running")
         port = int(self._port.value or 8000)
         if job is not None:
             parts.show_status(self._state, job.state)
             port = int(job.argv[job.argv.index("--port") + 1])
-            to = parts.address("/serve", address=f"http://127.0.0.1:{port}")
-            if self._watch.props["href"] != to:
-                self._watch.props["href"] = to
-                self._watch.update()
-        lines = commands.shown(self._serve_spec()), curl(self._name(), port, self._example)
+            url = f"http://127.0.0.1:{port}"
+            self._lead(self._watch, parts.address("/serve", address=url))
+            self._lead(self._try, f"{url}/")
+        verb = of(self._plan.manifest.task).answers.VERB
+        lines = commands.shown(self._serve_spec()), curl(self._name(), port, verb, self._example)
         if self._shown != str(lines):
             self._shown = str(lines)
             self._line.show(lines[0])
             self._curl.show(lines[1])
+
+    @staticmethod
+    def _lead(link: Element, to: str) -> None:
+        if link.props["href"] != to:
+            link.props["href"] = to
+            link.update()
 
     def _serve(self) -> None:
         with parts.errors_shown():
@@ -107,9 +121,13 @@ class Service:
                 self._context.store.abort(job.id)
 
 
-def curl(name: str, port: int, picture: str) -> str:
-    """A request to try: a picture where there is one that the plan takes, its metadata if not."""
+def curl(name: str, port: int, verb: str, picture: str) -> str:
+    """A request to try: a picture where there is one that the plan takes, its metadata if not.
+
+    Args:
+        verb: what a server of the plan's task answers pictures at.
+    """
     url = f"http://127.0.0.1:{port}/v2/models/{name}"
     if not picture:
         return f"curl -s {url}"
-    return f"curl -s {url}/classify --data-binary {shlex.quote(f'@{picture}')}"
+    return f"curl -s {url}/{verb} --data-binary {shlex.quote(f'@{picture}')}"

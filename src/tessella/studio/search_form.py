@@ -26,6 +26,7 @@ from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import parts
 from tessella.studio.context import Context
+from tessella.studio.networks import usual_network
 from tessella.studio.recipe_form import settings
 from tessella.studio.theme import text
 from tessella.studio.workspace import plain_name
@@ -60,11 +61,12 @@ class SearchForm:
         self._rest = {k: v for k, v in given.items() if k not in ("network", "dataset", "epochs")}
         if str(given.get("dataset")) in datasets:
             dataset = str(given["dataset"])
-        names = {ref: d.info.name for ref, d in datasets.items()}
+        names = context.dataset_names(datasets)
         self._dataset = self._field(ui.select(names, value=dataset, label="Dataset"))
-        self._network = self._field(
-            ui.input("Network", value=str(given.get("network", "resnet18")))
-        )
+        self._usual = usual_network(datasets[dataset].info.task.name)
+        network = str(given.get("network", self._usual))
+        self._network = self._field(ui.input("Network", value=network))
+        self._dataset.on_value_change(self._dataset_chosen)
         self._network.props["placeholder"] = "resnet18, timm/NAME or net.py:Net"
         self._rows = parts.box("stack").style("gap:10px")
         for path, values in written.items():
@@ -98,6 +100,13 @@ class SearchForm:
         self._button = parts.button("Start the search", self._start, icon="play_arrow")
         self._button.style("margin-top:4px")  # its sticky ground covers 16 px above it
         self._changed()
+
+    def _dataset_chosen(self) -> None:
+        """Name the usual network of another task, where nobody has named one."""
+        before = self._usual
+        self._usual = usual_network(self._datasets[self._dataset.value].info.task.name)
+        if self._network.value == before:
+            self._network.set_value(self._usual)
 
     def _field(self, element: Any) -> Any:
         element.on_value_change(lambda: self._changed())

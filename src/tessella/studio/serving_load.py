@@ -94,6 +94,15 @@ def _instance(before: Instance, now: Instance, seconds: float) -> InstanceLoad:
     )
 
 
+def to_watch(loads: dict[Model, Load], here: Model | None) -> Model:
+    """The model that a page shows where nobody chose one: the busiest; one that is shown already
+    stays while it is asked, or nobody asks any."""
+    busiest = max(loads, key=lambda model: loads[model].answered)
+    if here not in loads:
+        return busiest
+    return here if loads[here].answered or not loads[busiest].answered else busiest
+
+
 def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
     return {name: value - before.get(name, 0.0) for name, value in now.items()}
 

@@ -223,6 +223,7 @@ PAGES = (
     "/plan?like=plans/digits.plan",
     "/plan?plan=plans/small.plan",
     "/plan?plan=plans/small.front/0.plan",
+    "/diff",
     "/diff?a=plans/digits.plan&b=plans/small.plan",
     "/serve",
     "/compare",

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 from nicegui import ui
@@ -16,31 +12,18 @@ from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.count import counted
-from tessella.core.errors import TessellaError, UsageError
-from tessella.core.preprocess import Preprocess, ResizeMode, Store, Volume
+from tessella.core.errors import TessellaError
 from tessella.jobs import commands
-from tessella.jobs.job import Job, JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
-from tessella.studio.feed import Feed
+from tessella.studio.import_form import ImportForm, Settings
 from tessella.studio.keeping import shown_label, tools
-from tessella.studio.path_field import PathField
-from tessella.studio.standing import standing
 from tessella.studio.theme import RESPONSE_S, frame, text
-from tessella.studio.workspace import Found, plain_name
+from tessella.studio.workspace import Found
 from tessella.tasks import named, of, targets_of
 
 PAGE_SIZE = 60
 MISSING = "Choose a dataset at the left, or import the images again."
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".gif")
-MOST_ENTRIES = 20_000  # directory entries, in search of an example image
-
-MODES: tuple[tuple[ResizeMode, str, str], ...] = (
-    ("squash", "Squash", "Fills the size; the shape changes."),
-    ("crop", "Crop", "Keeps the shape; cuts what sticks out."),
-    ("fill", "Fill", "Keeps all; pads with grey."),
-    ("half_crop", "Half crop", "Half way between crop and fill."),
-)
 
 
 def register(context: Context) -> None:
@@ -67,11 +50,12 @@ def register(context: Context) -> None:
                             parts.refused(error, MISSING)
                     return
                 try:
-                    settings = _Settings.of(context.workspace.dataset(like)) if like else None
+                    settings = Settings.of(context.workspace.dataset(like)) if like else None
                 except TessellaError as error:
                     parts.refused(error, MISSING)
                     return
-                _New(context, found, job, settings or _Settings())
+                below = partial(_list, context, found, "")
+                ImportForm(context, job, settings or Settings(), below)
 
 
 def _list(context: Context, found: list[Found[Dataset]], here: str) -> None:
@@ -94,343 +78,6 @@ def _list(context: Context, found: list[Found[Dataset]], here: str) -> None:
             text("p", "None yet.").classes("muted small")
 
 
-# --- a new dataset ---------------------------------------------------------------------
-
-
-# of a dataset's description, which anybody may have written
-_SPLIT: dict[str, tuple[type, ...]] = {
-    "holdout": (int, float), "test": (int, float), "seed": (int,),
-    "val_folder": (str,), "test_folder": (str,),
-}  # fmt: skip
-
-
-@dataclass
-class _Settings:
-    """The form's values, written here as the user types."""
-
-    source: str = ""
-    upload: str = ""
-    name: str = ""
-    size: str = "224"
-    channels: int = 3
-    depth: int = 8
-    resize: ResizeMode = "squash"
-    crop: str = ""
-    holdout: float | None = 0.1
-    test: float | None = 0.0
-    seed: int | None = 0
-    store: Store = "png"
-    task: str = "classification"
-    val_folder: str | None = None
-    test_folder: str | None = None
-    window: tuple[float, float] | None = None  # of volumes
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> _Settings:
-        """The settings that made a dataset; an old one's description has its shares alone."""
-        info, record = dataset.info, dataset.preprocess
-        total = sum(s.count for s in info.splits.values()) or 1
-        share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
-        split: dict[str, Any] = {"holdout": share.get("val", 0.0), "test": share.get("test", 0.0)}
-        if info.settings:
-            known = ((name, info.settings.get(name)) for name in _SPLIT)
-            split = {name: value for name, value in known if isinstance(value, _SPLIT[name])}
-        return cls(
-            source=info.source,
-            name=f"{info.name}-2",
-            window=record.volume.window if record.volume else None,
-            size=_written(*(record.sides if record.volume else (record.height, record.width))),
-            channels=record.channels,
-            depth=record.depth,
-            resize=record.resize,
-            crop=_written(*record.crop) if record.crop else "",
-            task=info.task.name,
-            **split,
-        )
-
-    def check_size(self) -> None:
-        """Refuse a size that the task's examples do not have."""
-        (parts.sides_of if named(self.task).volumes else parts.size_of)(self.size)
-
-    def _record(self) -> Preprocess:
-        if named(self.task).volumes:
-            slices, height, width = parts.sides_of(self.size)
-            volume = Volume(slices=slices, window=self.window)
-            return Preprocess(height=height, width=width, channels=1, depth=16, volume=volume)
-        height, width = parts.size_of(self.size)
-        return Preprocess(
-            height=height,
-            width=width,
-            channels=int(self.channels),
-            depth=int(self.depth),
-            resize=self.resize,
-            crop=parts.size_of(self.crop) if self.crop.strip() else None,
-        )
-
-    def spec(self, source: str, out: str) -> JobSpec:
-        """The import with these settings."""
-        return commands.import_images(
-            source,
-            out,
-            self._record(),
-            name=self.name.strip() or None,
-            holdout=float(self.holdout or 0.0),
-            test=float(self.test or 0.0),
-            seed=int(self.seed or 0),
-            val_folder=self.val_folder,
-            test_folder=self.test_folder,
-            store=self.store,
-            task=self.task,
-        )
-
-
-def _written(*sides: int) -> str:
-    return str(sides[0]) if len(set(sides)) == 1 else "x".join(map(str, sides))
-
-
-class _New:
-    """The import form, with the four resize modes beside it."""
-
-    def __init__(
-        self, context: Context, found: list[Found[Dataset]], job: str, start: _Settings
-    ) -> None:
-        self._context, self._values = context, start
-        self._example = ""
-        with parts.box("stack"):
-            with parts.card("New dataset"):
-                self._form()
-            _list(context, found, "")
-        with parts.box("stack"):
-            self._progress = ui.element("div").classes("stack")
-            self._preview()
-            with parts.card("How to do the same"):
-                self._command = parts.Command(instead="Give a folder: its command appears here.")
-        self._changed()
-        if job:
-            try:
-                self._watch(job)
-            except TessellaError as error:
-                with self._progress:
-                    parts.refused(error, MISSING)
-
-    def _form(self) -> None:
-        start = self._values
-        self._folder = PathField(
-            "Folder on this machine",
-            root=self._context.workspace.root,
-            value=start.source,
-            placeholder="/data/flowers",
-            on_change=self._source_typed,
-        )
-        self._folder.input.on("blur", self._find_example)
-        self._folder.input.on("keydown.enter", self._find_example)
-        parts.drop_zone(
-            "or drop a folder or a ZIP here",
-            "one subfolder a class, up to 20 GB",
-            ".zip",
-            self._uploaded,
-            folders=True,
-        )
-        with parts.box("fields"):
-            self._name = parts.field(
-                ui.input("Name", value=start.name, on_change=self._set("name")), "wide"
-            )
-            parts.field(
-                ui.input("Size (height × width)", value=start.size, on_change=self._set("size"))
-            ).tooltip("224, or 224x320")
-            colors = {3: "Colour (3)", 1: "Grey (1)"}
-            parts.field(
-                ui.select(
-                    colors, value=start.channels, label="Channels", on_change=self._set("channels")
-                )
-            )
-            modes = {mode: title for mode, title, _ in MODES}
-            self._resize = parts.field(
-                ui.select(modes, value=start.resize, label="Resize", on_change=self._set("resize"))
-            )
-            parts.field(
-                ui.number("Held out to validate", value=start.holdout, min=0, max=0.9, step=0.05,
-                          on_change=self._set("holdout"))
-            )  # fmt: skip
-        with ui.expansion("More"), parts.box("fields"):
-            parts.field(
-                ui.input("Crop for the network", value=start.crop, on_change=self._set("crop"))
-            ).tooltip("The network sees this part: random while training, the centre otherwise")
-            parts.field(
-                ui.number("Held out to test", value=start.test, min=0, max=0.9, step=0.05,
-                          on_change=self._set("test"))
-            )  # fmt: skip
-            depths = {8: "8 bits", 16: "16 bits"}
-            parts.field(
-                ui.select(depths, value=start.depth, label="Depth", on_change=self._set("depth"))
-            )
-            stores = {"png": "PNG", "pixels": "Pixels"}
-            parts.field(
-                ui.select(
-                    stores, value=start.store, label="Stored as", on_change=self._set("store")
-                )
-            ).tooltip("Pixels are about twice as large, and training reads them without decoding")
-            parts.field(
-                ui.number("Seed of the split", value=0, precision=0, on_change=self._set("seed"))
-            )
-        self._problem = text("div", "").classes("note bad")
-        parts.button("Import", self._start, icon="download_for_offline")
-
-    def _preview(self) -> None:
-        with parts.card(
-            "What the network will see", "the four ways to fit a picture into the size"
-        ):
-            self._modes: dict[str, tuple[ui.element, ui.element]] = {}
-            with parts.box("modes"):
-                for mode, title, line in MODES:
-                    with parts.box("mode") as frame_:
-                        shown = parts.picture("", f"The example, {title}")
-                        text("b", title)
-                        text("span", line)
-                    frame_.on("click", lambda mode=mode: self._resize.set_value(mode))
-                    self._modes[mode] = (frame_, shown)
-            parts.drop_zone(
-                "Try a picture", "drop one, or click", "image/*", self._example_uploaded
-            )
-
-    # --- what happens -------------------------------------------------------------------
-
-    def _set(self, name: str) -> Callable[[ValueChangeEventArguments[Any]], None]:
-        def handler(event: ValueChangeEventArguments[Any]) -> None:
-            setattr(self._values, name, event.value)
-            self._changed()
-
-        return handler
-
-    def _source_typed(self, path: str) -> None:
-        self._values.source = path
-        self._changed()
-
-    def _changed(self) -> None:
-        """Show the command and the four pictures for the form's present values."""
-        values = self._values
-        problem = line = ""
-        try:
-            values.check_size()  # also while there is no folder yet
-            if values.source.strip() and self._source().exists():
-                line = commands.shown(self._request())
-        except TessellaError as error:
-            problem = str(error)
-        self._problem.text = problem
-        self._problem.set_visibility(bool(problem))
-        self._command.show(line)
-        for mode, (frame_, shown) in self._modes.items():
-            frame_.classes(**({"add": "here"} if mode == values.resize else {"remove": "here"}))
-            source = self._preview_address(mode)
-            shown.props["src"] = source
-            shown.set_visibility(bool(source))
-
-    def _preview_address(self, mode: str) -> str:
-        """The URL of the example in this mode; none without an example or a size."""
-        try:
-            height, width = parts.size_of(self._values.size)
-        except UsageError:
-            return ""
-        if not self._example:
-            return ""
-        query: dict[str, str | int] = {
-            "source": self._example,
-            "height": height,
-            "width": width,
-            "mode": mode,
-            "channels": self._values.channels,
-        }
-        return parts.address("/pictures/resize", **query)
-
-    async def _find_example(self) -> None:
-        folder = self._source()
-        found = await asyncio.to_thread(first_image, folder)
-        if found is not None:
-            self._example = f"path:{found}"
-        if not self._values.name and folder.is_dir():
-            self._name.set_value(self._context.workspace.free_name("dataset", folder.name))
-        self._changed()
-
-    async def _example_uploaded(self, upload: str, name: str) -> None:
-        self._example = f"upload:{upload}"
-        self._changed()
-
-    async def _uploaded(self, upload: str, name: str) -> None:
-        with parts.errors_shown():
-            folder = await asyncio.to_thread(self._context.uploads.images, upload)
-            self._folder.put(self._context.workspace.ref(folder))
-            if not self._values.name:
-                free = self._context.workspace.free_name("dataset", name.removesuffix(".zip"))
-                self._name.set_value(free)
-            await self._find_example()
-            ui.notify(f"{name} is here. Press Import.", type="positive")
-
-    def _source(self) -> Path:
-        """The folder in the form; a relative path starts at the workspace, where jobs run."""
-        typed = self._values.source.strip()
-        return self._context.workspace.root / Path(typed or "/nonexistent").expanduser()
-
-    def _start(self) -> None:
-        with parts.errors_shown():
-            self._watch(self._context.store.submit(self._request()).id)
-
-    def _request(self) -> JobSpec:
-        """The import that the form describes: what is shown is what starts.
-
-        Raises:
-            UsageError: there is no such folder, or the name is taken.
-        """
-        source = self._source()
-        if not self._values.source.strip() or not source.exists():
-            raise UsageError(
-                "there is no such folder on this machine",
-                seen=self._values.source or "nothing",
-                fix="give the folder that holds one subfolder a class, or upload a ZIP",
-            )
-        workspace = self._context.workspace
-        out = workspace.new_path("dataset", plain_name(self._values.name or source.name))
-        return self._values.spec(workspace.ref(source.resolve()), workspace.ref(out))
-
-    def _watch(self, job_id: str) -> None:
-        """Show an import's progress; open the dataset when it is there."""
-        job = self._context.store.job(job_id)
-        feed = Feed(job.events_path)
-        self._progress.clear()
-        with self._progress, parts.card(job.name) as section:
-            state = parts.badge(job.status)
-            track = parts.Track()
-            problem = text("div", "").classes("note bad")
-        problem.set_visibility(False)
-
-        def refresh(now: Job) -> None:
-            feed.read()
-            parts.show_status(state, now.status)
-            track.show(feed.fraction, standing(self._context.store, now, feed))
-            if now.status == "done":
-                ref = job.argv[job.argv.index("--out") + 1]
-                ui.navigate.to(parts.address("/data", dataset=ref))
-            elif now.ended:
-                problem.text = feed.error or now.error or "The import was stopped."
-                problem.set_visibility(True)
-
-        with section:
-            self._context.follow(job, refresh, interval_s=0.5)
-
-
-def first_image(folder: Path) -> Path | None:
-    """An image somewhere in the folder, without reading more of a large tree than needed."""
-    seen = 0
-    for here, folders, files in os.walk(folder):
-        folders.sort()
-        for file in sorted(files)[:MOST_ENTRIES]:
-            seen += 1
-            if file.lower().endswith(IMAGE_SUFFIXES):
-                return Path(here) / file
-        if seen > MOST_ENTRIES:
-            return None
-    return None
-
-
 # --- a dataset -------------------------------------------------------------------------
 
 
@@ -441,14 +88,16 @@ class _Dataset:
         self, context: Context, dataset: Dataset, ref: str, split: str, label: int, page: int
     ) -> None:
         self._dataset, self._ref = dataset, ref
-        info = dataset.info
+        info, self._noun = dataset.info, parts.noun_of(dataset.info.task.name)
         self._split = split if split in info.splits else next(iter(info.splits))
         self._label = label if 0 <= label < len(info.classes) else -1
         self._page = max(1, page)
+        self._task = of(info.task)
         with parts.card():
             with parts.box("row-line"):
                 title = context.labels.title(ref, info.name)
-                text("h2", title).style("font-size:19px").classes("cut grow")
+                text("h2", title).style("font-size:19px").classes("cut")
+                text("span", self._task.title).classes("hint cut grow")
                 train = parts.address("/train", dataset=ref)
                 parts.button("Train on it", lambda: ui.navigate.to(train), icon="arrow_forward")
                 tools(context, "dataset", ref)
@@ -456,8 +105,8 @@ class _Dataset:
             parts.stats(_numbers(dataset))
             for line in info.notes:
                 parts.note(line, "warn")
-        self._task = of(info.task)
-        with parts.card("Classes", self._task.charts.CLASS_COUNTS):
+        names = self._task.examples.NAMES
+        with parts.card(names.capitalize(), self._task.charts.CLASS_COUNTS):
             counts = [(name, s.class_counts) for name, s in info.splits.items()]
             ui.echart(charts.bars(info.classes, counts)).classes("chart")
         with parts.card() as self._browser:
@@ -482,7 +131,7 @@ class _Dataset:
             argv[argv.index("--out") + 1] = out
             parts.Command(shlex.join(("tessella", *argv)))
         else:
-            again = _Settings.of(self._dataset)
+            again = Settings.of(self._dataset)
             again.name = self._dataset.info.name
             if not self._dataset.info.settings:
                 text("p", "As far as its description tells; the seed of its split is not in it."
@@ -492,12 +141,13 @@ class _Dataset:
     def _controls(self) -> None:
         info = self._dataset.info
         with parts.box("row-line wrap"):
-            text("h2", "Images").classes("grow")
+            text("h2", f"{self._noun.capitalize()}s").classes("grow")
             splits = {n: f"{n} ({s.count:,})" for n, s in info.splits.items()}
             ui.toggle(splits, value=self._split, on_change=self._choose_split).props(
                 "unelevated dense no-caps padding='4px 12px' toggle-color=teal-9"
             )
-            names = {-1: "All classes"} | dict(enumerate(info.classes))
+            whole = f"All {self._task.examples.NAMES}"
+            names = {-1: whole} | dict(enumerate(info.classes))
             chooser = ui.select(names, value=self._label, with_input=len(names) > 12)
             parts.field(chooser).style("width:230px")
             chooser.on_value_change(self._choose_label)
@@ -531,7 +181,7 @@ class _Dataset:
                 with pictures.thumb(self._dataset, self._ref, self._split, index, name):
                     text("div", name).props["title"] = name
             if not len(shown):
-                text("p", "No images of this class in this split.").classes("muted small")
+                text("p", f"No {self._noun} of this class in this split.").classes("muted small")
         self._pages.clear()
         with self._pages:
             if last > 1:
@@ -539,7 +189,7 @@ class _Dataset:
                     "max-pages=7 boundary-numbers direction-links flat color=grey-7 "
                     "active-color=teal-8"
                 )
-            text("span", counted(len(rows), "image")).classes("muted small num")
+            text("span", counted(len(rows), self._noun)).classes("muted small num")
 
     def _problems(self) -> None:
         info = self._dataset.info
@@ -564,12 +214,17 @@ class _Dataset:
 def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
     info, record = dataset.info, dataset.preprocess
     shape = " × ".join(map(str, record.pixel_shape))
-    counts = [(f"{name} images", f"{s.count:,}") for name, s in info.splits.items()]
+    task = named(info.task.name)
+    noun = f"{parts.noun_of(task.name)}s"
+    counts = [(f"{name} {noun}", f"{s.count:,}") for name, s in info.splits.items()]
+    pixels = f"pixels, {record.depth} bits, {record.resize}"
+    if task.volumes:
+        pixels = f"voxels seen, {record.depth} bits"
     disk = sum(m.nbytes for s in info.splits.values() for m in s.shards.values())
     return [
         *counts,
-        ("classes", f"{len(info.classes):,}"),
-        (f"pixels, {record.depth} bits, {record.resize}", shape),
+        (task.examples.NAMES, f"{len(info.classes):,}"),
+        (pixels, shape),
         ("mean", " · ".join(f"{m:.3f}" for m in record.mean[:4])),
         ("std", " · ".join(f"{s:.3f}" for s in record.std[:4])),
         ("on disk", parts.nbytes(disk)),

@@ -8,7 +8,7 @@ from nicegui import ui
 from nicegui.events import ValueChangeEventArguments
 
 from tessella.artifacts.comparison import BucketPair, Comparison, StepPair, compare
-from tessella.core.errors import TessellaError, UsageError
+from tessella.core.errors import TessellaError
 from tessella.core.record import canonical_json, from_plain
 from tessella.core.spec import TensorSpec
 from tessella.jobs import commands
@@ -34,9 +34,10 @@ def register(context: Context) -> None:
             with parts.box("stack"):
                 _chooser(known, a, b)
             with parts.box("stack"):
+                if not a or not b:
+                    parts.empty("Nothing to compare yet", MISSING)
+                    return
                 try:
-                    if not a or not b:
-                        raise UsageError("a comparison takes two plans", seen=a or b or "none")
                     before = await asyncio.to_thread(space.plan, a)
                     after = await asyncio.to_thread(space.plan, b)
                     found = await asyncio.to_thread(compare, before, after)
@@ -201,5 +202,9 @@ def _named(name: str) -> str:
 def _value(value: object) -> str:
     if isinstance(value, list) and all(isinstance(v, dict) and "shape" in v for v in value):
         return ", ".join(str(from_plain(TensorSpec, v, where="manifest")) for v in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and all(isinstance(v, float) for v in value):
+        value = [float(f"{v:.6g}") for v in value]
     shown = "" if value is None else value if isinstance(value, str) else canonical_json(value)
     return shown if len(shown) <= MOST_LETTERS else f"{shown[:MOST_LETTERS]}…"

@@ -109,7 +109,7 @@ def _asked(
     data = space.find_dataset(chosen.info.dataset_hash)
     dataset = None if data is None else open_dataset(data)
     splits = () if dataset is None else dataset.info.splits
-    split = split or next((name for name in ("test", "val") if name in splits), "test")
+    split = split or next((n for n in ("test", "val", *splits) if n in splits), "test")
     if dataset is not None:
         dataset.split(split)  # a UsageError where there is none
     rival = space.checkpoint(against) if against else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import parts, pictures
 from tessella.studio.box_errors import BoxErrors
-from tessella.studio.boxes import boxed
+from tessella.studio.boxes import boxed, legend, masks_of
 from tessella.studio.confusion import Confusion, Report, figures
 from tessella.studio.context import Context
 from tessella.studio.layers import Layers, Look
@@ -70,15 +71,19 @@ async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
         except TessellaError as error:
             parts.refused(error, MISSING)
             return
+        volumes = of(chosen.info.task).volumes
         with parts.box("split"):
             left, right = parts.box("stack"), parts.box("stack")
             with right:
                 _about(chosen)
-                layers = _layers_box()
+                layers = None if volumes else _layers_box()
                 errors = _Errors(context, chosen)
             with left:
                 _chooser(context, runs, run_ref, chosen)
-                _Classify(context, chosen, layers)
+                if layers is None:
+                    _volumes(context, chosen)
+                else:
+                    _Classify(context, chosen, layers)
             await errors.show()
 
 
@@ -126,7 +131,7 @@ def _about(chosen: Checkpoint) -> None:
             [
                 ("network", info.network.name),
                 ("input", shape),
-                ("classes", str(len(info.labels))),
+                (of(info.task).examples.NAMES, str(len(info.labels))),
                 ("epoch", f"{info.position.epoch:.4g}"),
                 *(
                     (n.replace("/", " "), parts.score(n, v))
@@ -135,6 +140,17 @@ def _about(chosen: Checkpoint) -> None:
                 ("preprocessing", info.preprocess_hash[:10]),
             ]
         )
+
+
+def _volumes(context: Context, chosen: Checkpoint) -> None:
+    """How a volume is asked about: it is too large to be looked at in a page."""
+    with parts.card("Ask about a volume"):
+        text("p", "A network goes through a volume window by window, for a minute or more: its "
+             "labels become a file, which any viewer of volumes lays over the volume."
+             ).classes("muted small")  # fmt: skip
+        run = commands.classify(context.workspace.ref(chosen.path), ["volume.nii.gz"])
+        argv = [*run.argv[: run.argv.index("--top")], "--out", "labels.nii.gz"]
+        parts.Command(shlex.join(("tessella", *argv)))
 
 
 def _layers_box() -> ui.element:
@@ -209,6 +225,10 @@ class _Classify:
         image = self._context.uploads.file(upload)
         self._answer.clear()
         source = f"/pictures/upload/{upload}"
+        if example is not None:  # of a volume a slice, where a browser knows no volume
+            dataset, split, index = example
+            ref = self._context.workspace.ref(dataset.path)
+            source = pictures.example_address(dataset, ref, split, index)
         with self._answer:
             with ui.element("div") as shown:
                 parts.picture(source, name).style(
@@ -233,7 +253,7 @@ class _Classify:
         if "answer" in answer and self._is_about_places(answer["answer"], example):
             shown.clear()
             with shown:
-                self._beside_truth(source, name, answer, example)
+                await self._beside_truth(source, name, answer, example)
         with self._answer:
             self._told(answer)
         await self._show_layers(image)
@@ -247,11 +267,11 @@ class _Classify:
         parts.table([parts.Column(title=t) for t in task.HEADER], task.lines(image["answer"]))
 
     def _is_about_places(self, told: Any, example: tuple[Dataset, str, int] | None) -> bool:
-        answers = of(self._checkpoint.info.task).answers
+        task = of(self._checkpoint.info.task)
         truth = () if example is None else _marked(*example)
-        return bool(answers.things(told) or truth)
+        return bool(task.answers.things(told) or truth or (task.examples.PLACED and told))
 
-    def _beside_truth(
+    async def _beside_truth(
         self,
         source: str,
         name: str,
@@ -260,16 +280,22 @@ class _Classify:
     ) -> None:
         """What the network finds in a picture, over it; and beside it what is there."""
         height, width = image["size"]
-        things = of(self._checkpoint.info.task).answers.things(image["answer"])
+        answers, told = of(self._checkpoint.info.task).answers, image["answer"]
+        things, over = answers.things(told), ""
+        if not things:  # a class for each pixel
+            over = await asyncio.to_thread(masks_of, answers, told, (height, width))
         with parts.box("beside"):
             with parts.box("stack"):
                 text("b", "What the network says").classes("small")
-                boxed(source, name, things, (height, width), names=True)
-            if example is None:
-                return
-            with parts.box("stack"):
-                text("b", "What is there").classes("small")
-                boxed(source, name, _marked(*example), (height, width), names=True)
+                boxed(source, name, things, (height, width), names=True, over=over)
+            if example is not None:
+                dataset, split, index = example
+                with parts.box("stack"):
+                    text("b", "What is there").classes("small")
+                    ref = self._context.workspace.ref(dataset.path)
+                    pictures.example_picture(dataset, ref, split, index, name, large=True)
+        if over:
+            legend(answers, {one["index"]: str(one["label"]) for one in told})
 
     async def _show_layers(self, image: Path) -> None:
         key = digest([self._ref, image.parent.name])[:24]
@@ -361,12 +387,18 @@ class _Errors:
                 self._report(report)
             elif self._data is None:
                 parts.note("The dataset that this network was trained on is not in the workspace.")
+            elif "val" not in open_dataset(self._data).info.splits:
+                parts.note("Its dataset has no validation split: nothing tells how it does on what "
+                           "it has not learned. An import with a part held out gives one."
+                           )  # fmt: skip
             else:
-                gives = (
-                    "what is missed, false or misplaced" if self._places else "the confusion matrix"
-                )
+                gives = "its measures"
+                if self._places:
+                    gives = "what is missed, false or misplaced, precision and recall"
+                elif of(self._checkpoint.info.task).charts.CONFUSION:
+                    gives = "the confusion matrix, precision and recall"
                 with parts.empty("Not measured yet", "One pass over the validation split gives "
-                                 f"{gives}, precision and recall."):  # fmt: skip
+                                 f"{gives}."):  # fmt: skip
                     parts.button("Measure", self._measure, icon="fact_check")
                 parts.Command(commands.shown(self._spec("evaluation.json", "answers.npy")))
 

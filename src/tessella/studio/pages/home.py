@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from nicegui import ui
 
@@ -61,7 +62,8 @@ def _tags(context: Context, here: str) -> None:
 
 def _first_steps() -> None:
     with parts.empty(
-        "This workspace is empty", "Begin with a folder of images, one subfolder a class."
+        "This workspace is empty",
+        "Begin with a folder of images, or a file of boxes or masks.",
     ):
         with parts.box("row-line").style("margin-top:10px"):
             parts.button(
@@ -73,8 +75,8 @@ def _first_steps() -> None:
              "the classes, the skipped files and the duplicates before anything is trained."),
             ("2 · Train, 3 · Monitor", "Choose a network, draw the learning rate, start. Watch "
              "loss, accuracy and the machine live; stop and resume at any time."),
-            ("4 · Explore, 5 · Plan", "See what every layer does with a picture, where the network "
-             "errs, and compile it into one file that is served over HTTP."),
+            ("4 · Explore, 5 · Plan, 6 · Serve", "See what every layer does with a picture, where "
+             "the network errs, compile it into one file, serve it, and watch who asks."),
         ):  # fmt: skip
             with parts.card(title):
                 text("p", line).classes("muted")
@@ -93,9 +95,11 @@ def _datasets(context: Context, found: list[Found[Dataset]]) -> None:
                     info = entry.item.info
                     count = sum(s.count for s in info.splits.values())
                     text("span", context.labels.title(entry.ref, info.name)).classes("name cut")
-                    text("span", counted(count, "image")).classes("detail num")
-                    classes = counted(len(info.classes), "class", "classes")
-                    text("span", f"{classes} · {entry.ref}").classes("detail cut")
+                    task = info.task.name
+                    text("span", counted(count, parts.noun_of(task))).classes("detail num")
+                    names = parts.named_in(task, len(info.classes))
+                    text("span", f"{task}, {names} · {entry.ref}").classes("detail cut")
+        _rest(found, "/data")
 
 
 def _runs(context: Context, found: list[Found[Run]]) -> None:
@@ -106,6 +110,7 @@ def _runs(context: Context, found: list[Found[Run]]) -> None:
             for entry in found[:SHOWN]:
                 title = context.labels.title(entry.ref, entry.path.name)
                 run_entry(entry, title, best_score(entry.item))
+        _rest(found, "/monitor")
 
 
 def _plans(context: Context, found: list[Found[Outline]]) -> None:
@@ -123,6 +128,14 @@ def _plans(context: Context, found: list[Found[Outline]]) -> None:
                     text("span", parts.nbytes(entry.path.stat().st_size)).classes("detail num")
                     line = f"{', '.join(entry.item.targets)}, {precision_named(entry.item)}"
                     text("span", line).classes("detail cut")
+        _rest(found, "/plan")
+
+
+def _rest(found: Sequence[object], page: str) -> None:
+    """A link to those that this page has no room for."""
+    if len(found) > SHOWN:
+        with parts.link(page, "small"):
+            text("span", f"All {len(found):,}")
 
 
 def _jobs(context: Context) -> None:

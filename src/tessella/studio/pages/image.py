@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from nicegui import ui
+from nicegui.element import Element
+from nicegui.events import GenericEventArguments
 
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.volumes import array_in
 from tessella.studio import parts, pictures
+from tessella.studio.boxes import legend
 from tessella.studio.context import Context
 from tessella.studio.drawn import FORMS
 from tessella.studio.theme import RESPONSE_S, frame, text
@@ -45,14 +49,16 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
         with parts.box("stack"):
             with parts.card():
                 text("h2", label).style("overflow-wrap:anywhere")
-                sides = " × ".join(map(str, record.pixel_shape))
-                shape = f"{sides}, {record.depth} bits"
+                volume = record.volume is not None
+                stored = array_in(example.content, "uint16").shape if volume else record.pixel_shape
+                shape = f"{' × '.join(map(str, stored))}, {record.depth} bits"
+                noun = parts.noun_of(task.name)
                 rows = [
                     ("dataset", context.labels.title(ref, dataset.info.name)),
                     ("split", split),
-                    ("image", f"{index + 1:,} of {len(examples):,}"),
+                    (noun, f"{index + 1:,} of {len(examples):,}"),
                     ("imported from", example.path),
-                    ("pixels", shape),
+                    ("voxels" if volume else "pixels", shape),
                     ("bytes", parts.nbytes(len(example.content))),
                 ]
                 parts.table([parts.Column(title="field"), parts.Column(title="value")], rows)
@@ -65,13 +71,36 @@ def _show(context: Context, dataset: Dataset, ref: str, split: str, index: int) 
                 source = Path(dataset.info.source) / example.path
                 if (context.workspace.root / source).is_file():
                     text("p", f"Its file is still there: {source}").classes("muted small")
-                for number in task.examples.occurs(example.label):
+                occurring = list(task.examples.occurs(example.label))
+                if task.examples.PLACED and not task.answers.marked(example.label, dataset.classes):
+                    legend(task.answers, {k: dataset.classes[k] for k in occurring})
+                for number in occurring:
                     query = {"dataset": ref, "split": split, "label": str(number)}
                     with parts.link("/data", **query):
-                        text("span", f"All images of {dataset.classes[number]}")
+                        text("span", f"All {noun}s of {dataset.classes[number]}")
         with parts.card(), parts.box("large"):
             title = f"{label}: {example.path}"
-            pictures.example_picture(dataset, ref, split, index, title, names=True)
+            shown = pictures.example_picture(dataset, ref, split, index, title, large=True)
+            if record.volume is not None:
+                _slices(shown, len(array_in(example.content, "uint16")))
+
+
+def _slices(shown: Element, count: int) -> None:
+    """A slider through the slices of the volume whose middle one is shown."""
+    picture = next(iter(shown))
+    source, middle = picture.props["src"], count // 2
+    said = text("label", f"slice {middle + 1} of {count}").classes("small muted num")
+
+    def choose(event: GenericEventArguments) -> None:
+        at = int(event.args)
+        picture.props["src"] = f"{source}&at={at - 1}"
+        said.text = f"slice {at} of {count}"
+
+    slider = ui.slider(min=1, max=count, step=1, value=middle + 1)
+    slider.LOOPBACK = False
+    slider.props["loopback"] = False
+    slider.props["aria-label"] = "Slice"
+    slider.on("update:model-value", choose, throttle=0.05)
 
 
 def _step(ref: str, split: str, index: int, count: int, label: str, icon: str) -> None:

@@ -334,7 +334,9 @@ class _Curves:
         self._boxes[title].clear()
         with self._boxes[title]:
             if not names:
-                text("p", "The first point comes with the first step.").classes("muted small")
+                text("p", "Nothing yet: points come with steps, or with validations.").classes(
+                    "muted small"
+                )
                 return
             options = charts.lines(series, log=self._logs[title], dots=dots)
             self._charts[title] = ui.echart(options).style("height:100%")

@@ -54,7 +54,8 @@ def register(context: Context) -> None:
         ):
             with parts.box("split"):
                 with parts.box("stack"):
-                    made_of = opened.manifest.built_from if isinstance(opened, Outline) else ""
+                    built = opened.manifest.built_from if isinstance(opened, Outline) else ""
+                    made_of = context.workspace.ref(built) if built else ""
                     form = _Compile(context, source or made_of, found, like)
                     _list(context, found, plan)
                 with parts.box("stack"):

@@ -21,7 +21,7 @@ from tessella.studio.context import Context
 from tessella.studio.feed import Point
 from tessella.studio.plan_front import title_of
 from tessella.studio.serving import Address, Histogram, Model, Reading, address, read
-from tessella.studio.serving_load import WINDOW_S, Load, Window
+from tessella.studio.serving_load import WINDOW_S, Load, Window, to_watch
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import plain_name
 
@@ -158,6 +158,8 @@ class _Shown:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._model: Model | None = None
+        self._offered: Model | None = None
+        self._chosen = False
         self._models: list[Model] = []
         with parts.card("Models", f"the last {WINDOW_S:.0f} seconds"):
             self._table = parts.box("stack")
@@ -199,9 +201,9 @@ class _Shown:
             self._choice.set_options({i: _named(model) for i, model in enumerate(self._models)})
         if not loads:
             return
-        if self._model not in loads:
-            busiest = max(loads, key=lambda model: loads[model].answered)
-            self._choice.set_value(self._models.index(busiest))
+        if self._model not in loads or not self._chosen:
+            self._offered = to_watch(loads, self._model)
+            self._choice.set_value(self._models.index(self._offered))
         _drawn_again(self._table, _models_table, loads)
         if self._model is None:
             return
@@ -227,6 +229,7 @@ class _Shown:
         place = self._choice.value
         model = self._models[place] if isinstance(place, int) else None
         if model != self._model:
+            self._chosen = model != self._offered  # by a person
             self._model = model
             for lines in (self._rates, self._latency, self._engine):
                 lines.clear()

@@ -16,6 +16,7 @@ from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
+from tessella.studio.networks import STANDARD, first_networks
 from tessella.studio.path_field import PathField
 from tessella.studio.quick import ask
 from tessella.studio.recipe_form import RecipeForm, flat
@@ -24,12 +25,6 @@ from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import plain_name, readable
 from tessella.tasks import for_defaults
 
-# Shown until the command line has answered with its own list; DIGITS' users look for these first.
-STANDARD = ("lenet", "alexnet", "googlenet", "vgg16", "resnet18", "resnet50", "resnet152")
-FIRST = {
-    "detection": ("centernet",), "segmentation": ("unet",), "instances": ("mask_rcnn",),
-    "volumes": ("unet3d",),
-}  # fmt: skip
 SOURCES = {"standard": "Standard", "timm": "timm", "run": "Previous", "file": "Own file"}
 SEEN = 8  # training images of the preview
 DRAW_AFTER_S = 0.5  # of no typing
@@ -120,7 +115,7 @@ class _Train:
             "unelevated dense no-caps spread toggle-color=teal-9 size=13px"
         )
         self._wanted = start.network if start else ""
-        first = FIRST.get(self._datasets[dataset].info.task.name, STANDARD)
+        first = first_networks(self._datasets[dataset].info.task.name)
         value = self._wanted if self._wanted in first else first[0]
         self._standard = parts.field(
             ui.select(list(first), value=value, label="Network", on_change=self._network_changed)
@@ -308,7 +303,7 @@ class _Train:
         """Offer the networks that learn the dataset's task."""
         task = self._datasets[self._dataset.value].info.task.name
         names = {n["name"]: n["title"] or n["name"] for n in self._known if task in n["tasks"]}
-        names = names or {name: name for name in FIRST.get(task, STANDARD)}
+        names = names or {name: name for name in first_networks(task)}
         if names:
             wanted, self._wanted = self._wanted or self._standard.value, ""
             value = wanted if wanted in names else next(iter(names))

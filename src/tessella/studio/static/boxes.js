@@ -143,7 +143,7 @@ window.boxing = (() => {
           "fill-opacity": here ? 0.22 : 0.04, "stroke-width": here ? 3 : 2, "vector-effect": "non-scaling-stroke",
           "stroke-dasharray": score === undefined ? "none" : "6 4",
         });
-        const words = classes[label] + (crowd ? " (crowd)" : "") + (score === undefined ? "" : ` ${score.toFixed(2)}`);
+        const words = editing.shortened(classes[label]) + (crowd ? " (crowd)" : "") + (score === undefined ? "" : ` ${score.toFixed(2)}`);
         frame.shape("text", {
           x: x0, y: y0 > letter ? y0 - letter * 0.25 : y0 + letter, fill: color, "font-size": letter, class: "name",
         }).textContent = words;

@@ -10,6 +10,9 @@ window.editing = (() => {
 
   const limit = (value, most) => Math.min(most, Math.max(0, value));
 
+  // A name, or its beginning and its end: whole, a long one would lie over half of the picture.
+  const shortened = (name) => (name.length <= 20 ? name : `${name.slice(0, 13)}…${name.slice(-6)}`);
+
   // The next of so many, or the one before; from none (-1) the first, or the last.
   const next = (here, step, count) => (here < 0 && step < 0 ? count - 1 : (here + step + count) % count);
 
@@ -184,7 +187,7 @@ window.editing = (() => {
     if (document.querySelector(".editor[data-dirty]")) event.preventDefault();
   });
   return {
-    ARROWS, COLORS, limit, next, open,
+    ARROWS, COLORS, limit, next, open, shortened,
     propose: (id, found) => frames.get(id)?.tool.propose(found),
     saved: (id, change, version) => frames.get(id)?.saved(change, version),
     refused: (id) => { const frame = frames.get(id); if (frame) frame.state.textContent = "not saved"; },
