@@ -30,7 +30,7 @@ from tests.support.plans.linear import linear_plan
 ROOT = Path(__file__).parents[2]
 IMAGES = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 
 @pytest.fixture(scope="module")

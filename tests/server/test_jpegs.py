@@ -33,7 +33,7 @@ from tessella.server.short_way import ShortPicture, ShortWay
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 ROOT = Path(__file__).parents[2]
 
 

@@ -24,7 +24,7 @@ from tests.support.engines import Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
 from tests.support.wires import CONTINUE, until_refused
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(280)
 ROOT = Path(__file__).parents[2]
 
 
