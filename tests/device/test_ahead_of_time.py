@@ -25,9 +25,11 @@ from tessella.core.errors import CorruptArtifact
 from tessella.core.record import from_plain
 from tessella.device import ahead_of_time
 from tessella.kernels.user import cuda
+from tessella.runtime.engine import compiled_here
 from tests.support.networks import captured, plan
 from tests.support.plans.fuzz_fields import member
 from tests.support.plans.fuzz_plans import honest, members_of
+from tests.support.plans.linear import linear_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -348,3 +350,17 @@ def test_cuda_is_compiled_once_on_a_machine(
     assert cuda(SCALE, "scale").cubin("sm_90") == made
     with pytest.raises(AssertionError, match="is compiled"):
         cuda(SCALE, "scale").cubin("sm_80")
+
+
+def test_kernels_that_a_plan_lacks_are_told_at_once_and_with_their_time(caplog) -> None:
+    kernels = ahead_of_time.PlanKernels(CompiledKernels(), "sm_90", driver=object())
+    for name in ("gemm", "gemm", "pool"):
+        assert kernels.find("a key", name) is None
+    (record,) = caplog.records  # the first one, before it is compiled
+    assert "does not carry gemm" in record.getMessage()
+    kernels.missed_since -= 31
+    told = compiled_here(linear_plan().manifest, kernels)
+    (seconds,) = re.findall(r"compiled here in ([\d.]+) s", told)
+    assert float(seconds) >= 31
+    assert "gemm, pool" in told
+    assert told.endswith("make it again"), "the command that writes the plan anew"

@@ -115,6 +115,23 @@ def test_one_queue_and_the_free_instance_takes_the_next_execution() -> None:
     run(test)
 
 
+def test_on_a_cpu_an_instance_leaves_their_share_to_the_others() -> None:
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, statistics = shared(one, two, shares=True)
+        held = await filled(batcher, one, two)
+        others = [asyncio.create_task(batcher.infer(rows(v))) for v in range(10, 16)]
+        await until(lambda: statistics.waiting == 6)
+        two.gate.set()
+        await asyncio.gather(*others)
+        assert two.begun[1:] == [[10, 11, 12], [13, 14], [15]]
+        one.gate.set()
+        await asyncio.gather(*held)
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
 def test_pieces_of_a_large_request_run_at_a_time_and_come_back_in_order() -> None:
     async def test() -> None:
         one, two = Doubler(), Doubler()

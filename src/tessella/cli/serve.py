@@ -110,12 +110,8 @@ def serve(
                 folder, acceptors, grpc_port, tls_cert, tls_key, shared_memory, trace, instances
             )
             shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
-            url = api.deploy(plans, token_file=token_file, **shared)
-            out.emit(phase("deployed", url))
+            out.emit(phase("deployed", api.deploy(plans, token_file=token_file, **shared)))
             return
-        if (tls_cert is None) != (tls_key is None):
-            fix = "give --tls-cert and --tls-key"
-            raise UsageError("TLS needs a certificate and its key", fix=fix)
         api.serve(
             plans,
             token=None if token_file is None else read_token(token_file),
@@ -123,12 +119,20 @@ def serve(
             instances=instances or (),
             acceptors=acceptors,
             grpc_port=grpc_port,
-            tls=(tls_cert, tls_key) if tls_cert and tls_key else None,
+            tls=_both(tls_cert, tls_key),
             shared_memory=shared_memory,
             trace=trace,
             ready=lambda url: out.emit(phase("serving", url)),
             **shared,
         )
+
+
+def _both(certificate: Path | None, key: Path | None) -> tuple[Path, Path] | None:
+    if certificate and key:
+        return certificate, key
+    if certificate or key:
+        raise UsageError("TLS needs a certificate and its key", fix="give --tls-cert and --tls-key")
+    return None
 
 
 def _refuse_on_ray(*here_only: object) -> None:

@@ -246,10 +246,14 @@ class Batcher(Infers):
         assert request.deadline_ns is not None
         return self._waiting[0][:2] <= (request.priority, request.deadline_ns)
 
-    def _take(self) -> tuple[list[Piece], list[Request]]:
+    def _take(self, most: int | None = None) -> tuple[list[Piece], list[Request]]:
         """The next execution: the first that waits, and those behind it that can join; and those
         for which it is too late.
+
+        Args:
+            most: samples that are joined; None is as many as fit.
         """
+        most = most or self._max_batch
         pieces: list[Piece] = []
         late: list[Request] = []
         samples = 0
@@ -270,7 +274,7 @@ class Batcher(Infers):
             if left > self._max_batch or request.begun:
                 size = min(left, self._pace.most_samples(self._max_batch))
             if pieces:
-                if samples + size > self._max_batch or request.shapes != pieces[0][0].shapes:
+                if samples + size > most or request.shapes != pieces[0][0].shapes:
                     break
                 if request.priority == SHADOW_PRIORITY != pieces[0][0].priority:
                     break  # a copy makes no execution of requests longer

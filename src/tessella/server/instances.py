@@ -134,12 +134,15 @@ class SharedBatcher(Batcher):
 
     Args:
         max_batch, max_delay_us, max_waiting: as of ``Batcher``.
+        shares: an instance takes its share of what waits and leaves the rest to the others: for a
+            CPU, where a sample takes as long in any company.
     """
 
     def __init__(
         self,
         instances: Sequence[Instance],
         *,
+        shares: bool = False,
         max_batch: int,
         max_delay_us: int,
         max_waiting: int,
@@ -155,6 +158,7 @@ class SharedBatcher(Batcher):
             join=lambda name, parts: self._own.instance.join(name, parts),
         )
         self._abreast = len(instances)
+        self._shares = shares
         self._until_ns: dict[int, int] = {}  # when those that run or start will be free
         self._again: deque[Piece] = deque()  # of executions whose instance ended
         self._down: set[int] = set()  # instances that could not be started again
@@ -214,7 +218,8 @@ class SharedBatcher(Batcher):
                 self._changed.wait(company_ns / 1e9)
             pieces = self._next_again()
             if not pieces and self._waiting:
-                pieces, late = self._take()
+                share = -(-self._samples // self._abreast) if self._shares else self._max_batch
+                pieces, late = self._take(min(share, self._max_batch))
             if pieces:
                 self._expect(pieces)
                 if self._waiting or self._again:  # the rest of a large request, say

@@ -100,7 +100,7 @@ class Model(InfersFiles):
         }
         self.batcher: Batcher
         if isinstance(engine, Instances):
-            self.batcher = SharedBatcher(engine.each, **of_both)
+            self.batcher = SharedBatcher(engine.each, shares=not on_gpu, **of_both)
         elif on_gpu and not has_thread and can_overlap(engine):
             self.overlaps = True
             overlapped = Overlapped(engine, self.max_batch)
