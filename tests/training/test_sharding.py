@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # by FSDP2, in each process: here before they are forked
 import torch
 
 from tessella.artifacts.run import Recipe, Run
