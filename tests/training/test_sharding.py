@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # by FSDP2, in each process: here before they are forked
 import torch
+import torch._dynamo  # by FSDP2, in each process: here before they are forked
 
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import UsageError
