@@ -41,18 +41,27 @@ SETTINGS = {
 }
 
 
-def command(settings: Recipe, out: Path, rank: int, port: int, *more: str) -> subprocess.Popen:
-    """A machine of two, as a person starts it."""
-    plain = json.dumps(to_plain(settings))
-    argv = ["train", settings.network, settings.dataset, "--out", str(out), "--recipe", plain]
-    argv += ["--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}", *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tessella", *argv], stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture
+def command():
+    """Start a machine of two as a person does; none is left behind."""
+    begun: list[subprocess.Popen] = []
+
+    def start(settings: Recipe, out: Path, rank: int, port: int) -> subprocess.Popen:
+        plain = json.dumps(to_plain(settings))
+        argv = ["train", settings.network, settings.dataset, "--out", str(out), "--recipe", plain]
+        argv += ["--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}"]
+        program = [sys.executable, "-m", "tessella", *argv]
+        begun.append(subprocess.Popen(program, stderr=subprocess.PIPE, text=True))
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
 
 
 def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
-    dataset, tmp_path, monkeypatch
+    dataset, tmp_path, monkeypatch, command
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out, unseen = tmp_path / "two", tmp_path / "unseen"
@@ -63,12 +72,12 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     port = free_port()
     first, second = (command(settings, out, rank, port) for rank in range(2))
     families: dict[int, set[psutil.Process]] = {first.pid: set(), second.pid: set()}
-    while len(read_events(out / "events.jsonl")[0]) < 20:
+    while not any(e.kind == "metric" for e in read_events(out / "events.jsonl")[0]):
         for pid, family in families.items():
             family.update(psutil.Process(pid).children(recursive=True))
         assert first.poll() is None, first.stderr.read()
         assert second.poll() is None, second.stderr.read()
-        time.sleep(0.05)
+        time.sleep(0.02)
     second.kill()
     error = first.communicate()[1]
     assert first.returncode == TrainError.exit_code, error
