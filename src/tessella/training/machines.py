@@ -323,7 +323,7 @@ class Meeting:
         return how == _STOPPED
 
 
-def _store(place: Place) -> dist.Store:
+def _store(place: Place) -> Any:
     where = f"{place.host}:{place.port}"
     if place.rank > 0:
         _wait_for_first(place)
