@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,13 @@ def curve(run: Run) -> list[tuple[int, float, dict[str, float]]]:
 def timeless(measured: Metric) -> dict[str, float]:
     clock = ("images_per_s", "data_wait")
     return {k: v for k, v in measured.values.items() if k not in clock}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def losses(run: Run) -> list[float]:

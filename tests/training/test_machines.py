@@ -10,7 +10,7 @@ from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import silent
 from tessella.training import machines
 from tessella.training.machines import LOST, Meeting, Place, Started, place_of, settings_of, started
-from tests.training.test_parallel import free_port
+from tests.support.training import free_port
 
 TORCHRUN = {
     "RANK": "5",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # by FSDP2, in each process: here before they are forked
 
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import UsageError
@@ -20,7 +20,7 @@ from tessella.training.loop import train, train_run
 from tessella.training.parallel import joined
 from tessella.training.prepare import begin
 from tessella.training.trainer import Trainer
-from tests.support.training import curve, losses, recipe, write_dataset
+from tests.support.training import curve, free_port, losses, recipe, write_dataset
 
 # 17 images to validate on in batches of 12: the second process has none of the last
 SETTINGS = {"batch_size": 12, "epochs": 4.0, "accumulate": 2, "val_interval": 2.0}
@@ -53,9 +53,7 @@ def process(rank: int, port: int, out: Path, stop: int, resumed: bool, parts: ob
 
 def together(out: Path, *, stop: int = -1, resumed: bool = False) -> tuple[list[int], list[float]]:
     """Exit codes of two processes, and the share of weights and velocities that each held."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     parts = context.Array("d", 2)
     processes = [

@@ -147,6 +147,7 @@ def _enlarged(sides: tuple[int, int] | None, record: Preprocess) -> float:
 
 
 def skipped(path: str, error: DataError) -> SkippedFile:
-    """A file that an error leaves out."""
+    """A file that an error leaves out, with what to do about it."""
     seen = "" if error.seen is None else f" ({error.seen})"
-    return SkippedFile(path=path, reason=f"{error.wrong}{seen}")
+    fix = "" if error.fix is None else f"; {error.fix}"
+    return SkippedFile(path=path, reason=f"{error.wrong}{seen}{fix}")

@@ -323,12 +323,12 @@ class Meeting:
         return how == _STOPPED
 
 
-def _store(place: Place) -> dist.TCPStore:
+def _store(place: Place) -> Any:
     where = f"{place.host}:{place.port}"
     if place.rank > 0:
         _wait_for_first(place)
     try:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             place.host, place.port, None, place.rank == 0, _ANSWER, wait_for_workers=False
         )
     except RuntimeError as error:

@@ -66,7 +66,7 @@ def whole(value: Tensor, *, keep: bool = True) -> Tensor:
     """
     if not is_cut(value):
         return value
-    found: Tensor = value.full_tensor()  # type: ignore[operator]
+    found: Tensor = value.full_tensor()  # type: ignore[attr-defined]
     return found.cpu() if keep else found.new_empty(0)
 
 
