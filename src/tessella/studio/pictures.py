@@ -90,6 +90,13 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         step = -(-max(pixels.shape[:2]) // MAX_PREVIEW)
         return _png(pixels[::step, ::step])
 
+    _add_own(routes, workspace)
+    return routes
+
+
+def _add_own(routes: APIRouter, workspace: Workspace) -> None:
+    """The routes of what commands wrote into the studio's own folder."""
+
     @routes.get("/own/{folder}/{key}/{name}")
     def own(folder: str, key: str, name: str) -> Response:
         """A picture that a command drew into the studio's own folder."""
@@ -108,8 +115,6 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
         if not re.fullmatch(r"[0-9a-f]{24}", key) or not path.is_file():
             return Response(status_code=404)
         return FileResponse(path, media_type="application/json", filename=f"trace-{key[:8]}.json")
-
-    return routes
 
 
 def example_address(dataset: Dataset, ref: str, split: str, index: int, most: int = LARGE) -> str:

@@ -12,6 +12,7 @@ from nicegui import ui
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
+from tessella.core.count import counted
 from tessella.core.errors import ArtifactError, TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
@@ -157,7 +158,10 @@ class _Page:
                       on_change=lambda e: self._go(checkpoint=e.value))
         )  # fmt: skip
         if splits and self._dataset is not None:
-            counts = {s: f"{s} ({self._dataset.info.splits[s].count:,} images)" for s in splits}
+            noun = parts.noun_of(self._dataset.info.task.name)
+            counts = {
+                s: f"{s} ({counted(self._dataset.info.splits[s].count, noun)})" for s in splits
+            }
             parts.field(
                 ui.select(counts, value=self._split, label="Split",
                           on_change=lambda e: self._go(split=e.value))
@@ -299,7 +303,8 @@ class _Judgement:
 
     def _numbers(self) -> None:
         plain = self._plain
-        with parts.card(f"{plain['count']:,} images of {plain['split']}"):
+        noun = parts.noun_of(self._dataset.info.task.name)
+        with parts.card(f"{counted(plain['count'], noun)} of {plain['split']}"):
             value = plain["measures"][plain["score"]]
             parts.stats([
                 (plain["score"], parts.score(plain["score"], value["value"])),
