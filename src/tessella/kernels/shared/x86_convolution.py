@@ -60,6 +60,7 @@ AHEAD = Ahead(
     step=kept(len(STACK) * code.NUMBER),
     end=kept((len(STACK) + 1) * code.NUMBER),
 )
+AHEAD_BYTES = 2**17  # twice as many and the second cache does not hold those of now as well
 KEPT_BYTES = (len(STACK) + 2) * code.NUMBER
 MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
 
@@ -207,9 +208,15 @@ class _Tiles(Tiles):
     gamma: float | None
 
     @property
+    def _pass_bytes(self) -> int:
+        """Of a panel's weights."""
+        return self.taps * self.depth * self.width * WORD
+
+    @property
     def _asks_ahead(self) -> bool:
-        """Whether the next panel's weights are asked for: AVX2's tiles of few pixels do."""
-        return self.isa == AVX2 and self.pixels <= POINTERS.index(AHEAD.pointer)
+        """Whether the next pass's weights are asked for: AVX2's tiles of few pixels do."""
+        has_register = self.pixels <= POINTERS.index(AHEAD.pointer)
+        return self.isa == AVX2 and has_register and self._pass_bytes <= AHEAD_BYTES
 
     @property
     def _taken(self) -> int:
@@ -241,12 +248,12 @@ class _Tiles(Tiles):
 
     def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
         """All tiles of the item, and ``depth`` words of their pixels."""
-        name, pass_bytes = f"pass {number}", self.taps * self.depth * self.width * WORD
+        name = f"pass {number}"
         if self._asks_ahead:
             a.load(AHEAD.pointer, kept(PANEL))
-            AHEAD.begin(a, pass_bytes)
+            AHEAD.begin(a, self._pass_bytes)
         self._each_tile(a, name, lambda n, pixels: self._tile(a, n, pixels, number, constants))
-        a.add_to_stored(kept(PANEL), pass_bytes)
+        a.add_to_stored(kept(PANEL), self._pass_bytes)
 
     def _tile(
         self, a: Assembler, name: str, pixels: int, number: int, constants: Constants
