@@ -60,6 +60,7 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
         a.store_number(place, 0x345)
         a.add_to_stored(place, -1)
         a.prefetch(place)
+        a.prefetch(place, cache=2)
     for register in FREE:
         a.set(register, 0x1234567890ABCDEF)
         a.set(register, -1)

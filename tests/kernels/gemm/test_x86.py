@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import InstructionSet
+from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.gemm import x86
+from tessella.kernels.shared import x86_tiles
 from tessella.operations import problems
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
@@ -60,3 +61,24 @@ def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
     scaled = problems.linear(*p.inputs[:3], alpha=0.5, constant=(1, 2))
     assert row.refusal(scaled) == "no scale, alpha, beta or gamma"
     assert "constants" in str(row.refusal(problems.linear(*p.inputs[:3])))
+
+
+def test_many_rows_meet_all_panels_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    if code.instructions() is None or code.refusal(code.require_instructions().name) is not None:
+        pytest.skip("no machine code here")
+    monkeypatch.setattr(code, "instructions", lambda: AVX2)
+    monkeypatch.setattr(x86_tiles, "FAR_BYTES", 1)
+    p = problem((100,), 1400, 48, "float32", residual=False, activation="relu")
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(m.shape, generator=generator) for m in p.inputs[:3] if m)
+    bound = x86.bind(p, {1: weight, 2: bias}, vectors=3)
+    rows = bound.items._numbers[
+        :, [x86_tiles.PLACES // code.NUMBER, x86_tiles.WEIGHT // code.NUMBER]
+    ]
+    begins = (rows - rows[0]).tolist()
+    panel = 1400 * 24 * 4
+    block = 96 * 4  # of the table of places
+    assert begins == [[0, 0], [0, panel], [block, 0], [block, panel]]
+    right = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).relu()
+    made = bound(x, out=torch.full((100, 48), torch.nan))
+    assert (made.double() - right).abs().max() / right.abs().max() < TOLERANCES["float32"]

@@ -56,7 +56,7 @@ VECTOR = {
 ONLY_AVX512 = ("vdpbf16ps",)
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
-CONDITIONS = {"jge": 0x8D, "je": 0x84, "jne": 0x85}
+CONDITIONS = {"jge": 0x8D, "jl": 0x8C, "je": 0x84, "jne": 0x85}
 ORDERED, UNORDERED = 7, 3  # of vcmpps: neither is a NaN, one is
 
 
@@ -291,10 +291,10 @@ class Assembler:
         code = b"\xf0" + self._memory(b"\x0f\xc1", register, place)
         self._emit(f"lock xadd QWORD PTR {place},{register}", code)
 
-    def prefetch(self, place: At) -> None:
-        """Into the first cache."""
-        code = self._memory(b"\x0f\x18", REGISTERS[1], place, wide=False)
-        self._emit(f"prefetcht0 BYTE PTR {place}", code)
+    def prefetch(self, place: At, *, cache: int = 1) -> None:
+        """Into the first cache, or the second."""
+        code = self._memory(b"\x0f\x18", REGISTERS[cache], place, wide=False)
+        self._emit(f"prefetcht{cache - 1} BYTE PTR {place}", code)
 
     # vectors
 

@@ -32,6 +32,7 @@ from tessella.device.x86.assembler import Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
+from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_convolution import UNROLLED
 from tessella.kernels.shared.x86_tiles import (
     CACHE_LINE,
@@ -217,9 +218,10 @@ def _items(problem: Problem, tiles: _Tiles, places: torch.Tensor) -> npt.NDArray
 
 
 IMAGE, RESULT, RESIDUAL, ZEROS, WEIGHT, BIAS, PART, TAKEN = map(code.given, range(8))
-_STACK = range(0, 72, code.NUMBER)
+_STACK = range(0, 88, code.NUMBER)
 (OWN_PART, BASE, BESIDE, OUT_BASE, OUT_BESIDE, ADDED_BASE, ADDED_BESIDE, LEFT_PLACES,
- LEFT_PANELS) = _STACK  # fmt: skip
+ LEFT_PANELS, *_AHEAD) = _STACK  # fmt: skip
+AHEAD = Ahead(pointer="r12", step=kept(_AHEAD[0]), end=kept(_AHEAD[1]))
 POINTERS = len(_STACK) * code.NUMBER  # on the stack from here on: those to a tile's pixels
 ADDED = POINTERS + RESULTS * code.NUMBER  # and to its part of the residual
 BETWEEN = POINTERS + PLACES * code.NUMBER  # the vectors between two transforms
@@ -359,7 +361,8 @@ class _Tiles:
         """The products of each place.
 
         r8, r14: a panel of the weight, and its end; r9, r10: the place's tiles and products; rsi,
-        r13: some tiles, and their products; r15: the panel's products; r11: groups that are left.
+        r13: some tiles, and their products; r15: the panel's products; r11: groups that are left;
+        r12: what is asked for.
         """
         a.load("r8", WEIGHT)
         a.load("r9", kept(OWN_PART))
@@ -372,11 +375,14 @@ class _Tiles:
             with a.counted("panel", kept(LEFT_PANELS)):
                 a.move("r14", "r8")
                 a.add("r14", self.channels * self.width * WORD)
+                a.move(AHEAD.pointer, "r8")
+                AHEAD.begin(a, self.channels * self.width * WORD)
                 a.move("rsi", "r9")
                 a.move("r13", "r15")
                 a.load("r11", At(base="rbx", distance=2 * code.NUMBER))
                 with a.counted("group", "r11"):
                     self._products(a)
+                    AHEAD.pace(a, "asked", "rax")
                     a.add("rsi", self.pixels * self.channels * WORD)
                     a.add("r13", self.pixels * self.filters * WORD)
                 a.move("r8", "r14")
@@ -404,6 +410,8 @@ class _Tiles:
                 a.broadcast(of_tile, at)
                 for v in range(self.vectors):
                     a.vector("vfmadd231ps", p * self.vectors + v, sums + v, of_tile)
+            if word % 2 == 0:  # few groups of tiles read a panel
+                AHEAD.line(a)
         a.add("rax", UNROLLED * self.width * WORD)
         a.add("rdx", UNROLLED * WORD)
         a.compare("rax", "r14")

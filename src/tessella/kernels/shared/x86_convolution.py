@@ -27,6 +27,7 @@ from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
+from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
     CACHE_LINE,
@@ -53,6 +54,14 @@ UNROLLED = 4  # words of a pixel, at most
 # products a cycle, of the best, by the vectors of a tile: one vector is as many loads as products
 OF_BEST = {4: 1.0, 3: 1.0, 2: 0.95, 1: 0.75}
 PASS_BYTES = (24 * 2**10, 128 * 2**10)  # of a panel's weights in a pass: first and second cache
+# a register that tiles of two vectors or more leave, and the stack behind what all tiles keep
+AHEAD = Ahead(
+    pointer=POINTERS[7],
+    step=kept(len(STACK) * code.NUMBER),
+    end=kept((len(STACK) + 1) * code.NUMBER),
+)
+AHEAD_BYTES = 2**17  # twice as many and the second cache does not hold those of now as well
+KEPT_BYTES = (len(STACK) + 2) * code.NUMBER
 MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
 
 
@@ -199,6 +208,17 @@ class _Tiles(Tiles):
     gamma: float | None
 
     @property
+    def _pass_bytes(self) -> int:
+        """Of a panel's weights."""
+        return self.taps * self.depth * self.width * WORD
+
+    @property
+    def _asks_ahead(self) -> bool:
+        """Whether the next pass's weights are asked for: AVX2's tiles of few pixels do."""
+        has_register = self.pixels <= POINTERS.index(AHEAD.pointer)
+        return self.isa == AVX2 and has_register and self._pass_bytes <= AHEAD_BYTES
+
+    @property
     def _taken(self) -> int:
         """The first vector behind the sums."""
         return self.vectors * self.pixels
@@ -210,7 +230,8 @@ class _Tiles(Tiles):
         rcx, rdx: where the weight is read, and how far the pixels.
         """
         a = Assembler(self.isa)
-        self._begin_item(a, len(STACK) * code.NUMBER)
+        kept_bytes = KEPT_BYTES if self._asks_ahead else len(STACK) * code.NUMBER
+        self._begin_item(a, kept_bytes)
         a.store(kept(OWN_ITEM), "rbx")
         for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS)):
             a.load("rax", At(base="rbx", distance=source))
@@ -222,14 +243,17 @@ class _Tiles(Tiles):
         a.add_to_stored(kept(COLUMN), self.width * self.size)
         a.add_to_stored(kept(LEFT_PANELS), -1)
         a.jump_if("jne", "panel")
-        self._end_items(a, len(STACK) * code.NUMBER)
+        self._end_items(a, kept_bytes)
         return a
 
     def _pass(self, a: Assembler, number: int, constants: Constants) -> None:
         """All tiles of the item, and ``depth`` words of their pixels."""
         name = f"pass {number}"
+        if self._asks_ahead:
+            a.load(AHEAD.pointer, kept(PANEL))
+            AHEAD.begin(a, self._pass_bytes)
         self._each_tile(a, name, lambda n, pixels: self._tile(a, n, pixels, number, constants))
-        a.add_to_stored(kept(PANEL), self.taps * self.depth * self.width * WORD)
+        a.add_to_stored(kept(PANEL), self._pass_bytes)
 
     def _tile(
         self, a: Assembler, name: str, pixels: int, number: int, constants: Constants
@@ -263,6 +287,8 @@ class _Tiles(Tiles):
                 a.vector("vmulps", i, i, constants.at(self.gamma))
                 to_integers(a, constants, i)
                 store_int8(a, self._of_result(p, v), (i,), self._taken)
+        if self._asks_ahead:
+            AHEAD.pace(a, f"{name} asked", "rax")
 
     def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
         """The pass's words of the tile's pixels under one tap."""
@@ -271,6 +297,8 @@ class _Tiles(Tiles):
         a.label(label)
         key = "multiply", self.size, self.vectors, self.pixels, pixels, unrolled
         a.once(key, lambda: self._products(a, pixels, unrolled))
+        if self._asks_ahead:
+            AHEAD.line(a)
         a.add("rcx", unrolled * self.width * WORD)
         a.add("rdx", unrolled * WORD)
         a.compare("rdx", (number + 1) * self.depth * WORD)

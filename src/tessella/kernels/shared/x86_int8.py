@@ -27,6 +27,7 @@ from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
+from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
     COLUMN,
@@ -57,6 +58,7 @@ SHIFT = 128
 
 # on the stack, behind what all tiles keep
 NUMBERS, CALLER = len(STACK) * code.NUMBER, (len(STACK) + 1) * code.NUMBER
+AHEAD = Ahead(pointer=POINTERS[7], step=kept(CALLER + code.NUMBER), end=kept(CALLER + 16))
 ONES, SHIFTS, SUMS = 96, 128, 160
 ALIGNED = 6  # bits of an address that are 0: vectors do not cross the cache's lines
 
@@ -248,6 +250,8 @@ class _Tiles(Tiles):
             a.store(kept(place), "rax")
         a.store_number(kept(COLUMN), 0)
         a.label("panel")
+        a.load(AHEAD.pointer, kept(PANEL))
+        AHEAD.begin(a, self.taps * self.words * self.width * WORD)
         self._each_tile(a, "panel", lambda n, pixels: self._tile(a, n, pixels, constants))
         a.add_to_stored(kept(PANEL), self.taps * self.words * self.width * WORD)
         a.add_to_stored(kept(NUMBERS), 3 * self.width * WORD)
@@ -278,6 +282,7 @@ class _Tiles(Tiles):
         a.load("rbx", kept(NUMBERS))
         for p in range(pixels):
             self._finish(a, p, constants)
+        AHEAD.pace(a, f"{name} asked", "rax")
 
     def _begin(self, a: Assembler, pixels: int) -> None:
         """The wide sums as they begin: zero, or what 128 more of each number will add, less."""
@@ -332,6 +337,8 @@ class _Tiles(Tiles):
                     else:
                         a.vector("vpmaddwd", made, made, kept(ONES))
                         a.vector("vpaddd", i, i, made)
+            if word % UNROLLED == 0:
+                AHEAD.line(a)
         a.add("rcx", count * self.width * WORD)
         if self.chain > 1:
             self._widen(a, pixels * self.vectors)

@@ -34,6 +34,7 @@ PIXELS = {AVX512: {4: 6, 3: 8, 2: 9, 1: 9}, AVX2: {3: 4, 2: 6, 1: 9}}
 BLOCK_PIXELS = 96  # that one thread takes at a time
 BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
+FAR_BYTES = 2**22  # of an image: more come from memory again, less from the third cache
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
@@ -258,9 +259,20 @@ class Tiles(ABC):
         table = np.empty((len(panel), len(n), blocks, len(row)), np.int64)
         for number, values in enumerate(row):
             table[..., number] = values
-        if self.DEPTHWISE:  # a block's panels one after another: they read the same pixels
+        if self.DEPTHWISE or self._by_blocks(problem, weight, *table.shape[:3]):
             table = table.transpose(1, 2, 0, 3)
         return table.reshape(-1, len(row))
+
+    def _by_blocks(
+        self, problem: Problem, weight: torch.Tensor, groups: int, images: int, blocks: int
+    ) -> bool:
+        """Whether a block meets all panels before the next block: where to read all pixels again
+        for each group of panels takes twice as long as to read the weight again for each block.
+        """
+        pixels = problem["input"].extent
+        if self.isa != AVX2 or pixels < FAR_BYTES:
+            return False
+        return groups * pixels > 2 * images * blocks * weight.nbytes
 
     def _require_inside(
         self,
