@@ -71,9 +71,7 @@ def test_elements_are_taken_by_places_as_scikit_learn_finds_labels(tmp_path: Pat
     outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in kinds.items()]
 
     def extract(*ends: str) -> onnx.NodeProto:
-        return helper.make_node(
-            "ArrayFeatureExtractor", ends[:2], ends[2:], domain="ai.onnx.ml"
-        )
+        return helper.make_node("ArrayFeatureExtractor", ends[:2], ends[2:], domain="ai.onnx.ml")
 
     nodes = [
         extract("x", "columns", "taken"),

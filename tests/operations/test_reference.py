@@ -303,8 +303,8 @@ def test_family_and_unknown_names() -> None:
         operation("add").call([torch.zeros(1), None], {"scalar": None, "alpha": 1})
 
 
-@pytest.mark.parametrize("groups", (2, 8), ids=("groups", "each channel"))
-@pytest.mark.parametrize("sides", ((9,), (19, 17), (5, 9, 7)), ids=str)
+@pytest.mark.parametrize("groups", [2, 8], ids=("groups", "each channel"))
+@pytest.mark.parametrize("sides", [(9,), (19, 17), (5, 9, 7)], ids=str)
 def test_a_group_norm_keeps_its_digits_wherever_the_channels_lie(groups, sides):
     """Far from zero, and of a constant, which becomes the bias."""
     generator = torch.Generator().manual_seed(0)
