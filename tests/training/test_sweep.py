@@ -43,6 +43,8 @@ log = (out / "events.jsonl").open("a", buffering=1)
 began = time.time()
 with (out / "started").open("a") as started:
     started.write("x")
+while (out.parents[1] / "together").exists() and len(list(out.parent.glob("*/started"))) < 2:
+    time.sleep(0.01)
 if recipe["batch_size"] == 16:
     error = {"error": "OutOfMemory", "wrong": "too large", "seen": "16", "fix": "use 8"}
     (out / "error.json").write_text(json.dumps(error))
@@ -137,6 +139,7 @@ def test_a_trial_that_cannot_be_noted_is_ended(dataset, tmp_path, pretended, mon
 
 
 def test_as_many_at_once_as_asked_for(dataset, tmp_path, pretended):
+    (tmp_path / "together").touch()  # the first trial waits until another has begun
     sweep("lenet", dataset, vary={"lr": "1e-3..1 log"}, out=tmp_path / "s", trials=5, parallel=3,
           pruner="none")  # fmt: skip
     spans = [tuple(map(float, path.read_text().split()))
