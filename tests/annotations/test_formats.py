@@ -60,7 +60,7 @@ def test_coco_written_and_read_is_the_same(tmp_path):
               polygons=((1.0, 1.0, 10.0, 1.0, 5.5, 10.0), (2.0, 2.0, 3.0, 2.0, 3.0, 3.0))),
     )  # fmt: skip
     pictures = tuple(
-        Picture(file=str(tmp_path / n), path=n, height=HEIGHT, width=WIDTH, things=t)
+        Picture(file=str(picture(tmp_path / n)), path=n, height=HEIGHT, width=WIDTH, things=t)
         for n, t in (("a.png", things), ("sub/b.png", ()))
     )
     made = Annotations(classes=("cat", "dög"), pictures=pictures)
@@ -68,6 +68,8 @@ def test_coco_written_and_read_is_the_same(tmp_path):
     assert coco.read(tmp_path / "a.json") == made
     areas = [a["area"] for a in json.loads((tmp_path / "a.json").read_text())["annotations"]]
     assert areas[:2] == [6.25, 90.0]
+    (tmp_path / "sub/b.png").unlink()
+    assert "1 of 2 pictures are not in" in coco.read(tmp_path / "a.json").notes[0]
 
 
 def test_coco_s_ids_may_be_any(tmp_path):
@@ -331,6 +333,19 @@ def test_yolo_without_a_data_yaml(tmp_path, tool):
     assert (got.classes, got.problems) == (("cat", "dog"), ())
 
 
+def test_cvat_s_list_for_validation_is_read(tmp_path):
+    """CVAT calls it ``valid``: its pictures were lost without a word."""
+    for split in ("train", "valid"):
+        picture(tmp_path / f"obj_{split}_data/{split}.png")
+        write(tmp_path / f"obj_{split}_data/{split}.txt", "1 .5 .5 .2 .2")
+        write(tmp_path / f"{split}.txt", f"data/obj_{split}_data/{split}.png\n")
+    write(tmp_path / "obj.names", "cat\ndog\n")
+    yaml = "train: train.txt\nvalidation: valid.txt\nnames: [cat, dog]"
+    for got in (read_annotations(tmp_path), yolo.read(write(tmp_path / "a.yaml", yaml))):
+        assert [(p.split, len(p.things)) for p in got.pictures] == [("train", 1), ("val", 1)]
+        assert not got.problems
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -374,10 +389,13 @@ def test_labels_that_a_format_cannot_follow_are_refused(tmp_path):
         with pytest.raises(UsageError, match=r"labels given.*dog, cat; .*cat, dog"):
             read_annotations(source, labels=("dog", "cat"))
     write(tmp_path / "labels/a.txt", "\nDontCare 0 0 0 1 1 5 5\ndog 0 0 0 1 1 5 5\n")
-    write(tmp_path / "labels/classes.txt", "cat\ndog\n")
-    got = read_annotations(tmp_path, labels=("dog", "cat"))  # in spite of its classes.txt
-    assert got.classes == ("dog", "cat")
-    assert [[(t.label, t.width) for t in p.things] for p in got.pictures] == [[(0, 4)]]
+    write(tmp_path / "labels/classes.txt", "fox\ndog\ncat\n")
+    for labels, classes in ((("dog", "cat"), ("dog", "cat")), (None, ("fox", "dog", "cat"))):
+        (tmp_path / "classes.txt").unlink(missing_ok=True)  # the one with the labels counts, too
+        got = read_annotations(tmp_path, labels=labels)
+        assert (got.classes, got.problems) == (classes, ())
+        label = classes.index("dog")
+        assert [[(t.label, t.width) for t in p.things] for p in got.pictures] == [[(label, 4)]]
 
 
 def voc_file(name: str, *objects: str, size: str = f"<height>{HEIGHT}</height>") -> str:
@@ -440,6 +458,9 @@ def test_voc_s_several_roots_and_odd_names(tmp_path):
     ]
     assert [(p.path, "another XML" in p.what) for p in got.problems] == [("c.xml", True)]
     assert "1 things are marked difficult" in got.notes[0]
+    write(tmp_path / "cvat/annotations.xml", "<annotations><image name='a.png'/></annotations>")
+    with pytest.raises(DataError, match="CVAT's own XML"):
+        read_annotations(tmp_path / "cvat")
 
 
 def test_kitti(tmp_path):
@@ -463,6 +484,14 @@ def test_kitti(tmp_path):
     assert [p.path for p in got.problems] == [
         "x.txt", "image_2/a.png", "image_2/b.png", "image_2/c.png",
     ]  # fmt: skip
+    write(tmp_path / "classes.txt", "Van\n\nCar\n")
+    (tmp_path / "training").mkdir()
+    for name in ("image_2", "label_2", "classes.txt"):  # as KITTI is downloaded
+        (tmp_path / name).rename(tmp_path / "training" / name)
+    assert read_annotations(tmp_path).classes == ("Van", "Car")
+    write(tmp_path / "training/classes.txt", "Van\nCar\nVan\n")
+    with pytest.raises(DataError, match="named twice"):
+        read_annotations(tmp_path)
 
 
 def test_every_format_says_the_same_of_the_same_pictures(tmp_path):

@@ -182,6 +182,12 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = 
     ),
     "local response": (lambda x: F.local_response_norm(x, 2, 0.3, 0.6), {"local_response_norm"}),
     "instance norm": (F.instance_norm, {"group_norm"}),
+    "instance norm of running statistics": (
+        lambda x: F.instance_norm(
+            x, torch.tensor([0.5, 9.0, -1.0]), torch.tensor([2.0, 0.1, 1.0]), use_input_stats=False
+        ),
+        {"batch_norm"},
+    ),
     "permute twice": (lambda x: x.transpose(1, 2).flip(3).permute(0, 2, 1, 3),
                       {"permute", "aten::flip"}),
     "prelu": (lambda x: F.prelu(x, torch.tensor([0.1, 0.2, 0.3])), {"prelu"}),

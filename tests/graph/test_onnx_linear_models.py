@@ -62,6 +62,38 @@ def test_linear_models_answer_as_onnx_runtime_does(name: str, tmp_path: Path) ->
         torch.testing.assert_close(torch.from_numpy(ours), torch.from_numpy(theirs))
 
 
+def test_elements_are_taken_by_places_as_scikit_learn_finds_labels(tmp_path: Path) -> None:
+    """The places of a row as a constant, and the labels of a network's classes by its answer."""
+    names = {"columns": [2, 0, 0], "labels": [70, 30, 50], "end": [-1]}
+    made = [helper.make_tensor(n, TensorProto.INT64, [len(v)], v) for n, v in names.items()]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])
+    kinds = {"taken": (TensorProto.FLOAT, ["N", 3]), "label": (TensorProto.INT64, ["N"])}
+    outputs = [helper.make_tensor_value_info(n, *kind) for n, kind in kinds.items()]
+
+    def extract(*ends: str) -> onnx.NodeProto:
+        return helper.make_node("ArrayFeatureExtractor", ends[:2], ends[2:], domain="ai.onnx.ml")
+
+    nodes = [
+        extract("x", "columns", "taken"),
+        helper.make_node("ArgMax", ["x"], ["best"], axis=1),
+        extract("labels", "best", "row"),
+        helper.make_node("Reshape", ["row", "end"], ["label"]),
+    ]
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    graph = helper.make_graph(nodes, "extractor", [x], outputs, made)
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    answers = ts.load(ts.compile(path, batch=(1, 2, 4), target="cpu", untuned=True))(x=ROWS)
+    for name, theirs in zip(kinds, session.run(None, {"x": ROWS}), strict=True):
+        np.testing.assert_array_equal(answers[name], theirs)
+    made[0].int64_data[0] = 3
+    graph = helper.make_graph(nodes, "outside", [x], outputs, made)
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), path)
+    with pytest.raises(CompileError, match="outside of its axis"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("op", "attrs", "said"),
     [

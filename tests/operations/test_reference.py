@@ -301,3 +301,18 @@ def test_family_and_unknown_names() -> None:
         operation("frobnicate").call([], {})
     with pytest.raises(TypeError, match="a tensor or a scalar"):
         operation("add").call([torch.zeros(1), None], {"scalar": None, "alpha": 1})
+
+
+@pytest.mark.parametrize("groups", [2, 8], ids=("groups", "each channel"))
+@pytest.mark.parametrize("sides", [(9,), (19, 17), (5, 9, 7)], ids=str)
+def test_a_group_norm_keeps_its_digits_wherever_the_channels_lie(groups, sides):
+    """Far from zero, and of a constant, which becomes the bias."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, *sides, generator=generator) + 1000
+    x[1] = 3.3333
+    last = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    weight, bias = torch.randn(2, 8, generator=generator)
+    wanted = torch.group_norm(x.double(), groups, weight.double(), bias.double())
+    attrs = {"num_groups": groups, "eps": 1e-5}
+    (made,) = operation("group_norm").call((last, weight, bias), attrs)
+    assert (made - wanted).abs().max() < 1e-4

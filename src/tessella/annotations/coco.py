@@ -47,7 +47,8 @@ def _read(path: Path, image_root: Path | None, split: str) -> Annotations:
         raise DataError(
             "this is not COCO's JSON",
             seen=f"{sorted(data)[:10] if isinstance(data, dict) else str(data)[:40]} in {path}",
-            fix="give a file with the lists images, categories and annotations",
+            fix="give a file with the lists images, categories and annotations; labelling tools "
+            "call it COCO when they export",
         )
     problems: list[Problem] = []
     numbers, classes = _classes(data["categories"], path, problems)
@@ -66,7 +67,15 @@ def _read(path: Path, image_root: Path | None, split: str) -> Annotations:
         )
         for key, checker in checkers.items()
     ]
-    return Annotations(classes=classes, pictures=tuple(pictures), problems=tuple(problems))
+    lost = [p.path for p in pictures if not os.path.isfile(p.file)]
+    note = f"{len(lost):,} of {len(pictures):,} pictures are not in {root}, the first "
+    note += f"{lost[0][:80]!r}: --image-root names another folder" if lost else ""
+    return Annotations(
+        classes=classes,
+        pictures=tuple(pictures),
+        problems=tuple(problems),
+        notes=(note,) if lost else (),
+    )
 
 
 def _classes(

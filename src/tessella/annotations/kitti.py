@@ -1,5 +1,7 @@
 """KITTI, as DIGITS takes it: a folder of pictures, and one of text files of the same names.
 
+A ``classes.txt`` in the folder, or with the text files, gives the order of the classes.
+
 A line has a class, three numbers of no use here, the left, upper, right and lower edge of the box,
 and seven numbers about space.
 """
@@ -17,6 +19,7 @@ LABELS = ("labels", "label_2", "label")
 IMAGES = ("images", "image_2", "image")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 IGNORED = "dontcare"  # regions that nobody looked at
+NAMES = "classes.txt"
 FIELDS = 8  # of a line, up to the box
 MAX_LINES = 1 << 16
 LOOKED_AT = 16  # files whose first line tells KITTI's from YOLO's
@@ -48,15 +51,19 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
     """The annotations of a folder with ``labels`` (or ``label_2``) and ``images`` (or ``image_2``).
 
     Args:
-        labels: the classes in their order; by default all that occur, by the alphabet.
+        labels: the classes in their order; by default those that ``classes.txt`` lists, or else
+            all that occur, by the alphabet.
 
     Raises:
-        DataError: one of the folders is not there.
+        DataError: one of the folders is not there, or ``classes.txt`` names a class twice.
     """
     texts, pictures = _folder(folder, LABELS), _folder(folder, IMAGES)
     problems: list[Problem] = []
     stems = {f.stem for f in texts.glob("*.txt")}
-    classes = labels or _names(texts, stems)
+    listed = next((f for f in (folder / NAMES, texts / NAMES) if f.is_file()), None)
+    if listed == texts / NAMES and not (pictures / f"{listed.stem}.png").is_file():
+        stems.remove(listed.stem)
+    classes = labels or (() if listed is None else _listed(listed)) or _names(texts, stems)
     numbers = {name: label for label, name in enumerate(classes)}
     found, ignored = [], 0
     files = sorted(p for p in pictures.iterdir() if p.suffix.lower() in SUFFIXES)
@@ -98,6 +105,16 @@ def _folder(folder: Path, names: tuple[str, ...]) -> Path:
 
 def _lines(texts: Path, stem: str) -> list[str]:
     return read_text(texts / f"{stem}.txt").splitlines()[:MAX_LINES]
+
+
+def _listed(file: Path) -> tuple[str, ...]:
+    """The classes that a file names, a line each."""
+    names = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(
+            "a class is named twice", seen=f"{twice[0][:80]!r} in {file}", fix="name each once"
+        )
+    return tuple(name for name in names if name.lower() != IGNORED)
 
 
 def _names(texts: Path, stems: set[str]) -> tuple[str, ...]:

@@ -9,7 +9,13 @@ from tessella.annotations import coco, kitti, voc, yolo
 from tessella.annotations.record import Annotations
 from tessella.core.errors import DataError, UsageError
 
-COCO_FILES = ("_annotations.coco.json", "annotations.json", "instances.json", "labels.json")
+COCO_FILES = (
+    "_annotations.coco.json",
+    "annotations.json",
+    "instances.json",
+    "labels.json",
+    "result.json",  # Label Studio's
+)
 
 
 def is_annotated(source: Path) -> bool:
@@ -71,8 +77,9 @@ def _reader(
         return lambda: voc.read(source, labels=labels)
     if yolo.is_folder(source) and not kitti.begins_with_names(source):
         return lambda: yolo.read_folder(source)
-    if kitti.is_folder(source):
-        return lambda: kitti.read(source, labels=labels)
+    for folder in (source, source / "training"):  # KITTI's own download has training and testing
+        if kitti.is_folder(folder):
+            return lambda: kitti.read(folder, labels=labels)
     return None
 
 

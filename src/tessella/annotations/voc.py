@@ -47,7 +47,7 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
         labels: the classes in their order; by default all that occur, by the alphabet.
 
     Raises:
-        DataError: there is no XML file.
+        DataError: there is no XML file, or one of CVAT's own form.
     """
     roots = roots_of(folder) or [folder]
     files = {root: _files(root) for root in roots}
@@ -61,6 +61,12 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
         splits = _splits(root)
         for file in some:  # read again: trees of a hundred thousand files take gigabytes
             tree = _tree(file, problems)
+            if tree is not None and tree.tag == "annotations":
+                raise DataError(
+                    "this is CVAT's own XML, which is not read",
+                    seen=file,
+                    fix="export the task as COCO, Pascal VOC or YOLO",
+                )
             place = _place(file, tree, root, problems) if tree is not None else None
             if tree is None or place is None:
                 continue

@@ -27,19 +27,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 MAX_LINES = 1 << 16
 NAMES = ("classes.txt", "obj.names")  # of a folder without a data.yaml
 EMPTY = ("", "~", "null", "Null", "NULL")  # YAML's ways of writing nothing
-
-
-class _Texts(yaml.BaseLoader):  # type: ignore[misc]
-    """Lists and mappings of texts: what looks like a number or a date stays as it is written.
-
-    Aliases are refused: each can double what the file stands for.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            where = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias (*) is not read", where)
-        return super().compose_node(parent, index)
+OTHER_NAMES = {"valid": "val", "validation": "val"}  # CVAT's, and older ones, of a split
+MAX_DEPTH = 32  # of lists in lists
+# What looks like a number or a date stays a text, as it is written. libyaml reads 180 kB in 0.2 s,
+# Python's own loader in 1.7.
+LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +45,7 @@ class Names:
 def is_folder(folder: Path) -> bool:
     """Whether a folder without a ``data.yaml`` names its classes."""
     named = any((folder / name).is_file() for name in NAMES)
-    lists = any((folder / f"{split}.txt").is_file() for split in SPLITS)
+    lists = any((folder / f"{split}.txt").is_file() for split in (*SPLITS, *OTHER_NAMES))
     return named and (lists or ((folder / "images").is_dir() and (folder / "labels").is_dir()))
 
 
@@ -66,7 +58,8 @@ def read_folder(folder: Path) -> Annotations:
     file = next(folder / name for name in NAMES if (folder / name).is_file())
     names = [line.strip() for line in read_text(file).splitlines() if line.strip()]
     classes = _names(names, file)
-    lists = {split: f"{split}.txt" for split in SPLITS if (folder / f"{split}.txt").is_file()}
+    lists = {split: f"{split}.txt" for split in (*SPLITS, *OTHER_NAMES)}
+    lists = {split: name for split, name in lists.items() if (folder / name).is_file()}
     return _read(folder, folder, lists or {"": "images"}, classes, Names(classes=len(classes)))
 
 
@@ -78,9 +71,7 @@ def read(path: Path) -> Annotations:
     """
     text = read_text(path)
     try:
-        if len(text) > MAX_YAML:
-            raise yaml.YAMLError(f"{len(text):,} characters")
-        data = yaml.load(text, _Texts)
+        data = _parsed(text)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise DataError(
             "this is no YAML that can be read", seen=f"{path}: {str(error)[:200]}", fix="mend it"
@@ -92,9 +83,31 @@ def read(path: Path) -> Annotations:
     above = data.get("path")
     if isinstance(above, str) and above not in EMPTY and inside(above, base):
         base = base / str(inside(above, base))
-    places = {split: data[split] for split in SPLITS if split in data}
+    places = {split: data[split] for split in (*SPLITS, *OTHER_NAMES) if split in data}
     known = Names(classes=len(classes), points="kpt_shape" in data)
     return _read(base, path.parent, places, classes, known)
+
+
+def _parsed(text: str) -> Any:
+    """Lists and mappings of texts.
+
+    Aliases are refused: each can double what the file stands for.
+
+    Raises:
+        yaml.YAMLError: too long, too deep, with an alias, or no YAML.
+    """
+    if len(text) > MAX_YAML:
+        raise yaml.YAMLError(f"{len(text):,} characters")
+    depth = 0
+    for event in yaml.parse(text, LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            line = event.start_mark.line + 1
+            raise yaml.YAMLError(f"an alias (*) is not read, as in line {line}")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"lists lie deeper in each other than {MAX_DEPTH}")
+    return yaml.load(text, LOADER)
 
 
 def _read(
@@ -103,13 +116,14 @@ def _read(
     problems: list[Problem] = []
     pictures: dict[Path, Picture] = {}
     labels: set[Path] = set()
-    for split, entry in entries.items():
+    for name, entry in entries.items():
+        split = OTHER_NAMES.get(name, name)
         for place in _places(entry, base, here, problems):
             for file in _files(place, base, problems):
                 if (where := Path(os.path.normpath(file))) in pictures:
-                    name = pictures[where].path
-                    what = f"the picture is there twice: in {pictures[where].split} and {split}"
-                    problems.append(Problem(path=name, what=what))
+                    twice = pictures[where]
+                    what = f"the picture is there twice: in {twice.split} and {split}"
+                    problems.append(Problem(path=twice.path, what=what))
                     continue
                 labels.add(_label_file(file))
                 if (picture := _picture(file, base, known, split, problems)) is not None:

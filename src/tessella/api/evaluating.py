@@ -185,6 +185,9 @@ def evaluate(
     labels = predictor(opened, trust_code=trust_code)[2]
     ways = task.errors
     _check_places(task, threshold, overlap)
+    rival = None if against is None else _opened(against)
+    if rival is not None:  # before anything is measured
+        _require_same_question(opened, labels, rival, trust_code)
     samples = split_of(data, split, labels, record)
     _warn(opened, data, split, emit)
     own = _answered(opened, samples, trust_code, emit)
@@ -198,9 +201,7 @@ def evaluate(
         curves = _curves(own, samples, labels)
         calibrated = _calibrated(opened, own, samples, data, trust_code, emit)
     comparison = None
-    if against is not None:
-        rival = _opened(against)
-        _require_same_question(opened, labels, rival, trust_code)
+    if rival is not None:
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
     losses_N = task.metrics.losses(own.rows_NR, truth)
     worst = np.argsort(-losses_N, kind="stable")[:errors]

@@ -83,7 +83,7 @@ def import_(
         Path | None, Option(help="For a list or table: class names, a line each.")
     ] = None,
     image_root: Annotated[
-        Path | None, Option(help="For a list or table: where its paths start.")
+        Path | None, Option(help="For a list, a table or COCO: where its paths start.")
     ] = None,
     store: Annotated[
         str,

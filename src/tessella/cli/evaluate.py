@@ -107,9 +107,13 @@ def _shown(found: Judgement) -> Group:
         parts.append(Text(_calibration(found.calibration)))
     if found.comparison is not None:
         parts.append(Text(_comparison(found.comparison)))
-    worst = [(m.path, m.truth, m.said, m.loss) for m in found.mistakes[:SHOWN]]
-    if worst:
-        parts.append(grid(("largest losses", "truth", "answer", "loss"), worst))
+    worst = found.mistakes[:SHOWN]
+    if any(m.said for m in worst):
+        rows_of_worst = [(m.path, m.truth, m.said, m.loss) for m in worst]
+        parts.append(grid(("largest losses", "truth", "answer", "loss"), rows_of_worst))
+    elif worst:  # of a task whose answer is a picture itself
+        short = [(m.path, m.truth, m.loss) for m in worst]
+        parts.append(grid(("largest losses", "truth", "loss"), short))
     return Group(*parts)
 
 

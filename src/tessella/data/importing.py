@@ -484,7 +484,8 @@ def _check_enough(written: _Written, listing: Listing, task: Task) -> None:
         raise DataError(
             "no image is left to train on",
             seen=f"{tally.skipped_count} of {len(listing.sources)} files are bad{first}",
-            fix="check the files, or copy them again",
+            fix="check the files, copy them again, or say where the paths of a list, a table or "
+            "COCO's JSON start: --image-root",
         )
     counts = splits["train"].class_counts
     readable = [n for n, k in zip(listing.classes, counts, strict=True) if k]

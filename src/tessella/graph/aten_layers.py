@@ -77,7 +77,12 @@ def _batch_norm(call: OperatorCall, build: Builder) -> Result:
 
 
 def _instance_norm(call: OperatorCall, build: Builder) -> Result:
-    return _per_channel(call, build) if call.arguments["use_input_stats"] else None
+    """With running statistics (``track_running_stats``) it is a batch norm, in evaluation mode."""
+    a = call.arguments
+    if a["use_input_stats"]:
+        return _per_channel(call, build)
+    inputs = [call.input, a["running_mean"], a["running_var"], a["weight"], a["bias"]]
+    return build.one("batch_norm", inputs, eps=a["eps"])
 
 
 def _per_channel(call: OperatorCall, build: Builder) -> Value:

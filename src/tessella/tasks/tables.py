@@ -107,7 +107,7 @@ class Table:
                 raise DataError(
                     f"row {row + 1} of the table has no finite number in {column[:80]!r}",
                     seen=f"{text[:80]!r} in {self.where}",
-                    fix="correct the cell, or leave it empty",
+                    fix="correct the cell (1.5, not 1,5), or leave it empty",
                 )
             values[row] = number
         return values

@@ -169,6 +169,7 @@ class Search:
             )
         )  # fmt: skip
         self._note(study, study.described(trial))
+        self._emit(phase(f"trial {trial.number}", f"begins, {_said(values)}"))
 
     def _poll(self, study: Study) -> None:
         for running in tuple(self._running):
@@ -201,7 +202,10 @@ class Search:
             if score is None or event.step is None or event.step in running.steps:
                 continue
             running.steps.append(event.step)
-            behind = study.report(running.trial, len(running.steps), float(score))
+            count = len(running.steps)
+            said = f"validation {count}: {self._info.score} {float(score):.4g}"
+            self._emit(phase(f"trial {running.trial.number}", said))
+            behind = study.report(running.trial, count, float(score))
             self._note(study, study.described(running.trial))
             if behind:
                 return running.process.poll() is None

@@ -8,6 +8,7 @@ import torch
 
 from tessella.graph.graph import Value
 from tessella.graph.onnx.call import Call, Result, Translator, table
+from tessella.graph.value import product
 
 DOMAIN = "ai.onnx.ml"
 
@@ -119,10 +120,26 @@ def _binarizer(call: Call) -> Result:
     return call.emit("to", above, dtype="float32")
 
 
+def _array_feature_extractor(call: Call) -> Result:
+    """Elements of the last axis, by places: scikit-learn's exporter finds labels so."""
+    x, places = call.value(0), call.value(1)
+    line = call.emit("reshape", places, shape=(product(places.shape),))
+    size = x.shape[-1]
+    known = call.build.graph.constants.get(line)
+    if known is None:
+        known = call.build.graph.constants.get(places)
+    if known is not None and isinstance(size, int) and not ((known >= 0) & (known < size)).all():
+        raise call.wrong("an index is outside of its axis", seen=f"{known.tolist()[:8]} of {size}")
+    taken = call.aten("index_select", x, len(x.shape) - 1, line)
+    shape = (1, product(places.shape))
+    return taken if len(x.shape) > 1 else call.emit("reshape", taken, shape=shape)
+
+
 LINEAR_MODELS: dict[str, Translator] = table(
     ("LinearRegressor", _regressor),
     ("LinearClassifier", _classifier),
     ("Scaler", _scaler),
     ("Normalizer", _normalizer),
     ("Binarizer", _binarizer),
+    ("ArrayFeatureExtractor", _array_feature_extractor),
 )
