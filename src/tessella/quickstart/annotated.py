@@ -83,16 +83,14 @@ def go(
     """The whole way in ``workspace``, where an earlier quick start is replaced.
 
     Args:
-        size: height and width of a picture.
-        sides: the least and the largest side that a digit is drawn with.
+        size, sides: as ``write_scattered`` takes them.
         query: behind the address of a request, such as ``?top=11``.
     """
     started = time.perf_counter()
     prepare(workspace)
     emit(phase("digits", f"scattering real digits on {pictures + held_out} textures"))
-    train, val = write_scattered(
-        workspace / "digits", count=pictures, val=held_out, size=size, sides=sides
-    )
+    folder = workspace / "digits"
+    train, val = write_scattered(folder, count=pictures, val=held_out, size=size, sides=sides)
 
     emit(phase("import", f"importing {train} as a dataset"))
     settings = ImportSettings(task=task, size=size, val_folder=val)
@@ -106,7 +104,6 @@ def go(
     )  # fmt: skip
     train_seconds = time.perf_counter() - begun
     checkpoint = api.open_checkpoint(run)
-
     emit(phase("compile", f"compiling {checkpoint.path.name} for {default_target()}"))
     begun = time.perf_counter()
     plan = workspace / "plans" / "digits.plan"
