@@ -489,6 +489,13 @@ def test_kitti(tmp_path):
     for name in ("image_2", "label_2", "classes.txt"):  # as KITTI is downloaded
         (tmp_path / name).rename(tmp_path / "training" / name)
     assert read_annotations(tmp_path).classes == ("Van", "Car")
+    write(tmp_path / "training/label_2/classes.txt", "Car\nVan\n")  # there, too: no picture's
+    assert "classes.txt" not in [p.path for p in read_annotations(tmp_path).problems]
+    (tmp_path / "training/classes.txt").unlink()
+    assert read_annotations(tmp_path).classes == ("Car", "Van")
+    picture(tmp_path / "training/image_2/classes.jpg")
+    write(tmp_path / "training/label_2/classes.txt", f"Tram 0 0 0 1 2 3 4 {rest}\n")
+    assert read_annotations(tmp_path).classes == ("Car", "Tram", "Van")
     write(tmp_path / "training/classes.txt", "Van\nCar\nVan\n")
     with pytest.raises(DataError, match="named twice"):
         read_annotations(tmp_path)

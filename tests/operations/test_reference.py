@@ -316,3 +316,17 @@ def test_a_group_norm_keeps_its_digits_wherever_the_channels_lie(groups, sides):
     attrs = {"num_groups": groups, "eps": 1e-5}
     (made,) = operation("group_norm").call((last, weight, bias), attrs)
     assert (made - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_group_norm_of_16_bits_is_as_right_where_channels_lie_last(dtype):
+    """Of small numbers, and of those whose difference is more than float16 holds."""
+    x = torch.randn(2, 8, 5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1] = -20000
+    x[1, 0, 0, 0] = 60000
+    last = x.contiguous(memory_format=torch.channels_last)
+    wanted = torch.group_norm(x.double(), 2)
+    (made,) = operation("group_norm").call((last, None, None), {"num_groups": 2, "eps": 1e-5})
+    assert made.stride() == last.stride()
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made.double(), wanted, rtol=tolerance, atol=tolerance)

@@ -60,9 +60,11 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
     texts, pictures = _folder(folder, LABELS), _folder(folder, IMAGES)
     problems: list[Problem] = []
     stems = {f.stem for f in texts.glob("*.txt")}
-    listed = next((f for f in (folder / NAMES, texts / NAMES) if f.is_file()), None)
-    if listed == texts / NAMES and not (pictures / f"{listed.stem}.png").is_file():
-        stems.remove(listed.stem)
+    listed = folder / NAMES if (folder / NAMES).is_file() else None
+    labels_of = (texts / NAMES).stem  # unless a picture has this name, its file lists the classes
+    if labels_of in stems and not any((pictures / (labels_of + s)).is_file() for s in SUFFIXES):
+        stems.remove(labels_of)
+        listed = listed or texts / NAMES
     classes = labels or (() if listed is None else _listed(listed)) or _names(texts, stems)
     numbers = {name: label for label, name in enumerate(classes)}
     found, ignored = [], 0
