@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,11 @@ import pytest
 
 from tessella.core.errors import ArtifactError, ServeError, UsageError
 from tessella.server import Placement, instances, parse_instances
+from tessella.server.instance_process import InstanceProcess, Instances
 from tessella.server.instances import MOST_LOSSES, InstanceLost, SharedBatcher
 from tessella.server.statistics import Stages, Statistics
+from tests.support.engines import expected_scores
+from tests.support.plans.linear import linear_plan
 
 pytestmark = pytest.mark.timeout(30)
 POISON = 666.0
@@ -270,3 +275,23 @@ def test_how_instances_are_asked_for() -> None:
                   "m=2=2", "../m=2", "²", "m=1@cuda:0,,cpu"):  # fmt: skip
         with pytest.raises(UsageError):
             parse_instances(wrong)
+
+
+def scores(instance: InstanceProcess, images: np.ndarray) -> np.ndarray:
+    return instance(image=instance.join("image", [images]))["scores"]
+
+
+def test_a_manifest_that_comes_in_parts_leaves_the_answers_whole(tmp_path: Path) -> None:
+    plan = linear_plan()
+    accuracy = {f"{n}: {'a long name' * 9}": 0.5 for n in range(1000)}  # 100 kB
+    path = replace(plan, manifest=replace(plan.manifest, accuracy=accuracy)).save(tmp_path / "plan")
+    images = np.random.default_rng(0).normal(size=(3, 3, 8, 8)).astype(np.float32)
+    both = Instances(path, ["cpu"])
+    try:
+        assert len(both.manifest.accuracy) == 1000
+        for n in (1, 3):
+            np.testing.assert_allclose(
+                scores(both.each[0], images[:n]), expected_scores(images[:n]), rtol=1e-3, atol=1e-3
+            )
+    finally:
+        both.close()

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,7 @@ class InstanceProcess:
                 start_new_session=True,  # Ctrl-C is not for it
             )
         self._socket, self._frames = ours, Frames()
+        self._come: deque[tuple[bytes, bytes]] = deque()  # frames that nobody has read
 
     def ready(self) -> Manifest:
         """Wait until the plan is loaded, and give the instance its memory.
@@ -189,15 +191,15 @@ class InstanceProcess:
         Raises:
             InstanceLost: it has ended.
         """
-        while True:
+        while not self._come:
             try:
                 data = self._socket.recv(1 << 16)
             except OSError:
                 data = b""
             if not data:
                 raise InstanceLost(self._ended())
-            for letter, content in self._frames.feed(data):
-                return letter, content  # it sends one for each that it gets
+            self._come.extend(self._frames.feed(data))
+        return self._come.popleft()
 
     def _ended(self) -> str:
         try:

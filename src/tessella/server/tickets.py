@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tessella.core.errors import InputError, ServeError, TessellaError
@@ -40,10 +40,10 @@ class Frames:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
         """The letter and the content of each frame that is complete now."""
         data = self._rest + data if self._rest else data
-        position = 0
+        found, position = [], 0
         while len(data) - position >= _HEAD.size:
             nbytes, letter = _HEAD.unpack_from(data, position)
             if nbytes > MOST_FRAME:
@@ -51,9 +51,10 @@ class Frames:
             end = position + _HEAD.size + nbytes
             if end > len(data):
                 break
-            yield letter, data[position + _HEAD.size : end]
+            found.append((letter, data[position + _HEAD.size : end]))
             position = end
         self._rest = data[position:]
+        return found
 
 
 class Ticket(NamedTuple):
