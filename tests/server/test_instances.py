@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -12,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tessella.artifacts.outline import Manifest
 from tessella.core.errors import ArtifactError, ServeError, UsageError
-from tessella.server import Placement, instances, parse_instances
+from tessella.core.record import to_plain
+from tessella.server import Placement, instances, parse_instances, tickets
 from tessella.server.instance_process import InstanceProcess, Instances
 from tessella.server.instances import MOST_LOSSES, InstanceLost, SharedBatcher
 from tessella.server.statistics import Stages, Statistics
@@ -295,3 +300,38 @@ def test_a_manifest_that_comes_in_parts_leaves_the_answers_whole(tmp_path: Path)
             )
     finally:
         both.close()
+
+
+class Stub(InstanceProcess):
+    """Says what a process would say that has loaded ``manifest``, and ends with its socket."""
+
+    manifest_now: Manifest
+
+    def _begin(self) -> None:
+        ours, theirs = socket.socketpair()
+        told = {"manifest": to_plain(self.manifest_now), "device": "cpu"}
+        with theirs:
+            theirs.sendall(tickets.frame(b"d", json.dumps(told).encode()))
+            self._process = subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)
+        self._talk(ours)
+
+
+def test_an_instance_never_comes_back_with_another_plan(monkeypatch) -> None:
+    """However often it is tried after the plan's file was replaced; with the old file it does."""
+    old = linear_plan().manifest
+    monkeypatch.setattr(Stub, "manifest_now", old, raising=False)
+    instance = Stub(Path("m.plan"), compiled=True, device=None, threads=1)
+    try:
+        assert instance.ready() == old
+        Stub.manifest_now = replace(old, built_from="another hand")
+        for _ in range(2):
+            with pytest.raises(ArtifactError, match="different programs"):
+                instance.restart()
+            assert instance._process.poll() is not None, "the refused process has ended"
+            assert instance.manifest == old
+        Stub.manifest_now = old
+        instance.restart()
+        assert instance._process.poll() is None
+    finally:
+        instance.release()
+    assert instance._process.poll() is not None

@@ -64,6 +64,7 @@ class InstanceProcess:
         self._path, self._compiled, self._device = path, compiled, device
         self._threads = threads
         self._memory: int | None = None
+        self._first: str | None = None  # the digest of the manifest that all starts must have
         self._begin()
 
     def _begin(self) -> None:
@@ -98,6 +99,9 @@ class InstanceProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is not for it
             )
+        self._talk(ours)
+
+    def _talk(self, ours: socket.socket) -> None:
         self._socket, self._frames = ours, Frames()
         self._come: deque[tuple[bytes, bytes]] = deque()  # frames that nobody has read
 
@@ -105,7 +109,7 @@ class InstanceProcess:
         """Wait until the plan is loaded, and give the instance its memory.
 
         Raises:
-            TessellaError: what the instance says that is wrong.
+            TessellaError: what the instance says that is wrong; it has another plan than before.
         """
         try:
             letter, content = self._next()
@@ -118,7 +122,12 @@ class InstanceProcess:
         told = json.loads(content)
         if letter == b"e":
             raise told_error(told)
-        self.manifest = from_plain(Manifest, told["manifest"], where="an instance")
+        manifest = from_plain(Manifest, told["manifest"], where="an instance")
+        self._first = self._first or digest(manifest)
+        if digest(manifest) != self._first:
+            self.close()
+            raise _changed(self._path)
+        self.manifest = manifest
         self.device = told["device"]
         if self._memory is None:
             self._inputs, self._outputs = places(self.manifest.inputs, 0)
@@ -131,10 +140,8 @@ class InstanceProcess:
     def restart(self) -> None:
         """As ``instances.Instance.restart``."""
         self.close()
-        before = digest(self.manifest)
         self._begin()
-        if digest(self.ready()) != before:
-            raise _changed(self._path)
+        self.ready()
 
     def close(self) -> None:
         """End the process; it has nothing to do."""
