@@ -38,56 +38,66 @@ def register(app: typer.Typer) -> None:
     app.command("train")(train)
 
 
+BatchSize = Annotated[
+    str | None, Option(help="Images a step; auto: the most that fit.", parser=_batch)
+]
+Solver = Annotated[
+    str | None, Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop.")
+]
+Quantize = Annotated[
+    str | None,
+    Option(help="int8: train --init on with the roundings of its INT8 plan."),
+]
+Init = Annotated[
+    str | None, Option(help="random, pretrained, or a checkpoint; for --quantize a run, too.")
+]
+Backend = Annotated[
+    str | None, Option(help="torch or tessella: whose convolutions and linear layers run.")
+]
+Gpus = Annotated[int | None, Option(help="Processes on this machine, each on a GPU of its own.")]
+NodeRank = Annotated[int | None, Option(min=0, help="--nodes: which this is; 0 keeps the run.")]
+Rendezvous = Annotated[
+    str | None, Option(help="--nodes: HOST:PORT of the first machine, in a trusted network.")
+]
+Shard = Annotated[
+    bool | None,
+    Option("--shard", help="Cut the weights over the processes (FSDP), if they do not fit."),
+]
+Recipe = Annotated[
+    str | None,
+    Option(help="Any setting of a recipe, as JSON or a file of it; options here win over it."),
+]
+Explain = Annotated[
+    bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
+]
+Race = Annotated[
+    float | None, Option(min=0, help="--explain: seconds for all ways; 300 on a GPU, else 0.")
+]
+
+
 def train(
     network: Annotated[str, Argument(help="resnet50, timm/NAME, file.py:Class or net.prototxt.")],
     dataset: Annotated[Path, Argument(help="Folder of the dataset.")],
     out: Annotated[Path | None, Option(help="Folder of the run.")] = None,
     epochs: Annotated[float | None, Option(help="Passes over the training images.")] = None,
-    batch_size: Annotated[
-        str | None, Option(help="Images a step; auto: the most that fit.", parser=_batch)
-    ] = None,
-    solver: Annotated[
-        str | None, Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop.")
-    ] = None,
+    batch_size: BatchSize = None,
+    solver: Solver = None,
     lr: Annotated[float | None, Option(help="Base learning rate.")] = None,
     policy: Annotated[str | None, Option(help=POLICIES)] = None,
-    quantize: Annotated[
-        str | None,
-        Option(help="int8: train --init on with the roundings of its INT8 plan."),
-    ] = None,
-    init: Annotated[
-        str | None, Option(help="random, pretrained, or a checkpoint; for --quantize a run, too.")
-    ] = None,
+    quantize: Quantize = None,
+    init: Init = None,
     precision: Annotated[str | None, Option(help="fp32, tf32, bf16 or fp16.")] = None,
-    backend: Annotated[
-        str | None, Option(help="torch or tessella: whose convolutions and linear layers run.")
-    ] = None,
-    gpus: Annotated[
-        int | None, Option(help="Processes on this machine, each on a GPU of its own.")
-    ] = None,
+    backend: Backend = None,
+    gpus: Gpus = None,
     nodes: Annotated[int | None, Option(help="Machines: start this on each.")] = None,
-    node_rank: Annotated[
-        int | None, Option(min=0, help="--nodes: which this is; 0 keeps the run.")
-    ] = None,
-    rendezvous: Annotated[
-        str | None, Option(help="--nodes: HOST:PORT of the first machine, in a trusted network.")
-    ] = None,
-    shard: Annotated[
-        bool | None,
-        Option("--shard", help="Cut the weights over the processes (FSDP), if they do not fit."),
-    ] = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
+    shard: Shard = None,
     seed: Annotated[int | None, Option(help="Decides every random number.")] = None,
-    recipe: Annotated[
-        str | None,
-        Option(help="Any setting of a recipe, as JSON or a file of it; options here win over it."),
-    ] = None,
+    recipe: Recipe = None,
     resume: Annotated[bool, Option(help="Go on with the run in --out, exactly.")] = False,
-    explain: Annotated[
-        bool, Option("--explain", help="Do not train: tell memory, time and every setting.")
-    ] = False,
-    race: Annotated[
-        float | None, Option(min=0, help="--explain: seconds for all ways; 300 on a GPU, else 0.")
-    ] = None,
+    explain: Explain = False,
+    race: Race = None,
     json: Json = False,
     events: Events = None,
 ) -> None:
@@ -112,20 +122,10 @@ def train(
         settings = _settings(
             {} if recipe is None else read_recipe(recipe),
             {"solver": solver, "policy": policy},
-            network=network,
-            dataset=str(dataset),
-            epochs=epochs,
-            batch_size=batch_size,
-            precision=precision,
-            quantize=quantize,
-            init=init,
-            backend=backend,
-            gpus=gpus,
-            nodes=nodes,
-            shard=shard,
-            seed=seed,
-            lr=lr,
-        )
+            network=network, dataset=str(dataset), epochs=epochs, batch_size=batch_size,
+            precision=precision, quantize=quantize, init=init, backend=backend, gpus=gpus,
+            nodes=nodes, shard=shard, seed=seed, lr=lr,
+        )  # fmt: skip
         if explain:
             _explain(out_, api.forecast(race_s=race, emit=out_.emit, **settings))
             return

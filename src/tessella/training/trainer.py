@@ -44,6 +44,17 @@ from tessella.training.synchronized import synchronized
 from tessella.training.ways import Choice, called, called_loss, usual_way
 
 
+def _loss_settings(info: RunInfo, trained: SplitInfo, world: World) -> LossSettings:
+    weights_K = None
+    if info.recipe.class_weights == "balanced":
+        weights_K = of(info.task).loss.balanced(trained.class_counts, trained.count)
+    if weights_K is not None:
+        weights_K = weights_K.to(world.device)
+    return LossSettings(
+        numbers=info.task.numbers, weights_K=weights_K, smoothing=info.recipe.label_smoothing
+    )
+
+
 class Trainer:
     """The module with its optimizer, loss and precision.
 
@@ -116,14 +127,7 @@ class Trainer:
         if recipe.sparsity == "2:4":
             sparsity.keep_zeros(self.module, self.optimizer)
         self.mixed = MixedPrecision(recipe.precision, world.device)
-        weights_K = None
-        if recipe.class_weights == "balanced":
-            weights_K = self._task.loss.balanced(trained.class_counts, trained.count)
-        if weights_K is not None:
-            weights_K = weights_K.to(world.device)
-        self._loss = LossSettings(
-            numbers=info.task.numbers, weights_K=weights_K, smoothing=recipe.label_smoothing
-        )
+        self._loss = _loss_settings(info, trained, world)
         self.state = TrainState()
         if start is not None:
             self.state = unpack(
