@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -105,3 +106,33 @@ def test_machines_that_do_not_come_or_do_not_agree(monkeypatch):
     first, second = together([free_port()], at_1=3)
     assert "do not agree" in str(second)
     assert "do not agree" in str(first)
+
+
+def test_a_first_machine_that_goes_silent_is_missed(monkeypatch):
+    """Its store then neither answers nor breaks the connection."""
+    first, second = together([free_port()])
+    silent_for_good = threading.Event()
+    monkeypatch.setattr(second, "_store", Silent(silent_for_good))
+    second.look()  # begins a call that waits
+    monkeypatch.setattr(machines, "SILENT_S", 0.5)
+    with pytest.raises(TrainError, match=r"machine 0 has ended, or cannot be reached.*0[.]5 s"):
+        while True:
+            second.look()
+    cause = TrainError("failed here")
+    assert second.fail(cause) is cause  # nobody can be told, and nobody is waited for
+    second.close()
+    silent_for_good.set()
+    monkeypatch.undo()
+    first.fail(cause)
+    monkeypatch.setattr(machines, "END_S", 0.0)
+    first.close()
+
+
+class Silent:
+    """A store whose calls wait until ``over``."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: self._over.wait(60) and None

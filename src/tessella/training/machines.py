@@ -12,10 +12,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -30,7 +33,9 @@ END_S = 60.0  # so long the first machine waits until all others have heard the 
 LOST = "the exchange with another process ended"
 _BEAT_S = 1.0
 _SILENT_BEATS = 6.0  # of a machine whose connections are lost, too
-_ANSWER = timedelta(seconds=20)
+_ANSWER_S = 20.0
+_AT_ONCE_S = 0.1  # an answer that takes longer is not waited for when others are looked at
+T = TypeVar("T")
 _ENDS = _ENDED, _STOPPED, _FAILED = b"ended", b"stopped", b"failed"  # as the last beats
 
 
@@ -139,6 +144,37 @@ def settings_of(found: Started, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **here}
 
 
+class _Calls:
+    """Calls one after another in a thread of their own, since one to a machine that has gone silent
+    waits without a limit, and neither time nor Ctrl-C ends it.
+    """
+
+    def __init__(self) -> None:
+        self._coming: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        Thread(target=self._work, daemon=True).start()
+
+    def begin(self, call: Callable[..., T], *given: Any) -> Future[T]:
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call(*given))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._coming.put(run)
+        return answer
+
+    def end(self) -> None:
+        """End the thread behind the calls that were begun."""
+        self._coming.put(None)
+
+    def _work(self) -> None:
+        while (run := self._coming.get()) is not None:
+            run()
+            del run  # and with it what it holds, before the next one comes
+
+
 class Meeting:
     """This machine's command among those of all machines, between their coming and their end.
 
@@ -158,12 +194,14 @@ class Meeting:
         self.place = place
         where = f"{place.host}:{place.port}"
         emit(phase("machines", f"{place.rank + 1} of {place.nodes}; they meet at {where}"))
-        self._store = _store(place)
+        self._calls = _Calls()
         self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
-        self._beats, self._beat_at, self._closed = 0, 0.0, False
+        self._asked: Future[TessellaError | None] | None = None
+        self._beats, self._beat_at, self._closed, self._lost = 0, 0.0, False, False
+        self._store = self._ask(_store, place, limit=WAIT_S + SILENT_S)
         if place.rank == 0:
-            self._store.set("nodes", str(place.nodes))
-        elif (nodes := int(self._store.get("nodes"))) != place.nodes:
+            self._ask(self._store.set, "nodes", str(place.nodes))
+        elif (nodes := int(self._ask(self._store.get, "nodes"))) != place.nodes:
             raise self.fail(
                 UsageError(
                     "the machines do not agree on how many they are",
@@ -171,7 +209,7 @@ class Meeting:
                     fix="give each the same --nodes",
                 )
             )
-        if self._store.add(f"came/{place.rank}", 1) > 1:
+        if self._ask(self._store.add, f"came/{place.rank}", 1) > 1:
             raise UsageError(
                 "another command is this machine already",
                 seen=f"node_rank={place.rank} at {where}",
@@ -185,31 +223,44 @@ class Meeting:
             f"--master-port={self._agreed_port()}",
         ]
 
+    def _ask(self, call: Callable[..., T], *given: Any, limit: float = _ANSWER_S) -> T:
+        """The answer to a call of the store.
+
+        Raises:
+            RuntimeError: none has come, or the machine that keeps the store is known to be gone.
+        """
+        if self._lost:
+            raise RuntimeError("the first machine is gone")
+        try:
+            return self._calls.begin(call, *given).result(limit)
+        except TimeoutError:
+            self._lost = True
+            raise RuntimeError(f"no answer for {limit:g} s") from None
+
     def _wait_for_all(self) -> None:
         until = time.monotonic() + WAIT_S
-        others = {f"came/{rank}": rank for rank in range(self.place.nodes)}
-        while others:
-            others = {key: rank for key, rank in others.items() if not self._store.check([key])}
+        missing = set(range(self.place.nodes))
+        while missing:
+            missing -= {n for n in missing if self._ask(self._store.check, [f"came/{n}"])}
             self.look()
-            if others and time.monotonic() > until:
-                missing = ", ".join(str(rank) for rank in others.values())
+            if missing and time.monotonic() > until:
                 raise self.fail(
                     TrainError(
                         f"not all machines have come within {WAIT_S:g} s",
-                        seen=f"without node_rank {missing}",
+                        seen=f"without node_rank {', '.join(map(str, sorted(missing)))}",
                         fix="start the same command there, with its own --node-rank; a firewall "
                         f"must let them reach {self.place.host}",
                     )
                 )
-            time.sleep(0.1 if others else 0)
+            time.sleep(0.1 if missing else 0)
 
     def _agreed_port(self) -> int:
         """A port of the first machine's where the processes will meet."""
         if self.place.rank == 0:
             with socket.socket() as free:
                 free.bind(("", 0))
-                self._store.set("port", str(free.getsockname()[1]))
-        return int(self._store.get("port"))
+                self._ask(self._store.set, "port", str(free.getsockname()[1]))
+        return int(self._ask(self._store.get, "port"))
 
     def look(self) -> None:
         """Tell the others that this machine is here, at most once a second, and hear of them.
@@ -218,20 +269,31 @@ class Meeting:
             TessellaError: another machine has failed; or says nothing for ``SILENT_S``.
         """
         now = time.monotonic()
-        if now < self._beat_at + _BEAT_S:
-            return
-        self._beat_at = now
+        if self._asked is None:
+            if now < self._beat_at + _BEAT_S:
+                return
+            self._beat_at, self._beats = now, self._beats + 1
+            self._asked = self._calls.begin(self._exchange, str(self._beats))
+        wait([self._asked], _AT_ONCE_S)
+        if not self._asked.done():
+            if now < self._beat_at + SILENT_S:
+                return
+            self._lost = True
+            raise self._gone(0, f"nothing for {SILENT_S:g} s")
+        answer, self._asked = self._asked, None
         try:
-            self._beats += 1
-            self._store.set(f"beat/{self.place.rank}", str(self._beats))
-            self._listen()
-            failed = self._failure()
+            failed = answer.result()
         except RuntimeError as error:
             raise self._gone(0, str(error).splitlines()[0][:200]) from None
         if failed is not None:
             raise failed
         if (silent := self._silent(SILENT_S)) is not None:
             raise self.fail(self._gone(silent, f"nothing for {SILENT_S:g} s"))
+
+    def _exchange(self, beat: str) -> TessellaError | None:
+        self._store.set(f"beat/{self.place.rank}", beat)
+        self._listen()
+        return self._failure()
 
     def _listen(self) -> None:
         for rank in range(self.place.nodes):
@@ -277,7 +339,7 @@ class Meeting:
                     error = self._gone(silent, error.seen or error.wrong)
                 time.sleep(0.1)
             plain = {**error.to_json(), "machine": self.place.rank}
-            self._store.compare_set("failed", "", json.dumps(plain))
+            self._ask(self._store.compare_set, "failed", "", json.dumps(plain))
         except TessellaError as cause:
             return cause
         except RuntimeError:
@@ -290,16 +352,18 @@ class Meeting:
             return
         self._closed = True
         try:
-            self._store.set(f"beat/{self.place.rank}", how)
+            self._ask(self._store.set, f"beat/{self.place.rank}", how)
             if self.place.rank == 0:
                 self._until_all_ended()
         except (RuntimeError, TessellaError):
             pass  # there is nobody to tell
+        finally:
+            self._calls.end()
 
     def _until_all_ended(self) -> None:
         until = time.monotonic() + END_S
         while time.monotonic() < until and self._silent(_SILENT_BEATS) is None:
-            self._listen()
+            self._ask(self._listen)
             if all(beat in _ENDS or not beat for beat, _ in self._heard.values()):
                 return
             time.sleep(0.1)
@@ -327,9 +391,10 @@ def _store(place: Place) -> Any:
     where = f"{place.host}:{place.port}"
     if place.rank > 0:
         _wait_for_first(place)
+    limit = timedelta(seconds=_ANSWER_S)
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            place.host, place.port, None, place.rank == 0, _ANSWER, wait_for_workers=False
+            place.host, place.port, None, place.rank == 0, limit, wait_for_workers=False
         )
     except RuntimeError as error:
         first = place.rank == 0
