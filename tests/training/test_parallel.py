@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import read_events
 from tessella.core.record import to_plain
-from tessella.training import parallel, worker
+from tessella.training import parallel, sharing, worker
 from tessella.training.loop import train
 from tessella.training.machines import Place
 from tessella.training.prepare import begin
@@ -188,3 +189,14 @@ def test_a_worker_that_ends_without_a_word(tmp_path):
     assert "exit code -9" in str(error)
     assert "the last words" in str(error)
     assert str(error).count("line") < 30
+
+
+def test_a_machine_reads_its_own_folder_only_where_it_holds_the_same_run(tmp_path):
+    """Another run of the same settings has files of the same names and sizes."""
+    for host, content in (("common", b"abc"), ("stale", b"abd")):
+        (tmp_path / host / "checkpoints").mkdir(parents=True)
+        (tmp_path / host / "checkpoints" / "weights").write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    wanted = {"checkpoints/weights": (3, hashlib.sha256(b"abc").hexdigest())}
+    seen = [sharing._sees(tmp_path / h, wanted) for h in ("common", "stale", "empty")]
+    assert seen == [True, False, False]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tessella.artifacts.files import sha256
 from tessella.artifacts.run import Run, RunInfo
 from tessella.core import errors
 from tessella.core.errors import TessellaError, UsageError
@@ -57,7 +58,7 @@ def shared(
             "error": None if error is None else error.to_json(),
             "info": None if run is None else to_plain(run.info),
             "resumed": resumed,
-            "files": {name: path.stat().st_size for name, path in files.items()},
+            "files": {name: (path.stat().st_size, sha256(path)) for name, path in files.items()},
         },
     )
     if error is not None:
@@ -72,13 +73,13 @@ def shared(
             seen="; ".join(changed)[:1000],
             fix="give every machine the same options, and the same version of the dataset",
         )
-    sizes: dict[str, int] = told["files"]
+    wanted: dict[str, tuple[int, str]] = told["files"]
     with TemporaryDirectory(prefix="tessella-") as scratch:
-        folder = out if _sees(out, sizes) else Path(scratch)
+        folder = out if world.rank == 0 or _sees(out, wanted) else Path(scratch)
         lacking = torch.tensor(float(folder != out), device=world.device)
         dist.all_reduce(lacking)
         if lacking.item():
-            for name, size in sizes.items():
+            for name, (size, _) in wanted.items():
                 into = None if folder == out else folder / name
                 _send(world, files.get(name), size, into)
         recipe = replace(info.recipe, dataset=own.recipe.dataset, workers=own.recipe.workers)
@@ -92,9 +93,14 @@ def _files(run: Run) -> dict[str, Path]:
     return {str(p.relative_to(run.path)): p for p in paths if p.is_file()}
 
 
-def _sees(out: Path, sizes: dict[str, int]) -> bool:
-    """Whether the files are here; what a checkpoint holds is compared with its hashes later."""
-    return all((out / n).is_file() and (out / n).stat().st_size == s for n, s in sizes.items())
+def _sees(out: Path, wanted: dict[str, tuple[int, str]]) -> bool:
+    """Whether the files are here, and not those of another run in a folder of the same name."""
+    return all(
+        (out / name).is_file()
+        and (out / name).stat().st_size == size  # quickly known
+        and sha256(out / name) == digest
+        for name, (size, digest) in wanted.items()
+    )
 
 
 def _agreed(world: World, plain: Any) -> Any:
