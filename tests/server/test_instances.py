@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import subprocess
@@ -40,6 +41,7 @@ class Doubler:
         self.begun: list[list[float]] = []  # the first numbers of what it has begun
         self.ends: set[float] = {POISON}
         self.starts, self.may_start = 0, True
+        self.wrong: Exception = ArtifactError("the plan's file is gone")
         self.is_killed = False
 
     def join(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
@@ -60,7 +62,7 @@ class Doubler:
 
     def restart(self) -> None:
         if not self.may_start:
-            raise ArtifactError("the plan's file is gone")
+            raise self.wrong
         self.starts += 1
         self.is_killed = False
 
@@ -221,6 +223,7 @@ def test_nobody_waits_for_instances_that_cannot_be_started(monkeypatch) -> None:
         one, two = Doubler(), Doubler()
         batcher, statistics = shared(one, two)
         one.may_start = two.may_start = False
+        two.wrong = BrokenPipeError("no error of ours")
         tasks = await filled(batcher, one, two)
         tasks.append(asyncio.create_task(batcher.infer(rows(9))))
         await until(lambda: statistics.waiting == 1)
@@ -238,9 +241,67 @@ def test_nobody_waits_for_instances_that_cannot_be_started(monkeypatch) -> None:
         one.may_start = True
         await until(lambda: statistics.instances[0].is_up)
         assert (await batcher.infer(rows(4)))["y"][0, 0] == 8
+        two.may_start = True
+        await until(lambda: statistics.instances[1].is_up)
         await asyncio.wait_for(batcher.close(lambda: None), 30)
 
     run(test)
+
+
+def test_what_was_unloaded_is_not_up_and_what_took_its_place_is() -> None:
+    async def test() -> None:
+        old, statistics = shared(Doubler(), Doubler())
+        settings = {"max_batch": 8, "max_delay_us": 0, "max_waiting": 9}
+        new = SharedBatcher([Doubler()], statistics=statistics, **settings)  # as at a reload
+        await old.close(lambda: None)
+        assert [counts.is_up for counts in statistics.instances] == [True]
+        await new.close(lambda: None)
+        assert [counts.is_up for counts in statistics.instances] == [False]
+        again = SharedBatcher([Doubler()], statistics=statistics, **settings)
+        assert [counts.is_up for counts in statistics.instances] == [True]
+        await again.close(lambda: None)
+
+    run(test)
+
+
+def test_a_thread_that_fails_leaves_nobody_waiting(monkeypatch) -> None:
+    def fails(self: SharedBatcher) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(SharedBatcher, "_restart", fails)
+
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, statistics = shared(one, two)
+        tasks = await filled(batcher, one, two)
+        one.kill(), two.kill()
+        for task in tasks:
+            with pytest.raises(ServeError, match="no instance"):
+                await task
+        assert not any(counts.is_up for counts in statistics.instances)
+        with pytest.raises(ServeError, match="no instance"):
+            await batcher.infer(rows(1))
+        closed: list[bool] = []
+        await batcher.close(lambda: closed.append(True))
+        assert closed == [True]
+
+    run(test)
+
+
+def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
+    def refuses(*args: object, **settings: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Stub, "manifest_now", linear_plan().manifest, raising=False)
+    stub = Stub(Path("m.plan"), compiled=True, device=None, threads=1)
+    with monkeypatch.context() as now:
+        now.setattr(socket, "send_fds", refuses)
+        with pytest.raises(ServeError, match="cannot be started.*Too many open files"):
+            stub.ready()
+    stub.release()
+    monkeypatch.setattr(subprocess, "Popen", refuses)
+    with pytest.raises(ServeError, match="cannot be started.*Too many open files"):
+        Instances(Path("m.plan"), ["cpu"])
 
 
 def test_deadlines_count_on_all_instances() -> None:

@@ -21,8 +21,8 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,21 @@ class InstanceProcess:
         self._begin()
 
     def _begin(self) -> None:
-        """Start the process; ``ready`` waits for it."""
-        ours, theirs = socket.socketpair()
+        """Start the process; ``ready`` waits for it.
+
+        Raises:
+            TessellaError: the system does not let it.
+        """
+        with _for_start(self._path):
+            ours, theirs = socket.socketpair()
+            try:
+                self._spawn(theirs)
+            except BaseException:
+                ours.close()
+                raise
+        self._talk(ours)
+
+    def _spawn(self, theirs: socket.socket) -> None:
         needed = [*user_operators.OPERATORS, *user_operators.CANDIDATES]
         modules = {user_operators.module(name) for name in needed} - {None, "__main__"}
         asked = {
@@ -99,7 +112,6 @@ class InstanceProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is not for it
             )
-        self._talk(ours)
 
     def _talk(self, ours: socket.socket) -> None:
         self._socket, self._frames = ours, Frames()
@@ -129,12 +141,13 @@ class InstanceProcess:
             raise _changed(self._path)
         self.manifest = manifest
         self.device = told["device"]
-        if self._memory is None:
-            self._inputs, self._outputs = places(self.manifest.inputs, 0)
-            _, nbytes = places(self.manifest.outputs, self._outputs)
-            self._memory = make_memory(nbytes)
-            self._lane = Lane(os.dup(self._memory))
-        socket.send_fds(self._socket, [b"m"], [self._memory])
+        with _for_start(self._path):
+            if self._memory is None:
+                self._inputs, self._outputs = places(self.manifest.inputs, 0)
+                _, nbytes = places(self.manifest.outputs, self._outputs)
+                self._memory = make_memory(nbytes)
+                self._lane = Lane(os.dup(self._memory))
+            socket.send_fds(self._socket, [b"m"], [self._memory])
         return self.manifest
 
     def restart(self) -> None:
@@ -300,6 +313,20 @@ def told_error(told: Mapping[str, Any]) -> TessellaError:
     error = kind.__new__(kind)
     TessellaError.__init__(error, told["wrong"], seen=told["seen"], fix=told["fix"])
     return error
+
+
+@contextmanager
+def _for_start(path: Path) -> Iterator[None]:
+    """Say what the system's errors mean in here."""
+    try:
+        yield
+    except OSError as error:
+        raise ServeError(
+            "an instance of a model cannot be started",
+            status=503,
+            seen=f"{path}: {error}",
+            fix="give it fewer instances if memory, processes or open files are short",
+        ) from error
 
 
 def _changed(path: Path) -> ArtifactError:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MOST_INSTANCES = 64  # of a model
 MOST_LOSSES = 3  # of a request, which may be what ends the instances that run it
 RESTART_S = 1.0  # between two attempts to start an instance
+_TAKING_OVER = threading.Lock()  # for rows of statistics, which batchers have after each other
 _DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 
 
@@ -157,14 +158,15 @@ class SharedBatcher(Batcher):
             statistics=statistics,
             join=lambda name, parts: self._own.instance.join(name, parts),
         )
-        self._abreast = len(instances)
+        self._abreast = self._count = len(instances)
         self._shares = shares
         self._until_ns: dict[int, int] = {}  # when those that run or start will be free
         self._again: deque[Piece] = deque()  # of executions whose instance ended
         self._down: set[int] = set()  # instances that could not be started again
         self._closing = threading.Event()
         self._left = len(instances)  # threads
-        statistics.instances = _counts(statistics.instances, instances)
+        with _TAKING_OVER:
+            self._rows = statistics.instances = _counts(statistics.instances, instances)
         for number, instance in enumerate(instances):
             thread = threading.Thread(
                 target=self._serve, args=(number, instance), name=f"instance {number}", daemon=True
@@ -178,15 +180,18 @@ class SharedBatcher(Batcher):
         Raises:
             ServeError: also 503, no instance runs.
         """
-        if len(self._down) == self._abreast:
+        if len(self._down) == self._count and self._release is None:
             raise _none_runs()
         super().submit(request)
 
     async def close(self, release: Callable[[], None]) -> None:
         """As ``Batcher.close``."""
         with self._lock:
+            is_over = not self._left and self._release is None  # their threads have failed
             self._release = release
         self._closing.set()
+        if is_over:
+            self._end()
         await super().close(release)
 
     def _wake(self) -> None:
@@ -197,15 +202,28 @@ class SharedBatcher(Batcher):
     def _serve(self, number: int, instance: Instance) -> None:
         """Be the thread of an instance."""
         self._own.number, self._own.instance = number, instance
-        self._own.counts = self._statistics.instances[number]
-        while self._has_served():
-            pass
+        self._own.counts = self._rows[number]
+        try:
+            while self._has_served():
+                pass
+        except Exception:
+            log.exception("the thread of instance %d of a model has failed", number)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take this thread's instance from those that run; the last one ends the batcher."""
         with self._lock:
+            self._say_up(False)
+            self._until_ns.pop(self._own.number, None)
+            self._foresee()
+            self._down.add(self._own.number)
             self._left -= 1
-            is_last = not self._left
-            left = self._stranded() if is_last else []
-        deliver(left)
-        if is_last:
+            is_over = not self._left and self._release is not None
+            stranded = self._stranded() if len(self._down) == self._count else []
+            self._changed.notify_all()
+        deliver(stranded)
+        if is_over:
             self._end()
 
     def _has_served(self) -> bool:
@@ -294,7 +312,7 @@ class SharedBatcher(Batcher):
                     self._drop(request)
                     failed.append(request)
             self._again.extend(piece for piece in pieces if piece[0].error is None)
-            self._own.counts.is_up = False
+            self._say_up(False)
             self._changed.notify_all()
         deliver(failed)
         self._restart()
@@ -308,16 +326,26 @@ class SharedBatcher(Batcher):
                 break
             except TessellaError as error:
                 log.error("instance %d of a model cannot be started: %s", number, error)
+            except Exception:
+                log.exception("instance %d of a model cannot be started", number)
             with self._lock:
                 self._down.add(number)
-                stranded = self._stranded() if len(self._down) == self._abreast else []
+                stranded = self._stranded() if len(self._down) == self._count else []
             deliver(stranded)
             if self._closing.wait(RESTART_S):
                 return
         with self._lock:
             self._down.discard(number)
             self._own.counts.restarts += 1
-            self._own.counts.is_up = True
+            self._say_up(True)
+
+    def _say_up(self, is_up: bool) -> None:
+        """Tell whether this thread's instance runs; of a row that a newer batcher has taken over,
+        that one tells.
+        """
+        with _TAKING_OVER:
+            if self._statistics.instances is self._rows:
+                self._own.counts.is_up = is_up
 
     def _stranded(self) -> list[Request]:
         """All that wait, with the error that nobody will answer them."""
