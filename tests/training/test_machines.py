@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from tessella import api
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import silent
-from tessella.training import machines
+from tessella.training import loop, machines
 from tessella.training.machines import LOST, Meeting, Place, Started, place_of, settings_of, started
-from tests.support.training import free_port
+from tessella.training.prepare import begin
+from tests.support.training import free_port, recipe
 
 TORCHRUN = {
     "RANK": "5",
@@ -42,6 +44,26 @@ def test_a_place_is_what_options_say():
 def test_options_that_lack_something_say_what(nodes, rank, rendezvous, said):
     with pytest.raises(UsageError, match=said):
         place_of(nodes, rank, rendezvous)
+
+
+def test_a_run_of_several_machines_does_not_go_on_alone_unless_it_is_said(
+    dataset, tmp_path, monkeypatch
+):
+    settings = {"epochs": 1.0, "batch_size": 12}
+    begin(recipe(dataset, nodes=2, **settings), tmp_path / "run", resume=False)
+    with pytest.raises(UsageError, match=r"where they meet.*nodes=2.*--nodes 1"):
+        api.train("lenet", dataset, out=tmp_path / "run", resume=True)
+    with pytest.raises(UsageError, match=r"where they meet.*nodes=2"):
+        loop.train(recipe(dataset, nodes=2, **settings), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(UsageError, match=r"processes was 2, is 1"):
+        api.train("lenet", dataset, out=tmp_path / "run", resume=True, nodes=1)
+    launched = []
+    monkeypatch.setattr(loop, "launch", lambda out, count, **rest: launched.append((count, rest)))
+    api.train("lenet", dataset, out=tmp_path / "run", resume=True, nodes=1, gpus=2)
+    assert [(count, rest["resumed"], "meeting" in rest) for count, rest in launched] == [
+        (2, True, False)
+    ]
 
 
 def test_torchruns_variables_are_a_place():
@@ -115,9 +137,13 @@ def test_a_first_machine_that_goes_silent_is_missed(monkeypatch):
     monkeypatch.setattr(second, "_store", Silent(silent_for_good))
     second.look()  # begins a call that waits
     monkeypatch.setattr(machines, "SILENT_S", 0.5)
-    with pytest.raises(TrainError, match=r"machine 0 has ended, or cannot be reached.*0[.]5 s"):
+
+    def look_on() -> None:
         while True:
             second.look()
+
+    with pytest.raises(TrainError, match=r"machine 0 has ended, or cannot be reached.*0[.]5 s"):
+        look_on()
     cause = TrainError("failed here")
     assert second.fail(cause) is cause  # nobody can be told, and nobody is waited for
     second.close()

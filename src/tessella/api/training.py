@@ -64,14 +64,14 @@ def train(
             process, network, dataset, out, settings, resume=resume, emit=emit,
             place=(node_rank, rendezvous),
         )  # fmt: skip
-    place = place_of(settings.get("nodes", 1), node_rank, rendezvous)
-    if place is not None and out is None:
-        raise UsageError(
-            "a training on several machines needs the name of a folder", fix="give out"
-        )
     with reported(emit) as told:
         there = Path(out) if resume and out is not None else None
         recipe = _recipe(network, dataset, settings, there=there, emit=told)
+        place = place_of(recipe.nodes, node_rank, rendezvous)
+        if place is not None and out is None:
+            raise UsageError(
+                "a training on several machines needs the name of a folder", fix="give out"
+            )
         if out is None:
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             out = Path("runs") / f"{network.replace('/', '-')}-{stamp}"

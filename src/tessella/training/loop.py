@@ -40,7 +40,7 @@ from tessella.training.evaluate import measure, predict_split
 from tessella.training.expected import expected_memory
 from tessella.training.feed import Fed, loading_threads
 from tessella.training.journal import Journal
-from tessella.training.machines import LOST, Meeting, Place
+from tessella.training.machines import LOST, Meeting, Place, place_of
 from tessella.training.meter import Meter
 from tessella.training.parallel import World, alone, is_lost, joined, launch
 from tessella.training.precision import arithmetic
@@ -80,13 +80,16 @@ def train(
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
-        UsageError, DataError: see ``prepare.begin``.
+        UsageError, DataError: see ``prepare.begin``; or ``place`` is missing where the recipe is
+            for several machines.
         TrainError: training diverged, or a process of it failed.
         OutOfMemory: with a batch size that fits.
         KeyboardInterrupt: SIGINT or SIGTERM came, behind a checkpoint of the step at hand (of
             several processes, of one in the next few). The second ends it at once.
     """
-    if place is not None and place.rank:
+    if place is None:
+        place_of(recipe.nodes, None, None)  # refuses several machines without their places
+    elif place.rank:
         return _take_part(recipe, out, place, emit)
     run, resumed = begin(recipe, Path(out), resume=resume)
     if resume and not resumed:

@@ -80,7 +80,8 @@ def place_of(nodes: int, node_rank: int | None, rendezvous: str | None) -> Place
         return None
     usage = (
         f"start this on each machine with --nodes {nodes}, its own --node-rank 0 to {nodes - 1}, "
-        "and --rendezvous HOST:PORT, the first machine's address and a free port there"
+        "and --rendezvous HOST:PORT, the first machine's address and a free port there; or to go "
+        "on with this machine alone, with --nodes 1 and as many --gpus as there were processes"
     )
     if node_rank is None or rendezvous is None:
         raise UsageError(
