@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tessella.server import Server
-from tessella.server.metrics import Metrics
+from tessella.server.metrics import Metrics, _start
 from tessella.server.statistics import Computation, InstanceCounts, Stages
 from tessella.server.welcome import INFERENCE_ROUTES, MANAGEMENT_ROUTES
 from tessella.tasks import verbs
@@ -169,3 +169,11 @@ def test_an_answer_explains_its_latency_and_so_do_the_histograms() -> None:
         if s.name == "tessella_request_stage_seconds_bucket" and s.labels["stage"] == "compute"
     }
     assert (histogram["0.05"], histogram["2.5"], histogram["+Inf"]) == (0, 1, 1)
+
+
+def test_a_label_may_have_any_end_of_a_line() -> None:
+    names = ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r", "\n", "0.0", "\\", '"']
+    labels = tuple((f"l{n}", f"a{name}b") for n, name in enumerate(names))
+    line = f"{_start('name', labels)}1\n"
+    (family,) = text_string_to_metric_families(f"# TYPE name untyped\n{line}")
+    assert [(s.name, s.labels, s.value) for s in family.samples] == [("name", dict(labels), 1)]

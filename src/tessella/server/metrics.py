@@ -169,7 +169,7 @@ def _start(name: str, labels: tuple[tuple[str, str], ...]) -> str:
     metric = Metric("of", "", "untyped")
     metric.add_sample(name, dict(labels), 0)
     made = generate_latest(_Of(metric)).decode()
-    return made.splitlines().pop().removesuffix("0.0")
+    return made.removesuffix("0.0\n").rpartition("\n")[2]  # a name may have other ends of lines
 
 
 def _shadows(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
