@@ -84,11 +84,16 @@ def load(before: Counts, now: Counts, seconds: float) -> Load:
 
 
 def _instance(before: Instance, now: Instance, seconds: float) -> InstanceLoad:
+    executions, samples, computed = (
+        getattr(now, what) - getattr(before, what) for what in ("executions", "samples", "seconds")
+    )
+    if now.device != before.device or min(executions, samples, computed) < 0:  # it counts anew
+        executions, samples, computed = now.executions, now.samples, now.seconds
     return InstanceLoad(
         device=now.device,
-        executions=(now.executions - before.executions) / seconds,
-        samples=(now.samples - before.samples) / seconds,
-        busy=min(1.0, (now.seconds - before.seconds) / seconds),
+        executions=executions / seconds,
+        samples=samples / seconds,
+        busy=min(1.0, computed / seconds),
         restarts=now.restarts,
         is_up=now.is_up,
     )
