@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tessella import api
 from tessella.artifacts.outline import Manifest
 from tessella.core.errors import ArtifactError, ServeError, UsageError
 from tessella.core.record import to_plain
 from tessella.server import Placement, instances, parse_instances, tickets
-from tessella.server.instance_process import InstanceProcess, Instances
+from tessella.server.instance_process import InstanceProcess, Instances, threads_of_each
 from tessella.server.instances import MOST_LOSSES, InstanceLost, SharedBatcher
+from tessella.server.serve import _check
 from tessella.server.statistics import Stages, Statistics
 from tests.support.engines import expected_scores
 from tests.support.plans.linear import linear_plan
@@ -296,11 +299,11 @@ def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
     stub = Stub(Path("m.plan"), compiled=True, device=None, threads=1)
     with monkeypatch.context() as now:
         now.setattr(socket, "send_fds", refuses)
-        with pytest.raises(ServeError, match="cannot be started.*Too many open files"):
+        with pytest.raises(ServeError, match=r"cannot be started.*Too many open files"):
             stub.ready()
     stub.release()
     monkeypatch.setattr(subprocess, "Popen", refuses)
-    with pytest.raises(ServeError, match="cannot be started.*Too many open files"):
+    with pytest.raises(ServeError, match=r"cannot be started.*Too many open files"):
         Instances(Path("m.plan"), ["cpu"])
 
 
@@ -341,6 +344,27 @@ def test_how_instances_are_asked_for() -> None:
                   "m=2=2", "../m=2", "²", "m=1@cuda:0,,cpu"):  # fmt: skip
         with pytest.raises(UsageError):
             parse_instances(wrong)
+    for rules, why in ((["m=2", "m=3"], "two rules"), ([2, 3], "two rules"), ("12", "a list")):
+        with pytest.raises(UsageError, match=why):
+            api.serve({"m": "no.plan"}, instances=rules if why == "a list" else [*map(str, rules)])
+
+
+def test_the_gpu_decodes_for_one_instance_only() -> None:
+    of = {"m": Path("no.plan")}
+    _check({"": Placement(count=1)}, of, may_load=False, decode="gpu")
+    for placed in (Placement(count=2), Placement(count=1, devices=("cuda:1",))):
+        _check({"m": placed}, of, may_load=False, decode="host")
+        with pytest.raises(UsageError, match="one instance only"):
+            _check({"m": placed}, of, may_load=False, decode="gpu")
+
+
+def test_threads_of_an_instance(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    for given, threads in (("3", 3), ("0", 2), ("", 2), ("²", 2), ("9" * 5000, 2), ("-1", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert threads_of_each(3) == threads
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_of_each(12) == 1
 
 
 def scores(instance: InstanceProcess, images: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tessella import cluster, server
 from tessella.cluster.front import Door
+from tessella.core.errors import UsageError
 
 
 def serve(
@@ -79,14 +80,28 @@ def serve(
         ),
         decode=decode,
         trace=trace,
-        instances=dict(
-            map(
-                server.parse_instances,
-                [str(instances)] if isinstance(instances, int) else instances,
-            )
-        ),
+        instances=_placements(instances),
         ready=ready,
     )
+
+
+def _placements(instances: int | Sequence[str]) -> dict[str, server.Placement]:
+    """Where the instances of each model run; raises ``UsageError``."""
+    if isinstance(instances, str):
+        raise UsageError(
+            "instances are a number, or rules in a list", seen=instances[:140], fix="write ['m=2']"
+        )
+    placed: dict[str, server.Placement] = {}
+    for rule in [str(instances)] if isinstance(instances, int) else instances:
+        name, where = server.parse_instances(rule)
+        if name in placed:
+            raise UsageError(
+                "two rules say how many instances of a model there are",
+                seen=rule[:140],
+                fix="give one rule for each model, and one without a name for all others",
+            )
+        placed[name] = where
+    return placed
 
 
 def deploy(

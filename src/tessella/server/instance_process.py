@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -292,7 +293,9 @@ def threads_of_each(count: int) -> int:
     those that torch takes.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else max(1, torch.get_num_threads() // count)
+    if re.fullmatch("0*[1-9][0-9]{0,4}", given):
+        return int(given)
+    return max(1, torch.get_num_threads() // count)
 
 
 def places(specs: Sequence[TensorSpec], start: int) -> tuple[dict[str, tuple[int, int]], int]:

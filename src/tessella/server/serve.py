@@ -127,7 +127,7 @@ def _check(
             seen=", ".join(sorted(unknown)),
             fix=f"name one of {', '.join(models)}",
         )
-    if instances and decode == "gpu":
+    if decode == "gpu" and any(placed.each != (None,) for placed in instances.values()):
         raise UsageError(
             "the GPU decodes JPEG files for models of one instance only",
             seen="--decode gpu with --instances",
