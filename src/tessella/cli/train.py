@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from tessella.core.record import parse_json, to_plain
 from tessella.search.limits import Limits, limits
 from tessella.search.tuning import CACHE_FOLDER
 from tessella.training.forecast import Forecast
+from tessella.training.machines import started
 from tessella.training.race import described, fastest, lasting
 from tessella.training.ways import NAMES, Way
 
@@ -143,7 +143,7 @@ def train(
         )
         if node_rank:
             out_.result({"run": str(run.path)}, f"trained; the run is on machine 0, in {run.path}")
-        elif not int(os.environ.get("RANK", "0")):
+        elif (process := started()) is None or process.rank == 0:
             _tell(out_, run)
 
 
