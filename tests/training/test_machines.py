@@ -73,8 +73,23 @@ def test_torchruns_variables_are_a_place():
     assert started({}) is started({**TORCHRUN, "WORLD_SIZE": "1"}) is None
     with pytest.raises(UsageError, match=r"gpus=8, WORLD_SIZE=8"):
         settings_of(found, {"gpus": 8})
-    with pytest.raises(UsageError, match=r"MASTER_PORT.*torchrun"):
-        started({**TORCHRUN, "MASTER_PORT": ""})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"MASTER_PORT": ""}, "MASTER_PORT"),
+        ({"RANK": "abc"}, "RANK"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"RANK": "99"}, "RANK=99, WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE=16"),
+    ],
+)
+def test_torchruns_variables_that_are_no_place_are_refused(wrong, said):
+    with pytest.raises(UsageError, match=rf"{said}.*start it with torchrun"):
+        started({**TORCHRUN, **wrong})
 
 
 def together(ports: list[int], **nodes: int) -> list[object]:

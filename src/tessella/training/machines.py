@@ -31,6 +31,7 @@ SILENT_S = 60.0  # a machine that says nothing for so long is gone
 CAUSE_S = 15.0  # so long the cause of a lost connection is waited for
 END_S = 60.0  # so long the first machine waits until all others have heard the end
 LOST = "the exchange with another process ended"
+_STARTER = "start it with torchrun, which sets all of them; or unset RANK to train alone"
 _BEAT_S = 1.0
 _SILENT_BEATS = 6.0  # of a machine whose connections are lost, too
 _ANSWER_S = 20.0
@@ -101,7 +102,7 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
     """This process's place, where torchrun's variables say that it is one of several.
 
     Raises:
-        UsageError: a variable is missing or no number.
+        UsageError: a variable is missing or no number, or there is no such place.
     """
     if not ("RANK" in environment and environment.get("WORLD_SIZE", "1") != "1"):
         return None
@@ -112,13 +113,18 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
         raise UsageError(
             "RANK and WORLD_SIZE say that this process trains with others, but not how",
             seen=f"without a usable {', '.join(wrong)}",
-            fix="start it with torchrun, which sets all of them; or unset RANK to train alone",
+            fix=_STARTER,
         )
-    found = Started(
-        rank=int(numbers["RANK"]),
-        size=int(numbers["WORLD_SIZE"]),
-        local_size=int(numbers["LOCAL_WORLD_SIZE"]),
-    )
+    rank, local = int(numbers["RANK"]), int(numbers["LOCAL_RANK"])
+    size, local_size = int(numbers["WORLD_SIZE"]), int(numbers["LOCAL_WORLD_SIZE"])
+    if not (0 < local_size <= size and rank < size and local < local_size):
+        raise UsageError(
+            "there is no such process among those that train together",
+            seen=f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local}, "
+            f"LOCAL_WORLD_SIZE={local_size}",
+            fix=_STARTER,
+        )
+    found = Started(rank=rank, size=size, local_size=local_size)
     if found.size % found.local_size:
         raise UsageError(
             "each machine trains with the same number of processes",
