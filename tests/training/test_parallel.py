@@ -34,6 +34,16 @@ SETTINGS = {
 }
 
 
+TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29500",
+}
+
+
 @pytest.fixture
 def command():
     """Start a machine of two as a person does; none is left behind."""
@@ -118,6 +128,10 @@ def test_too_few_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     parallel.check_devices(2)
     with pytest.raises(UsageError, match=r"too few GPUs.*gpus=4, 2 here.*use gpus=2"):
+        parallel.check_devices(4)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"start torchrun with --nproc-per-node 2, or"):
         parallel.check_devices(4)
 
 

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, EventLog, read_events, warning
-from tessella.training.machines import Meeting
+from tessella.training.machines import Meeting, started
 from tessella.training.sharding import is_cut, unsent
 from tessella.training.stopping import never, stop_signals
 
@@ -154,10 +154,13 @@ def check_devices(processes: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if processes <= max(count, 1) or (not count and os.environ.get(VISIBLE) == ""):
         return
-    fix = f"use gpus={count}, or set {VISIBLE} to more of them"
+    fewer = f"use gpus={count}" if count else "leave gpus out to train on the CPU"
+    if started() is not None:  # torchrun, which said how many there are, and not gpus
+        fewer = f"start torchrun with --nproc-per-node {max(count, 1)}"
+    fix = f"{fewer}, or set {VISIBLE} to more of them"
     if not count:
         fix = (
-            "leave gpus out to train on the CPU; where there should be a GPU, ask tessella doctor; "
+            f"{fewer}; where there should be a GPU, ask tessella doctor; "
             f"for {processes} processes that share the CPU set {VISIBLE}= (to nothing)"
         )
     raise UsageError(
