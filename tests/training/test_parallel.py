@@ -214,3 +214,20 @@ def test_a_machine_reads_its_own_folder_only_where_it_holds_the_same_run(tmp_pat
     wanted = {"checkpoints/weights": (3, hashlib.sha256(b"abc").hexdigest())}
     seen = [sharing._sees(tmp_path / h, wanted) for h in ("common", "stale", "empty")]
     assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error", True),
+        ("Connection closed by peer [127.0.0.1]:4242", True),
+        ("[enforce fail at /pytorch/third_party/gloo/gloo/barrier.cc:5] false", True),
+        ("NCCL communicator was aborted on rank 1", True),
+        ("Error(s) in loading state_dict for igloos: size mismatch", False),
+        ("[enforce fail at alloc_cpu.cpp:127] can't allocate memory: 8 bytes", False),
+        ("no such layer: NCCLike", False),
+    ],
+)
+def test_a_lost_process_is_known_by_what_gloo_and_nccl_say(said, lost):
+    assert parallel.is_lost(RuntimeError(said)) is lost
+    assert not parallel.is_lost(ValueError(said))

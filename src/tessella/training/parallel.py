@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,11 @@ ERROR_FILE = "error.json"
 LOG_FILE = "workers.log"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 WHOLE_FIRST = 100  # steps with whole gradients, which change the most then
+# The places in gloo and the phrases of NCCL with which torch's plain RuntimeErrors begin.
+_LOST_SAID = re.compile(
+    r"\bgloo/(transport|context|rendezvous)/|\[enforce fail at [^\]]*\bgloo/"
+    r"|\bConnection (closed|reset) by peer\b|\bNCCL (error|communicator|operation)\b",
+)
 _POLL_S = 0.1
 _LAST_WORDS = 20  # lines of the workers' log that an unexplained end is reported with
 
@@ -263,10 +269,8 @@ def failure_of(out: Path, code: int) -> TessellaError:
 def is_lost(error: Exception) -> bool:
     """Whether an error says that another process is gone, which has its own reason for that."""
     kinds = (dist.DistBackendError, dist.DistNetworkError)
-    words = ("Connection closed by peer", "Connection reset by peer", "[enforce fail", "NCCL")
-    return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and any(w in str(error) for w in (*words, "gloo"))
-    )
+    said = isinstance(error, RuntimeError) and _LOST_SAID.search(str(error)) is not None
+    return said or isinstance(error, kinds)
 
 
 def end_with_parent(heard: Callable[[], None] = lambda: None) -> None:
