@@ -11,7 +11,16 @@ from tessella import api
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import silent
 from tessella.training import loop, machines
-from tessella.training.machines import LOST, Meeting, Place, Started, place_of, settings_of, started
+from tessella.training.machines import (
+    LOST,
+    Meeting,
+    Place,
+    Started,
+    error_of,
+    place_of,
+    settings_of,
+    started,
+)
 from tessella.training.prepare import begin
 from tests.support.training import free_port, recipe
 
@@ -90,6 +99,12 @@ def test_torchruns_variables_are_a_place():
 def test_torchruns_variables_that_are_no_place_are_refused(wrong, said):
     with pytest.raises(UsageError, match=rf"{said}.*start it with torchrun"):
         started({**TORCHRUN, **wrong})
+
+
+@pytest.mark.parametrize("name", ["Any", "annotations", "ServeError", "__doc__", "system", None])
+def test_an_error_from_the_network_is_one_of_ours_whatever_its_name_is(name):
+    error = error_of({"error": name, "wrong": "too large", "seen": None, "fix": "less"})
+    assert (type(error), error.wrong, error.fix) == (TrainError, "too large", "less")
 
 
 def together(ports: list[int], **nodes: int) -> list[object]:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -149,6 +150,20 @@ def settings_of(found: Started, settings: Mapping[str, Any]) -> dict[str, Any]:
                 fix="leave gpus and nodes out: what started this process has said them",
             )
     return {**settings, **here}
+
+
+def error_of(plain: Mapping[str, Any], *, seen: str | None = None) -> TessellaError:
+    """The error that another process told with ``to_json``; of an unknown kind it is a TrainError.
+
+    Args:
+        seen: instead of what that process saw.
+    """
+    kind = getattr(errors, str(plain.get("error")), None)
+    told = {"seen": plain.get("seen") if seen is None else seen, "fix": plain.get("fix")}
+    if isinstance(kind, type) and issubclass(kind, TessellaError):
+        with suppress(TypeError):  # one that needs more than every error has
+            return kind(str(plain.get("wrong")), **told)
+    return TrainError(str(plain.get("wrong")), **told)
 
 
 class _Calls:
@@ -321,9 +336,8 @@ class Meeting:
         if not self._store.check(["failed"]):
             return None
         plain = json.loads(self._store.get("failed"))
-        kind: type[TessellaError] = getattr(errors, plain["error"])
-        seen = f"on machine {plain['machine']}: {plain['seen'] or plain['wrong']}"
-        return kind(plain["wrong"], seen=seen, fix=plain["fix"])
+        where = f"on machine {plain.get('machine')}"
+        return error_of(plain, seen=f"{where}: {plain.get('seen') or plain.get('wrong')}")
 
     def _gone(self, rank: int, seen: str) -> TrainError:
         return TrainError(

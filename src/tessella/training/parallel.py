@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
-from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, EventLog, read_events, warning
-from tessella.training.machines import Meeting, started
+from tessella.training.machines import Meeting, error_of, started
 from tessella.training.sharding import is_cut, unsent
 from tessella.training.stopping import never, stop_signals
 
@@ -254,9 +253,7 @@ def failure_of(out: Path, code: int) -> TessellaError:
     """The error of the first worker that failed in the run of a folder."""
     path = out / ERROR_FILE
     if path.exists():
-        plain = json.loads(path.read_bytes())
-        kind: type[TessellaError] = getattr(errors, plain["error"])
-        return kind(plain["wrong"], seen=plain["seen"], fix=plain["fix"])
+        return error_of(json.loads(path.read_bytes()))
     lines = (out / LOG_FILE).read_text(errors="replace").splitlines()
     return TrainError(
         "a training process ended without saying why",

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from tessella.artifacts.files import sha256
 from tessella.artifacts.run import Run, RunInfo
-from tessella.core import errors
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import from_plain, to_plain
+from tessella.training.machines import error_of
 from tessella.training.parallel import World
 from tessella.training.prepare import differences
 
@@ -64,8 +64,7 @@ def shared(
     if error is not None:
         raise error
     if (plain := told["error"]) is not None:
-        kind: type[TessellaError] = getattr(errors, plain["error"])
-        raise kind(plain["wrong"], seen=plain["seen"], fix=plain["fix"])
+        raise error_of(plain)
     info = from_plain(RunInfo, told["info"], where="the first process's run")
     if changed := differences(info, own):
         raise UsageError(
