@@ -307,6 +307,53 @@ def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
         Instances(Path("m.plan"), ["cpu"])
 
 
+def test_pauses_between_starts_grow() -> None:
+    async def test() -> None:
+        engine, pauses = Doubler(), []
+        engine.may_start = False
+        batcher, _ = shared(engine)
+
+        def pause(seconds: float) -> bool:
+            pauses.append(seconds)
+            engine.may_start = len(pauses) == 8
+            return False
+
+        batcher._closing.wait = pause
+        engine.kill()
+        with pytest.raises(ServeError, match="no instance"):
+            await batcher.infer(rows(1))
+        await until(lambda: engine.starts)
+        assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
+def test_deadlines_count_on_no_instance_that_has_ended(monkeypatch) -> None:
+    monkeypatch.setattr(instances, "RESTART_S", 0.01)
+
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        one.may_start = False
+        batcher, statistics = shared(one, two, shares=True)
+        held = await filled(batcher, one, two)
+        batcher._pace.took(8, 10**9)
+        one.kill()
+        await until(lambda: batcher._down)
+        assert batcher._running_until_ns == batcher._until_ns[1], "the other one is waited for"
+        others = [asyncio.create_task(batcher.infer(rows(v))) for v in (10, 11, 12)]
+        await until(lambda: statistics.waiting == 3)
+        two.gate.set()
+        await asyncio.gather(*held, *others)
+        assert [10, 11, 12] in two.begun, "an instance that runs alone leaves nothing to others"
+        one.may_start = True
+        await until(lambda: statistics.instances[0].is_up)
+        assert batcher._abreast == 2
+        await batcher.close(lambda: None)
+
+    run(test)
+
+
 def test_deadlines_count_on_all_instances() -> None:
     async def test() -> None:
         one, two = Doubler(), Doubler()

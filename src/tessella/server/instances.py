@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 MOST_INSTANCES = 64  # of a model
 MOST_LOSSES = 3  # of a request, which may be what ends the instances that run it
-RESTART_S = 1.0  # between two attempts to start an instance
+RESTART_S = 1.0  # between two attempts to start an instance; each further pause is twice as long
+MOST_RESTART_S = 60.0
 _TAKING_OVER = threading.Lock()  # for rows of statistics, which batchers have after each other
 _DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 
@@ -158,9 +159,10 @@ class SharedBatcher(Batcher):
             statistics=statistics,
             join=lambda name, parts: self._own.instance.join(name, parts),
         )
-        self._abreast = self._count = len(instances)
+        self._abreast = self._count = len(instances)  # those that run, and all
         self._shares = shares
-        self._until_ns: dict[int, int] = {}  # when those that run or start will be free
+        self._until_ns: dict[int, int] = {}  # when those that execute will be free
+        self._gone: set[int] = set()  # instances that have ended and are not back
         self._again: deque[Piece] = deque()  # of executions whose instance ended
         self._down: set[int] = set()  # instances that could not be started again
         self._closing = threading.Event()
@@ -214,9 +216,7 @@ class SharedBatcher(Batcher):
     def _leave(self) -> None:
         """Take this thread's instance from those that run; the last one ends the batcher."""
         with self._lock:
-            self._say_up(False)
-            self._until_ns.pop(self._own.number, None)
-            self._foresee()
+            self._is_gone()
             self._down.add(self._own.number)
             self._left -= 1
             is_over = not self._left and self._release is not None
@@ -264,11 +264,18 @@ class SharedBatcher(Batcher):
         self._until_ns[self._own.number] = perf_counter_ns() + expected_ns
         self._foresee()
 
+    def _is_gone(self) -> None:
+        self._say_up(False)
+        self._gone.add(self._own.number)
+        self._until_ns.pop(self._own.number, None)
+        self._foresee()
+
     def _foresee(self) -> None:
         """Say when the next instance is free."""
+        self._abreast = self._count - len(self._gone) or 1
         self._is_running = bool(self._until_ns)
         all_run = len(self._until_ns) == self._abreast
-        self._running_until_ns = min(self._until_ns.values()) if all_run else 0
+        self._running_until_ns = min(self._until_ns.values(), default=0) if all_run else 0
 
     def _execute(self, pieces: list[Piece]) -> None:
         started_ns = perf_counter_ns()
@@ -312,14 +319,14 @@ class SharedBatcher(Batcher):
                     self._drop(request)
                     failed.append(request)
             self._again.extend(piece for piece in pieces if piece[0].error is None)
-            self._say_up(False)
+            self._is_gone()
             self._changed.notify_all()
         deliver(failed)
         self._restart()
 
     def _restart(self) -> None:
         """Start this thread's instance again; as long as none runs, nobody waits for that."""
-        number = self._own.number
+        number, pause_s = self._own.number, RESTART_S
         while True:
             try:
                 self._own.instance.restart()
@@ -332,10 +339,13 @@ class SharedBatcher(Batcher):
                 self._down.add(number)
                 stranded = self._stranded() if len(self._down) == self._count else []
             deliver(stranded)
-            if self._closing.wait(RESTART_S):
+            if self._closing.wait(pause_s):
                 return
+            pause_s = min(2 * pause_s, MOST_RESTART_S)
         with self._lock:
             self._down.discard(number)
+            self._gone.discard(number)
+            self._foresee()
             self._own.counts.restarts += 1
             self._say_up(True)
 
