@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import signal
 import socket
 import subprocess
 import threading
@@ -21,7 +22,7 @@ from tessella import api
 from tessella.artifacts.outline import Manifest
 from tessella.core.errors import ArtifactError, ServeError, UsageError
 from tessella.core.record import to_plain
-from tessella.server import Placement, instances, parse_instances, tickets
+from tessella.server import Placement, instance_process, instances, parse_instances, tickets
 from tessella.server.instance_process import InstanceProcess, Instances, threads_of_each
 from tessella.server.instances import MOST_LOSSES, InstanceLost, SharedBatcher
 from tessella.server.serve import _check
@@ -291,6 +292,22 @@ def test_a_thread_that_fails_leaves_nobody_waiting(monkeypatch) -> None:
     run(test)
 
 
+def test_a_process_that_hangs_is_killed(monkeypatch) -> None:
+    for limit in ("HANG_S", "END_S"):
+        monkeypatch.setattr(instance_process, limit, 0.1)
+    monkeypatch.setattr(Stub, "manifest_now", linear_plan().manifest, raising=False)
+    monkeypatch.setattr(instance_process, "InstanceProcess", Stub)
+    several = Instances(Path("m.plan"), ["cpu"] * 3)
+    for instance in several.each:
+        instance._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(InstanceLost, match="SIGKILL"):
+        scores(several.each[0], np.ones((1, 3, 8, 8), np.float32))
+    several.each[0].restart()
+    several.close()
+    ends = [instance._process.returncode for instance in several.each]
+    assert ends[1:] == [-signal.SIGKILL] * 2
+
+
 def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
     def refuses(*args: object, **settings: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -305,6 +322,21 @@ def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", refuses)
     with pytest.raises(ServeError, match=r"cannot be started.*Too many open files"):
         Instances(Path("m.plan"), ["cpu"])
+
+
+def test_a_batcher_does_not_wait_for_ever_for_an_execution(monkeypatch) -> None:
+    monkeypatch.setattr(instances, "CLOSE_S", 0.2)
+
+    async def test() -> None:
+        one, two = Doubler(), Doubler()
+        batcher, _ = shared(one, two)
+        held = await filled(batcher, one, two)
+        closed: list[bool] = []
+        await batcher.close(lambda: closed.append(True))
+        assert closed == [True]
+        assert sorted([(await task)["y"][0, 0] for task in held]) == [2, 4], "they were run again"
+
+    run(test)
 
 
 def test_pauses_between_starts_grow() -> None:
@@ -367,7 +399,8 @@ def test_deadlines_count_on_all_instances() -> None:
         busy.gate.clear()
         # one is free: 40 ms are enough for 2 samples (25 ms), whatever the other one does
         await batcher.infer(rows(2, 3), timeout_us=10_000_000)
-        assert (batcher._running_until_ns, len(batcher._until_ns)) == (0, 1)
+        await until(lambda: len(batcher._until_ns) == 1)  # the answer is there before it is free
+        assert batcher._running_until_ns == 0
         free.gate.clear()
         second = asyncio.create_task(batcher.infer(rows(4)))
         await until(lambda: len(free.begun) == 2)

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,6 +48,7 @@ from tessella.server.tickets import Frames
 
 log = logging.getLogger(__name__)
 
+HANG_S = 600.0  # for an execution; an instance that has not answered then is killed
 END_S = 10.0  # for an instance that has nothing to do to end; then it is killed
 _PR_SET_NAME = 15  # linux/prctl.h
 NAME = "tessella-inst"  # for ps and top
@@ -149,6 +151,7 @@ class InstanceProcess:
                 self._memory = make_memory(nbytes)
                 self._lane = Lane(os.dup(self._memory))
             socket.send_fds(self._socket, [b"m"], [self._memory])
+        self._socket.settimeout(HANG_S)
         return self.manifest
 
     def restart(self) -> None:
@@ -159,18 +162,23 @@ class InstanceProcess:
 
     def close(self) -> None:
         """End the process; it has nothing to do."""
+        self.dismiss()
+        self._wait(END_S)
+
+    def dismiss(self) -> None:
+        """Let the process end; ``close`` or ``release`` waits for it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
-    def release(self) -> None:
-        """End the process for good."""
-        self.close()
+    def kill(self) -> None:
+        """As ``instances.Instance.kill``."""
+        self._process.kill()
+
+    def release(self, seconds: float = END_S) -> None:
+        """End the process for good; it is killed if it has not ended in this time."""
+        self.dismiss()
+        self._wait(seconds)
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -222,12 +230,16 @@ class InstanceProcess:
             self._come.extend(self._frames.feed(data))
         return self._come.popleft()
 
-    def _ended(self) -> str:
+    def _wait(self, seconds: float) -> int:
+        """Its exit status; it is killed if it has not ended in this time."""
         try:
-            code = self._process.wait(END_S)
-        except subprocess.TimeoutExpired:  # its socket has ended, so nothing comes from it
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
+            return self._process.wait()
+
+    def _ended(self) -> str:
+        code = self._wait(END_S)  # nothing comes from its socket
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
@@ -285,7 +297,10 @@ class Instances:
     def close(self) -> None:
         """End all processes."""
         for instance in self.each:
-            instance.release()
+            instance.dismiss()
+        until = time.monotonic() + END_S  # for all of them together
+        for instance in self.each:
+            instance.release(max(0.0, until - time.monotonic()))
 
 
 def threads_of_each(count: int) -> int:

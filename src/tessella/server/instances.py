@@ -8,6 +8,7 @@ wait for Python's lock. One that ends takes no answer along: what it ran is run 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import threading
@@ -31,6 +32,7 @@ MOST_INSTANCES = 64  # of a model
 MOST_LOSSES = 3  # of a request, which may be what ends the instances that run it
 RESTART_S = 1.0  # between two attempts to start an instance; each further pause is twice as long
 MOST_RESTART_S = 60.0
+CLOSE_S = 30.0  # for an execution to end when the model is unloaded; then its instance is killed
 _TAKING_OVER = threading.Lock()  # for rows of statistics, which batchers have after each other
 _DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 
@@ -122,6 +124,10 @@ class Instance(Protocol):
         """
         ...
 
+    def kill(self) -> None:
+        """End it at once, from any thread, whatever it does."""
+        ...
+
 
 class _Own(threading.local):
     """What a thread of the batcher runs."""
@@ -162,6 +168,8 @@ class SharedBatcher(Batcher):
         self._abreast = self._count = len(instances)  # those that run, and all
         self._shares = shares
         self._until_ns: dict[int, int] = {}  # when those that execute will be free
+        self._begun_ns: dict[int, int] = {}  # when their executions began, or attempts to start
+        self._instances = tuple(instances)
         self._gone: set[int] = set()  # instances that have ended and are not back
         self._again: deque[Piece] = deque()  # of executions whose instance ended
         self._down: set[int] = set()  # instances that could not be started again
@@ -187,14 +195,22 @@ class SharedBatcher(Batcher):
         super().submit(request)
 
     async def close(self, release: Callable[[], None]) -> None:
-        """As ``Batcher.close``."""
+        """As ``Batcher.close``; an instance that answers no more is killed."""
         with self._lock:
             is_over = not self._left and self._release is None  # their threads have failed
             self._release = release
         self._closing.set()
         if is_over:
             self._end()
-        await super().close(release)
+        ending = asyncio.create_task(super().close(release))
+        running: dict[int, int] = {}
+        while not (await asyncio.wait([ending], timeout=CLOSE_S))[0]:
+            with self._lock:
+                before, running = running, dict(self._begun_ns)
+            for number in dict(before.items() & running.items()):
+                log.error("instance %d of a model is killed: it does not come to an end", number)
+                self._instances[number].kill()
+        await ending
 
     def _wake(self) -> None:
         self._changed.notify()  # one that is free, if there is one
@@ -248,6 +264,7 @@ class SharedBatcher(Batcher):
             self._execute(pieces)
             with self._lock:
                 self._until_ns.pop(self._own.number, None)
+                self._begun_ns.pop(self._own.number, None)
                 self._foresee()
         return not is_over and not (self._closing.is_set() and self._own.number in self._down)
 
@@ -261,7 +278,8 @@ class SharedBatcher(Batcher):
 
     def _expect(self, pieces: list[Piece]) -> None:
         expected_ns = self._pace.expected_ns(samples_of(pieces), self._max_batch)
-        self._until_ns[self._own.number] = perf_counter_ns() + expected_ns
+        self._begun_ns[self._own.number] = now_ns = perf_counter_ns()
+        self._until_ns[self._own.number] = now_ns + expected_ns
         self._foresee()
 
     def _is_gone(self) -> None:
@@ -328,6 +346,11 @@ class SharedBatcher(Batcher):
         """Start this thread's instance again; as long as none runs, nobody waits for that."""
         number, pause_s = self._own.number, RESTART_S
         while True:
+            with self._lock:
+                if self._closing.is_set() and not (self._again or self._waiting):
+                    self._down.add(number)
+                    return
+                self._begun_ns[number] = perf_counter_ns()
             try:
                 self._own.instance.restart()
                 break
