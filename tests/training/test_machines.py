@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
+from torch.distributed import TCPStore
 
 from tessella import api
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
@@ -144,6 +146,33 @@ def test_a_failure_is_told_with_its_cause_and_where_it_was():
     ended.start()
     first.close()
     ended.join()
+
+
+def test_a_command_that_was_killed_while_others_are_awaited_comes_back(monkeypatch):
+    monkeypatch.setattr(machines, "_SILENT_BEATS", 2.0)
+    port = free_port()
+    place = Place(nodes=3, rank=1, host="127.0.0.1", port=port)
+    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    store.set("nodes", "3")
+    store.add("came/0", 1)
+    store.add("came/1", 1)
+    store.set("beat/1", "7")  # the last one of a command that was killed
+    found: list[Meeting] = []
+    again = threading.Thread(target=lambda: found.append(Meeting(place, silent)))
+    again.start()
+    while store.get("beat/1") in (b"7", b"here") and again.is_alive():
+        time.sleep(0.01)
+    with pytest.raises(UsageError, match=r"another command is this machine already"):
+        Meeting(place, silent)  # while the other one beats
+    store.set("port", "1")
+    with pytest.raises(UsageError, match=r"already.*start all machines again"):
+        Meeting(place, silent)
+    assert store.get("beat/1") != b"failed"  # those that were refused leave it
+    store.add("came/2", 1)
+    again.join()
+    assert found[0].torchrun[-1] == "--master-port=1"
+    found[0].close()
+    assert store.get("beat/1") == b"failed"
 
 
 def test_machines_that_do_not_come_or_do_not_agree(monkeypatch):

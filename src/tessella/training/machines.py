@@ -220,7 +220,30 @@ class Meeting:
         self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
         self._asked: Future[TessellaError | None] | None = None
         self._beats, self._beat_at, self._closed, self._lost = 0, 0.0, False, False
-        self._store = self._ask(_store, place, limit=WAIT_S + SILENT_S)
+        self._store: Any = None
+        try:
+            self._store = self._ask(_store, place, limit=WAIT_S + SILENT_S)
+            self._agree_on_nodes()
+            self._take_place(where)
+            self._wait_for_all()
+            port = self._agreed_port()
+        except RuntimeError as error:
+            self.close()
+            raise self._gone(0, str(error).splitlines()[0][:200]) from None
+        except BaseException as error:
+            if place.rank == 0 and not isinstance(error, TessellaError):
+                self.fail(TrainError("the first machine did not wait for the others"))
+            self.close()
+            raise
+        self.torchrun = [
+            f"--nnodes={place.nodes}",
+            f"--node-rank={place.rank}",
+            f"--master-addr={place.host}",
+            f"--master-port={port}",
+        ]
+
+    def _agree_on_nodes(self) -> None:
+        place = self.place
         if place.rank == 0:
             self._ask(self._store.set, "nodes", str(place.nodes))
         elif (nodes := int(self._ask(self._store.get, "nodes"))) != place.nodes:
@@ -231,19 +254,32 @@ class Meeting:
                     fix="give each the same --nodes",
                 )
             )
-        if self._ask(self._store.add, f"came/{place.rank}", 1) > 1:
-            raise UsageError(
-                "another command is this machine already",
-                seen=f"node_rank={place.rank} at {where}",
-                fix="give each machine a --node-rank of its own",
-            )
-        self._wait_for_all()
-        self.torchrun = [
-            f"--nnodes={place.nodes}",
-            f"--node-rank={place.rank}",
-            f"--master-addr={place.host}",
-            f"--master-port={self._agreed_port()}",
-        ]
+
+    def _take_place(self, where: str) -> None:
+        """Be the machine of this place, also behind a command that ended before all had come."""
+        mine = f"beat/{self.place.rank}"
+        if self._ask(self._store.add, f"came/{self.place.rank}", 1) > 1:
+            until, first = time.monotonic() + _SILENT_BEATS, self._last(mine)
+            while first not in _ENDS and time.monotonic() < until:
+                if self._last(mine) != first:
+                    break
+                time.sleep(_AT_ONCE_S)
+            begun = self._ask(self._store.check, ["port"])
+            if begun or (self._last(mine) != first):
+                self._closed = True  # that command's beat goes on
+                self._calls.end()
+                raise UsageError(
+                    "another command is this machine already",
+                    seen=f"node_rank={self.place.rank} at {where}",
+                    fix="give each machine a --node-rank of its own"
+                    + ("; where one has ended, start all machines again" if begun else ""),
+                )
+        self._ask(self._store.set, mine, "here")
+
+    def _last(self, beat: str) -> bytes:
+        if not self._ask(self._store.check, [beat]):
+            return b""
+        return bytes(self._ask(self._store.get, beat))
 
     def _ask(self, call: Callable[..., T], *given: Any, limit: float = _ANSWER_S) -> T:
         """The answer to a call of the store.
@@ -373,8 +409,9 @@ class Meeting:
             return
         self._closed = True
         try:
-            self._ask(self._store.set, f"beat/{self.place.rank}", how)
-            if self.place.rank == 0:
+            if self._store is not None:
+                self._ask(self._store.set, f"beat/{self.place.rank}", how)
+            if self._store is not None and self.place.rank == 0:
                 self._until_all_ended()
         except (RuntimeError, TessellaError):
             pass  # there is nobody to tell
