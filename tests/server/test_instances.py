@@ -451,6 +451,7 @@ def scores(instance: InstanceProcess, images: np.ndarray) -> np.ndarray:
     return instance(image=instance.join("image", [images]))["scores"]
 
 
+@pytest.mark.timeout(180)  # a real process: 5 s on an idle machine
 def test_a_manifest_that_comes_in_parts_leaves_the_answers_whole(tmp_path: Path) -> None:
     plan = linear_plan()
     accuracy = {f"{n}: {'a long name' * 9}": 0.5 for n in range(1000)}  # 100 kB
