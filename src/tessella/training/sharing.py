@@ -67,10 +67,16 @@ def shared(
         raise error_of(plain)
     info = from_plain(RunInfo, told["info"], where="the first process's run")
     if changed := differences(info, own):
+        fix = "give every machine the same options, and the same version of the dataset"
+        if told["resumed"]:  # only where run.json is are its settings those that are not given
+            fix += (
+                "; where the run's folder is on the first machine alone, give the settings above "
+                "as they were, or copy its run.json into the folder of --out on the others"
+            )
         raise UsageError(
             "the machines were started with different settings or data",
             seen="; ".join(changed)[:1000],
-            fix="give every machine the same options, and the same version of the dataset",
+            fix=fix,
         )
     wanted: dict[str, tuple[int, str]] = told["files"]
     with TemporaryDirectory(prefix="tessella-") as scratch:
