@@ -289,8 +289,20 @@ def _batch_norm(
     return _empty(x, x.shape) if right else None
 
 
+def _group_norm(
+    x: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5
+) -> Tensor | None:
+    vectors = [t for t in (weight, bias) if t is not None]
+    if not _floats(x, *vectors) or x.dim() < 2 or not _plain(eps) or type(num_groups) is not int:
+        return None
+    if num_groups < 1 or x.shape[1] % num_groups or any(t.shape != x.shape[1:2] for t in vectors):
+        return None
+    # of one number a group torch says that it has no variance
+    return _empty(x, x.shape) if math.prod(x.shape) > num_groups else None
+
+
 _UNARY = (
-    F.relu6, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.mish, torch.relu,
+    F.leaky_relu, F.relu6, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.mish, torch.relu,
     torch.sigmoid, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.reciprocal,
     torch.neg, torch.abs, torch.erf, torch.sin, torch.cos, torch.round, Tensor.round, torch.clamp,
     Tensor.clamp,
@@ -319,4 +331,5 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     torch.log_softmax: _along,
     F.layer_norm: _layer_norm,
     F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
 }

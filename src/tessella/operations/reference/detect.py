@@ -51,6 +51,8 @@ def peak_boxes(input: Tensor, *, down: float, along: float, most: int) -> Tensor
     Source: Zhou et al., Objects as points, arXiv:1904.07850.
     """
     rows, columns = input.shape[2:]
+    if input.is_meta:  # the rules of that device import torch's compiler: 1.5 s
+        return input.new_empty(len(input), most, 4 + input.shape[1] - KINDS)
     centres = input[:, :1]
     lower = centres < F.max_pool2d(centres, 3, 1, 1)  # of a number that is none: not lower
     best = centres.masked_fill(lower, -torch.inf).flatten(1).topk(min(most, rows * columns))
