@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from tessella import api
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import read_events
@@ -60,7 +61,8 @@ def command():
     yield start
     for process in begun:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stderr.close()
 
 
 def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
@@ -121,6 +123,22 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     for (step, _, ours), (_, _, theirs) in zip(curve(two), curve(one), strict=True):
         assert ours.keys() == theirs.keys(), step
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), step
+
+
+def test_processes_that_torchrun_starts_give_the_curve_of_one(dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = ["--epochs", "2", "--batch-size", "12", "--seed", "5", "--json"]
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    verb = ["-m", "tessella", "train", "lenet", str(dataset), "--out", str(tmp_path / "two")]
+    ended = subprocess.run(
+        [*program, *verb, *settings], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["run"] == str(tmp_path / "two")  # once, of two processes
+    two = Run(tmp_path / "two")
+    assert (two.recipe.gpus, two.recipe.nodes) == (2, 1)
+    one = api.train("lenet", dataset, out=tmp_path / "one", epochs=2, batch_size=12, seed=5)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5, abs=1e-6)
 
 
 def test_too_few_gpus(monkeypatch):
