@@ -213,6 +213,8 @@ def test_a_killed_process_ends_the_run_with_words(
 ) -> None:
     shared = memories()
     with closing(Fillers(2)) as mine:
+        while len(mine) < 2:  # who is killed before it has begun ends with other words
+            all_of(dataset, batch_size=4, workers=2, fillers=mine)
         stream = batches(
             dataset.train, dataset.preprocess, batch_size=4, training=True, augment=CUTS,
             workers=2, fillers=mine,

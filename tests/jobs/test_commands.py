@@ -102,7 +102,7 @@ def test_what_has_no_option_goes_into_a_recipe_that_reads_back(recipe, monkeypat
     assert told["recipe"] == spec.files["recipe.json"]
     given = {}
 
-    def take(*, out, resume, emit, **settings):
+    def take(*, out, resume, node_rank, rendezvous, emit, **settings):
         given.update(settings)
         raise UsageError("taken, and not trained")
 

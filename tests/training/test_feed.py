@@ -67,6 +67,6 @@ def test_threads_that_load(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     gpu = torch.device("cuda", 0)
     assert loading_threads(None, World(device=gpu)) == 16
-    assert loading_threads(None, World(device=gpu, size=4)) == 4
+    assert loading_threads(None, World(device=gpu, size=8, local_size=4)) == 4
     assert loading_threads(3, World(device=gpu)) == 3
     assert loading_threads(None, World(device=CPU)) == 0

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # by FSDP2, in each process: here before they are forked
 
 from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import UsageError
 from tessella.core.events import Event, silent
 from tessella.nn.zoo import build
-from tessella.training import fully_sharded  # noqa: F401  # before processes are forked
 from tessella.training.expected import expected_memory
 from tessella.training.loop import train, train_run
 from tessella.training.parallel import joined
@@ -54,7 +52,9 @@ def process(rank: int, port: int, out: Path, stop: int, resumed: bool, parts: ob
 def together(out: Path, *, stop: int = -1, resumed: bool = False) -> tuple[list[int], list[float]]:
     """Exit codes of two processes, and the share of weights and velocities that each held."""
     port = free_port()
-    context = multiprocessing.get_context("fork")
+    # not from here: threads of autograd that another test began outlive no fork
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "tessella.training.fully_sharded", __name__])
     parts = context.Array("d", 2)
     processes = [
         context.Process(target=process, args=(rank, port, out, stop, resumed, parts))

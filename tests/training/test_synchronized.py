@@ -64,7 +64,9 @@ def part(rank: int, folder: Path) -> None:
 
 
 def test_norms_see_all_images_and_gradients_have_few_columns(tmp_path):
-    context = multiprocessing.get_context("fork")
+    # not from here: threads of autograd that another test began outlive no fork
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tessella.training.loop"])
     processes = [context.Process(target=part, args=(rank, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()

@@ -50,7 +50,9 @@ GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
 MOST_LAYOUTS = 256  # of an acceptor's tickets that are remembered
-LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
+# How long an acceptor may take to understand that a model is gone: it first sends what it has read
+# of requests for it, and on a busy machine that took more than 5 s.
+LEAVE_S = 30.0
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
 
