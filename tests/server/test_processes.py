@@ -406,7 +406,11 @@ def test_a_ticket_is_for_the_tensors_that_its_acceptor_knew(running: Running) ->
                 return content
         raise AssertionError("the engine hung up")
 
-    with socket.socket(socket.AF_UNIX) as acceptor, running.client() as http:
+    with (
+        socket.socket(socket.AF_UNIX) as acceptor,
+        running.client() as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
         acceptor.settimeout(60)
         acceptor.connect(str(next(running.sockets.glob("tessella-*/engine"))))
         socket.send_fds(acceptor, [b"lane"], [memory])
@@ -418,8 +422,10 @@ def test_a_ticket_is_for_the_tensors_that_its_acceptor_knew(running: Running) ->
             (linear_plan(), b"e"),
         ):
             plan.save(running.plan)
-            assert http.post("/v2/repository/models/flowers/load").status_code == 200
-            assert hears(acceptor, b"d")
+            loading = pool.submit(http.post, "/v2/repository/models/flowers/load")
+            told = json.loads(hears(acceptor, b"d"))
+            acceptor.sendall(tickets.pack_understood(told["number"]))
+            assert loading.result().status_code == 200
             acceptor.sendall(ticket)
             answer = hears(acceptor, letter)
             if letter == b"o":

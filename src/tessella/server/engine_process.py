@@ -50,9 +50,7 @@ GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
 MOST_LAYOUTS = 256  # of an acceptor's tickets that are remembered
-# How long an acceptor may take to understand that a model is gone: it first sends what it has read
-# of requests for it, and on a busy machine that took more than 5 s.
-LEAVE_S = 30.0
+LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
 
@@ -200,12 +198,15 @@ class _Room:
         with self._lock:
             models, told = self._described()
             gone = {n: k.model for n, k in self._models.items() if n not in models}
-            for acceptor in self._acceptors:
-                kept = [_Leaving(self.leaving, number, model) for number, model in gone.items()]
+            leaving = [
+                (acceptor, [_Leaving(self.leaving, n, model) for n, model in gone.items()])
+                for acceptor in self._acceptors
+            ]
+            self._models = models  # before anybody sends a ticket for one of them
+            for acceptor, kept in leaving:
                 acceptor.tell(self._descriptions, told, kept)
                 for one in kept:
                     self.loop.call_later(LEAVE_S, one.go)
-            self._models = models
 
     def _described(self) -> tuple[dict[int, _Known], bytes]:
         """The models by number, and the frame that tells of them."""
