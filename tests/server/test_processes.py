@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -26,9 +27,10 @@ from PIL import Image
 
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.server import serve, tickets
+from tessella.server.engine_process import _Known, _Room
 from tessella.server.lane import make_memory
 from tessella.server.tickets import Frames, Ticket
-from tests.support.engines import LABELS, expected_scores
+from tests.support.engines import LABELS, expected_scores, repository
 from tests.support.plans.linear import linear_plan
 from tests.support.wires import CONTINUE, until_refused
 
@@ -539,3 +541,17 @@ def test_sigterm_answers_what_was_accepted_and_leaves_nothing(running: Running) 
     assert running.process.wait(60) == 0
     assert psutil.wait_procs(family, timeout=60)[1] == []
     assert list(running.sockets.iterdir()) == []
+
+
+def test_a_model_is_known_before_an_acceptor_hears_of_it() -> None:
+    """An acceptor that is quicker than the engine's next line sends a ticket for it at once."""
+    model = SimpleNamespace(signature="of flowers")
+    known = _Known(name="flowers", version="1", model=model)
+    room = _Room.__new__(_Room)
+    room.repository, room._lock = repository({}), threading.Lock()
+    room._models, room.leaving, room._descriptions = {}, {}, 1
+    room._described = lambda: ({7: known}, b"")
+    found = []
+    room._acceptors = [SimpleNamespace(tell=lambda *_: found.append(room.model(7)))]
+    room._tell()
+    assert found == [model]
