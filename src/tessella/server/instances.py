@@ -224,7 +224,7 @@ class SharedBatcher(Batcher):
         try:
             while self._has_served():
                 pass
-        except Exception:
+        except Exception:  # of any kind: what it held is given to the others
             log.exception("the thread of instance %d of a model has failed", number)
         finally:
             self._leave()
@@ -356,7 +356,7 @@ class SharedBatcher(Batcher):
                 break
             except TessellaError as error:
                 log.error("instance %d of a model cannot be started: %s", number, error)
-            except Exception:
+            except Exception:  # of any kind: without this thread its requests would wait
                 log.exception("instance %d of a model cannot be started", number)
             with self._lock:
                 self._down.add(number)
