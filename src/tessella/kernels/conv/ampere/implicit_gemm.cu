@@ -217,11 +217,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
                   stage + ((b_at + j * 8 * ROW_BYTES) ^ deep * 32));
   };
   Sum sums[MI][NI][4];
-  u32 read = shared, write = shared + (STAGES - 1) * STAGE_BYTES;
-  const u32 end = shared + STAGES * STAGE_BYTES;
+  // counted from the first stage: of a `read` that began as `shared`, nvrtc 13.0 made the base of the
+  // next tile's residual, too
+  u32 read = 0, write = (STAGES - 1) * STAGE_BYTES;
+  constexpr u32 end = STAGES * STAGE_BYTES;
   wait_for_copies<STAGES - 2>();
   __syncthreads();
-  fetch(0, read, 0);
+  fetch(0, shared + read, 0);
   #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
     const int m0 = tile / across * BM, k0 = tile % across * BN;
@@ -241,23 +243,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
           wait_for_copies<STAGES - 2>();
           __syncthreads();
           read += STAGE_BYTES;
-          if (read == end) read = shared;
+          if (read == end) read = 0;
           if constexpr (PATCH) next_tap();
         }
-        fetch((deep + 1) % 2, read, (deep + 1) % DEEP);
+        fetch((deep + 1) % 2, shared + read, (deep + 1) % DEEP);
         if (deep < DEEP - 1) {  // copies are spread between products
           constexpr int PARTS = DEEP - 1;
           #pragma unroll
           for (int i = 0; i < LOADS_A; ++i)
-            if (!PATCH && i * PARTS / LOADS_A == deep) load_a(i, write);
+            if (!PATCH && i * PARTS / LOADS_A == deep) load_a(i, shared + write);
           #pragma unroll
           for (int i = 0; i < LOADS_B; ++i)
-            if (i * PARTS / LOADS_B == deep) load_b(i, write);
+            if (i * PARTS / LOADS_B == deep) load_b(i, shared + write);
           if (deep == DEEP - 2) {
             advance();
             end_copies();
             write += STAGE_BYTES;
-            if (write == end) write = shared;
+            if (write == end) write = 0;
           }
         }
         #pragma unroll
