@@ -13,6 +13,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.data.loading import batches
 from tessella.graph.interpret import interpret
 from tessella.runtime.graphs import GraphedBucket
+from tessella.training.precision import arithmetic
 from tests.support.training import write_dataset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -52,7 +53,8 @@ def test_every_answer_is_that_of_the_evaluation(tmp_path, monkeypatch):
     assert found.agreement == 1.0
     score = api.open_checkpoint(rounded).info.metrics["val/accuracy"]
     assert found.plan_score == pytest.approx(score)
-    apart = differing(plan, rounded, dataset, monkeypatch)
+    with arithmetic("fp32"):  # as in the evaluation: torch's own default rounds what cuDNN reads
+        apart = differing(plan, rounded, dataset, monkeypatch)
     print("\nintegers that differ, of all:", int((apart > 0).sum()), len(apart))
     assert len(apart) > 1_000_000
     assert int(apart.max()) <= 1
