@@ -31,8 +31,8 @@ DIGITS = {"size": 96, "sides": (16, 32)}
 Problem = tuple[int, int, dict[str, Any], str, dict[str, Any]]
 ON_GPU: dict[str, Problem] = {
     "detection": (2000, 200, DIGITS, "centernet", {
-        "network_options": {"backbone": "test_resnet", "width": 32}, "batch_size": 32,
-        "augment": TURNED | {"mosaic": 0.5}, "epochs": 30}),
+        "network_options": {"backbone": "test_resnet", "width": 32}, "batch_size": 16,
+        "augment": TURNED | {"mosaic": 0.5}, "epochs": 40}),
     "segmentation": (2000, 200, DIGITS, "unet", {
         "batch_size": 32, "augment": TURNED, "epochs": 24}),
 }  # fmt: skip

@@ -398,8 +398,7 @@ def _volumes() -> Iterator[str]:
     yield "## Volumes on a GPU: `volumes-sm_90.json`\n"
     yield (
         "A 3-D U-Net of five levels, 32 channels in the first, on crops that stay on the GPU: steps"
-        " of training, forward, loss, backward and AdamW, and plans. Plans are behind: group norms"
-        " of five axes have no kernel of ours yet.\n"
+        " of training, forward, loss, backward and AdamW, and plans.\n"
     )
     runs = _runs("volumes-sm_90.json")
     lines = [
