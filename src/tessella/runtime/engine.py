@@ -40,6 +40,7 @@ from tessella.runtime.enough_memory import enough_memory, require_memory
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.indices import require_rows, tables
 from tessella.runtime.settled import Settled
+from tessella.runtime.settled_graph import SettledGraph
 from tessella.runtime.streams import Turns
 from tessella.tasks.finished import alignment
 
@@ -153,7 +154,8 @@ class Engine:
         self._turns = None if self.device.type == "cpu" else Turns(self.device)
         self._fits: dict[Fits, tuple[int, ...]] = {}
         self._rows = tables(plan.program, plan.weights)
-        self._settled: dict[Kinds, Settled | None] = {}  # of arrays that fit a program exactly
+        # of arrays that fit a program exactly
+        self._settled: dict[Kinds, Settled | SettledGraph | None] = {}
         self._binding = threading.Lock()
         self._bound: dict[int, BoundBucket | GraphedBucket] = {}
         self._closed = False
@@ -307,7 +309,7 @@ class Engine:
         arrays = self._in_order(positional, named)
         kinds: Kinds | None = None
         plain = [a for a in arrays if type(a) is np.ndarray]
-        if self._turns is None and len(plain) == len(arrays):
+        if len(plain) == len(arrays):
             kinds = tuple([(a.shape, a.dtype) for a in plain])
             if kinds in self._settled:
                 with self._lock:
@@ -333,10 +335,14 @@ class Engine:
     def _settle(self, kinds: Kinds, count: int) -> None:
         """Have the calls with arrays like these, which fit, ask no more, where that can be."""
         with self._lock:
-            bound = self._bound.get(count)
-            # row numbers are looked at in every call
-            if isinstance(bound, BoundBucket) and not self._rows:
-                self._settled[kinds] = Settled.of(bound, self._inputs, self._output_names)
+            bound, names = self._bound.get(count), self._output_names
+            if self._rows:  # row numbers are looked at in every call
+                return
+            if isinstance(bound, BoundBucket):
+                self._settled[kinds] = Settled.of(bound, self._inputs, names)
+            elif bound is not None and self._turns is not None:
+                shapes = [shape for shape, _ in kinds]
+                self._settled[kinds] = SettledGraph.of(bound, self._turns, names, shapes)
 
     def _in_order(self, positional: Sequence[Array], named: Mapping[str, Array]) -> Sequence[Array]:
         names = self._names
