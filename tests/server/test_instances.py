@@ -314,7 +314,7 @@ def test_a_load_is_told_of_and_has_a_limit(monkeypatch, caplog) -> None:
     monkeypatch.setattr(tickets, "frame", lambda letter, content: b"")  # it says nothing
     monkeypatch.setattr(Stub, "manifest_now", linear_plan().manifest, raising=False)
     stub = Stub(Path("m.plan"), compiled=True, device=None, threads=1)
-    with pytest.raises(ArtifactError, match="ended while it loaded.*SIGKILL after 0 s of loading"):
+    with pytest.raises(ArtifactError, match=r"ended while it loaded.*SIGKILL after 0 s of loading"):
         stub.ready()
     stub.release()
     assert "has been loading m.plan for 0 s" in caplog.text
