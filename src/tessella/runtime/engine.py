@@ -314,7 +314,11 @@ class Engine:
             if kinds in self._settled:
                 with self._lock:
                     if (settled := self._settled.get(kinds)) is not None:
-                        return settled(plain)
+                        try:
+                            return settled(plain)
+                        except (IndexError, RuntimeError) as error:
+                            _require_other(error)
+                            raise
         tensors = [self._tensor(spec, a) for spec, a in zip(self._inputs, arrays, strict=True)]
         count = tensors[0].shape[0]
         if len(tensors) > 1 and any(len(t) != count for t in tensors):
@@ -438,13 +442,8 @@ class Engine:
                 with torch.inference_mode():
                     made = bound(tensors)
             except (IndexError, RuntimeError) as error:
-                if _OUT_OF_RANGE.match(str(error)) is None:
-                    raise
-                raise InputError(
-                    "an input holds a value that the network cannot take",
-                    seen=first_line(error),
-                    fix="send indices within the tables that they point into, and divisors but 0",
-                ) from error
+                _require_other(error)
+                raise
         if taken < size:
             made = [t[:taken] for t in made]
         # outside of inference mode and always a copy: what a caller keeps is never the arena's
@@ -540,6 +539,16 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _require_other(error: Exception) -> None:
+    """Raise ``InputError`` if a step could not work with the numbers that it was given."""
+    if _OUT_OF_RANGE.match(str(error)) is not None:
+        raise InputError(
+            "an input holds a value that the network cannot take",
+            seen=first_line(error),
+            fix="send indices within the tables that they point into, and divisors but 0",
+        ) from error
 
 
 def _error(made: torch.Tensor, right: torch.Tensor) -> float:
