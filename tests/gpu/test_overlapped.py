@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tessella import compiler
+from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.device.page_locked import CHUNK_BYTES
@@ -20,6 +22,7 @@ from tessella.graph import capture
 from tessella.runtime import Engine, load
 from tessella.runtime.overlapped import Overlapped, can_overlap
 from tessella.runtime.settled_graph import SettledGraph
+from tessella.server.instance_process import Instances
 from tessella.server.lane import Lane, make_memory
 from tessella.server.overlapping import OverlappingBatcher
 from tessella.server.statistics import Statistics
@@ -48,17 +51,21 @@ def right(given: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def plan() -> Plan:
     torch.manual_seed(0)
     batch = DimRange(min=1, opt=MOST, max=MOST)
     spec = TensorSpec(name="image", shape=(batch, 3, 16, 16), dtype="float32")
-    plan = compiler.compile_graph(
+    return compiler.compile_graph(
         capture(Network().eval(), (spec,)),
         target=default_target(),
         batch=batch,
         precision="fp32",
         about=compiler.About(built_from="test", rebuild="tessella compile test"),
     )
+
+
+@pytest.fixture(scope="module")
+def engine(plan: Plan) -> Iterator[Engine]:
     with load(plan) as made:
         yield made
 
@@ -179,6 +186,20 @@ def test_a_settled_call_runs_beside_others(engine: Engine) -> None:
     for thread in threads:
         thread.join()
     assert not failed, failed[0]
+
+
+def test_an_instance_answers_from_memory_that_it_has_locked(plan: Plan, tmp_path: Path) -> None:
+    """The batcher joins samples in it, of any sizes, again and again."""
+    instances = Instances(plan.save(tmp_path / "m.plan"), ["cuda:0"])
+    try:
+        (instance,) = instances.each
+        for number, counts in enumerate(([1], [2, 3], [MOST], [1, 1], [1])):
+            parts = [images(count, 10 * number + i) for i, count in enumerate(counts)]
+            made = instance(image=instance.join("image", parts))
+            for one, exact in zip(made.values(), right(np.concatenate(parts)), strict=True):
+                np.testing.assert_allclose(one, exact, rtol=1e-4, atol=1e-5)
+    finally:
+        instances.close()
 
 
 def test_a_tensor_across_chunks_is_copied_right(engine: Engine) -> None:

@@ -403,6 +403,8 @@ def _run(asked: dict[str, Any]) -> None:
     lane = Lane(descriptors[0])
     run, inputs, outputs = on_numpy(engine), engine.inputs, engine.outputs
     offsets, nbytes = places(inputs, 0)
+    if engine.device.type == "cuda":
+        lane.page_lock(0, nbytes)  # the GPU copies from where the samples were joined
     keep_what_is_loaded()
 
     def computed(sizes: list[int]) -> bytes:
