@@ -1,8 +1,8 @@
 """A call of a GPU's program on arrays in the host's memory: four calls of the driver.
 
 The engine's usual way asks torch some thirty things around its graph (streams, devices, events, a
-copy there and one back), each for up to 20 µs where a processor's caches hold other things: that of
-one image of ResNet-50 took 337 µs, of which the GPU worked 278 (H200).
+copy there and one back), whose code is cold between the requests of a server: one image of ResNet-50
+takes 401 µs so and 352 by the driver, with 1 ms between calls 550 and 429 (H200, untuned plan).
 """
 
 from __future__ import annotations

