@@ -1,8 +1,9 @@
 """A call of a GPU's program on arrays in the host's memory: four calls of the driver.
 
 The engine's usual way asks torch some thirty things around its graph (streams, devices, events, a
-copy there and one back), whose code is cold between the requests of a server: one image of ResNet-50
-takes 401 µs so and 352 by the driver, with 1 ms between calls 550 and 429 (H200, untuned plan).
+copy there and one back), whose code is cold between the requests of a server: one image of
+ResNet-50 takes 401 µs so and 352 by the driver, with 1 ms between calls 550 and 429 (H200, a plan
+that was not tuned).
 """
 
 from __future__ import annotations
