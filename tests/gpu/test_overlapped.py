@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,20 @@ import pytest
 import torch
 
 from tessella import compiler
+from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.device.page_locked import CHUNK_BYTES
+from tessella.device.streams import OwnStream
 from tessella.graph import capture
 from tessella.runtime import Engine, load
 from tessella.runtime.overlapped import Overlapped, can_overlap
+from tessella.runtime.settled_graph import SettledGraph
+from tessella.server.instance_process import Instances
 from tessella.server.lane import Lane, make_memory
+from tessella.server.overlapping import OverlappingBatcher
+from tessella.server.statistics import Statistics
+from tessella.server.waiting import Request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MOST = 8
@@ -34,18 +43,29 @@ class Network(torch.nn.Module):
         return self.head(maps.mean((2, 3))), maps
 
 
+def right(given: np.ndarray) -> list[np.ndarray]:
+    """The network's outputs in float64 on the host."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [t.numpy() for t in Network().eval().double()(torch.from_numpy(given).double())]
+
+
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def plan() -> Plan:
     torch.manual_seed(0)
     batch = DimRange(min=1, opt=MOST, max=MOST)
     spec = TensorSpec(name="image", shape=(batch, 3, 16, 16), dtype="float32")
-    plan = compiler.compile_graph(
+    return compiler.compile_graph(
         capture(Network().eval(), (spec,)),
         target=default_target(),
         batch=batch,
         precision="fp32",
         about=compiler.About(built_from="test", rebuild="tessella compile test"),
     )
+
+
+@pytest.fixture(scope="module")
+def engine(plan: Plan) -> Iterator[Engine]:
     with load(plan) as made:
         yield made
 
@@ -87,6 +107,99 @@ def test_overlapping_calls_answer_as_single_ones(engine: Engine) -> None:
         for name, made in call.outputs().items():
             np.testing.assert_allclose(made, engine(given)[name], rtol=1e-5, atol=1e-6)
         call.release()
+
+
+def test_lone_and_crowded_requests_in_turn_are_answered_right(engine: Engine) -> None:
+    """A lone one by the engine's own way, those of a crowd in executions that overlap; their
+    arrays lie in a lane, or are for reading alone as those of a body.
+    """
+    looks, lane = threading.Event(), Lane(make_memory(1 << 28))
+    batcher = OverlappingBatcher(
+        Overlapped(engine, MOST),
+        engine,
+        max_batch=MOST,
+        max_delay_us=0,
+        max_waiting=999,
+        statistics=Statistics(),
+    )
+    batcher.on_done = looks.set
+    answered: list[tuple[np.ndarray, list[np.ndarray]]] = []
+
+    def deliver(requests: list[Request]) -> None:
+        for request in requests:  # the next call has the memory of these outputs
+            assert request.outputs is not None, request.error
+            copies = [array.copy() for array in request.outputs.values()]
+            answered.append((request.arrays["image"], copies))
+
+    random = np.random.default_rng(0)
+    for turn in range(60):
+        counts = [1] if turn % 2 else [int(n) for n in random.integers(1, 5, turn // 2 + 1)]
+        start = int(random.integers(0, 1 << 20)) * 64
+        if turn == 31:
+            start = CHUNK_BYTES - 4096  # across two chunks, which are locked one by one
+        for number, count in enumerate(counts):
+            given = images(count, 1000 * turn + number)
+            if turn % 3:
+                place = lane.array(start, given.shape, given.dtype)
+                lane.page_lock(start, start + given.nbytes)
+                place[:] = given
+                given, start = place, start + (1 << 16)
+            else:
+                given.flags.writeable = False
+            batcher.submit(Request(arrays={"image": given}, deliver=deliver))
+        while len(answered) < len(counts):
+            looks.clear()
+            if batcher.step() and len(answered) < len(counts):
+                assert looks.wait(30)
+        for given, made in answered:
+            for one, exact in zip(made, right(given), strict=True):
+                np.testing.assert_allclose(one, exact, rtol=1e-4, atol=1e-5)
+        answered.clear()
+    known = engine._settled[((1, 3, 16, 16), np.dtype(np.float32)),]
+    assert isinstance(known, SettledGraph)
+
+
+def test_a_settled_call_runs_beside_others(engine: Engine) -> None:
+    """Of NumPy arrays in several threads, which have no context, and of tensors in streams."""
+    failed = list[BaseException]()
+
+    def work(seed: int) -> None:
+        try:
+            for number in range(25):
+                given = images(1 + number % 2, 100 * seed + number)
+                array = given if number % 3 else given.transpose(3, 2, 1, 0).copy().T
+                made = engine(array)
+                for one, exact in zip(made.values(), right(given), strict=True):
+                    np.testing.assert_allclose(one, exact, rtol=1e-4, atol=1e-5)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(25):
+        given = images(1, 900 + number)
+        with torch.cuda.stream(OwnStream(engine.device).stream):
+            made = engine(torch.from_numpy(given).cuda())
+            for one, exact in zip(made.values(), right(given), strict=True):
+                np.testing.assert_allclose(one.cpu().numpy(), exact, rtol=1e-4, atol=1e-5)
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+
+
+def test_an_instance_answers_from_memory_that_it_has_locked(plan: Plan, tmp_path: Path) -> None:
+    """The batcher joins samples in it, of any sizes, again and again."""
+    instances = Instances(plan.save(tmp_path / "m.plan"), ["cuda:0"])
+    try:
+        (instance,) = instances.each
+        for number, counts in enumerate(([1], [2, 3], [MOST], [1, 1], [1])):
+            parts = [images(count, 10 * number + i) for i, count in enumerate(counts)]
+            made = instance(image=instance.join("image", parts))
+            for one, exact in zip(made.values(), right(np.concatenate(parts)), strict=True):
+                np.testing.assert_allclose(one, exact, rtol=1e-4, atol=1e-5)
+    finally:
+        instances.close()
 
 
 def test_a_tensor_across_chunks_is_copied_right(engine: Engine) -> None:

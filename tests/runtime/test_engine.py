@@ -23,6 +23,7 @@ from tessella.execution.bucket import BoundBucket
 from tessella.graph import capture
 from tessella.runtime.binders import Binders
 from tessella.runtime.engine import Engine
+from tessella.runtime.settled import Settled
 from tessella.search import find as search
 from tessella.search import timing
 from tests.support.networks import build, captured, graph_of, network, plan
@@ -202,6 +203,39 @@ def test_values_that_the_network_cannot_take(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InputError, match="a value that the network cannot take"):
         made(**right | {"shifted": torch.tensor([[0, 15, 3]])})
     assert torch.equal(made(**right)["vectors"], network(**right))
+
+
+def test_a_ready_call_asks_torch_where_a_step_is_its_own() -> None:
+    """One that makes a new tensor each time, and refuses some values."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 4)
+
+        def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = self.table(ids + 5)
+            return self.head(rows).flip(1), rows
+
+    torch.manual_seed(0)
+    network = Shifted().eval()
+    spec = TensorSpec(name="ids", dtype="int64", shape=(DimRange(min=1, opt=2, max=2), 3))
+    given = {"ids": torch.tensor([[0, 9, 3]])}
+    outputs = ("turned", "rows")
+    made = runtime.load(plan(capture(network, [spec], outputs=outputs), (1, 2, 2), samples=given))
+    earlier = []
+    for number in range(5):
+        ids = np.full((1 + number % 2, 3), number)
+        if number == 3:
+            with pytest.raises(InputError, match="a value that the network cannot take"):
+                made(np.full((1, 3), 15))
+        right = dict(zip(outputs, network(torch.from_numpy(ids)), strict=True))
+        earlier.append((made(ids), right))
+    assert isinstance(made._settled[((1, 3), np.dtype(np.int64)),], Settled)
+    for found, right in earlier:  # none was written over by a later call
+        for name in outputs:
+            wanted = right[name].detach().numpy()
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_threads_get_their_own_answers(engine: Engine) -> None:

@@ -308,6 +308,18 @@ def test_a_process_that_hangs_is_killed(monkeypatch) -> None:
     assert ends[1:] == [-signal.SIGKILL] * 2
 
 
+def test_a_load_is_told_of_and_has_a_limit(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(instance_process, "TELL_S", 0.05)
+    monkeypatch.setattr(instance_process, "HANG_S", 0.4)
+    monkeypatch.setattr(tickets, "frame", lambda letter, content: b"")  # it says nothing
+    monkeypatch.setattr(Stub, "manifest_now", linear_plan().manifest, raising=False)
+    stub = Stub(Path("m.plan"), compiled=True, device=None, threads=1)
+    with pytest.raises(ArtifactError, match=r"ended while it loaded.*SIGKILL after 0 s of loading"):
+        stub.ready()
+    stub.release()
+    assert "has been loading m.plan for 0 s" in caplog.text
+
+
 def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
     def refuses(*args: object, **settings: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -324,17 +336,69 @@ def test_what_the_system_refuses_at_a_start_is_told(monkeypatch) -> None:
         Instances(Path("m.plan"), ["cpu"])
 
 
-def test_a_batcher_does_not_wait_for_ever_for_an_execution(monkeypatch) -> None:
+@pytest.mark.parametrize("is_used", [True, False], ids=["unload", "close"])
+def test_no_unloading_waits_for_ever_for_an_execution(monkeypatch, is_used: bool) -> None:
+    """What has no answer when an instance is killed is refused; what goes on has its answer."""
     monkeypatch.setattr(instances, "CLOSE_S", 0.2)
 
     async def test() -> None:
         one, two = Doubler(), Doubler()
-        batcher, _ = shared(one, two)
+        batcher, statistics = shared(one, two)
         held = await filled(batcher, one, two)
+        large = asyncio.create_task(batcher.infer(rows(*range(10, 30))))
+        await until(lambda: statistics.waiting == 1)
         closed: list[bool] = []
+        if is_used:  # as a model with requests is unloaded
+            unused = asyncio.Event()
+            draining = asyncio.create_task(batcher.drain(unused))
+            refused = await asyncio.gather(*held, large, return_exceptions=True)
+            assert not draining.done()
+            unused.set()
+            await draining
         await batcher.close(lambda: closed.append(True))
         assert closed == [True]
-        assert sorted([(await task)["y"][0, 0] for task in held]) == [2, 4], "they were run again"
+        refused = await asyncio.gather(*held, large, return_exceptions=True)
+        told = [(type(error), getattr(error, "status", 0)) for error in refused]
+        assert told == [(ServeError, 503)] * 3, refused
+        assert all("unloaded" in str(error) for error in refused)
+        assert one.starts == two.starts == 0
+        with pytest.raises(ServeError, match="unloaded"):
+            await batcher.infer(rows(1))
+
+    run(test)
+
+
+def test_an_unloading_that_goes_on_loses_no_request(monkeypatch) -> None:
+    """However long the queue is: what is limited is an execution."""
+    now_ns, looks = 0, 0
+
+    def clock() -> int:
+        nonlocal looks
+        looks += 1
+        return now_ns
+
+    monkeypatch.setattr(instances, "CLOSE_S", 0.01)
+    monkeypatch.setattr(instances, "perf_counter_ns", clock)
+
+    async def test() -> None:
+        nonlocal now_ns
+        one = Doubler()
+        batcher, statistics = shared(one, max_batch=1)
+        tasks = await filled(batcher, one)
+        tasks += [asyncio.create_task(batcher.infer(rows(v))) for v in range(2, 8)]
+        await until(lambda: statistics.waiting == 6)
+        draining = asyncio.create_task(batcher.drain(unused := asyncio.Event()))
+        for n, task in enumerate(tasks):  # each execution takes most of the limit
+            await until(lambda n=n: len(one.begun) == n + 1)
+            now_ns += 8 * 10**6
+            looked = looks
+            await until(lambda n=looked: looks > n + 1)
+            gate, one.gate = one.gate, threading.Event()
+            gate.set()
+            assert (await task)["y"][0, 0] == 2 * (n + 1)
+        unused.set()
+        await draining
+        await batcher.close(lambda: None)
 
     run(test)
 

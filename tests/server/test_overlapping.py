@@ -84,12 +84,23 @@ class Server:
 
     def __init__(self) -> None:
         self.gpu, self.looks = GPU(), threading.Event()
+        self.engine_sizes: list[int] = []
         gpu: Any = self.gpu
         self.batcher = OverlappingBatcher(
-            gpu, alone, max_batch=4, max_delay_us=0, max_waiting=99, statistics=Statistics()
+            gpu, self._alone, max_batch=4, max_delay_us=0, max_waiting=99, statistics=Statistics()
         )
         self.batcher.on_done = self.looks.set
         self.answers: dict[float, list[list[float]] | str] = {}
+
+    def _alone(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        self.engine_sizes.append(len(x))
+        return alone(x)
+
+    def expect(self, ns: int) -> None:
+        """As if each sample had taken so long; 0 is not known."""
+        self.batcher._pace = Pace()
+        if ns:
+            self.batcher._pace.took(1, ns)
 
     def ask(self, *numbers: float) -> None:
         arrays = {"x": np.array([[n] for n in numbers], np.float32)}
@@ -147,33 +158,36 @@ def test_a_full_execution_begins_beside_one_that_computes(server: Server) -> Non
 
 
 def test_who_comes_alone_is_answered_without_a_wake_up(server: Server) -> None:
-    """As far as its execution ends in about the time that is expected."""
-    begin, begun = server.gpu.begin, []
-
-    def quick(parts: Parts) -> Call:
-        begun.append(begin(parts))
-        if len(begun) < 3:
-            begun[-1].ended.set()
-        return begun[-1]
-
-    server.gpu.begin = quick  # type: ignore[method-assign,assignment]
-    server.ask(1)  # the first one is not expected to end at any time
-    server.batcher.step()
-    assert server.looks.wait(30)
-    server.batcher.step()
-    assert server.answers[1] == [[2]]
-    server.batcher._pace = Pace()
-    server.batcher._pace.took(1, LONE_NS // 2)
+    """The engine's own way answers one request that is brief and all there is to do."""
+    for begun, (numbers, expected_ns) in enumerate(
+        [([1], 0), ([2, 3, 4, 5], LONE_NS // 8), ([6], 2 * LONE_NS)]  # how long for a sample
+    ):
+        server.expect(expected_ns)
+        server.ask(*numbers)
+        server.batcher.step()
+        assert len(server.gpu.sizes) == begun + 1, "not known, or not brief, or full: it overlaps"
+        server.end()
+    server.expect(LONE_NS // 8)
     server.looks.clear()
-    server.ask(2)
-    assert server.batcher.step() is None
-    assert server.answers[2] == [[4]]
+    for numbers in ([7], [8, 9, 10]):
+        server.ask(*numbers)
+        assert server.batcher.step() is None
+        assert server.answers[numbers[0]] == [[2 * n] for n in numbers]
+    assert server.engine_sizes == [1, 3]
     assert not server.looks.is_set()
-    server.ask(3)  # takes longer than it should
+    server.ask(11)
+    server.ask(12)
+    server.batcher.step()  # two are joined, and nobody else is alone beside them
+    server.expect(LONE_NS // 8)
+    server.ask(13)
     server.batcher.step()
-    assert 3 not in server.answers
+    assert (server.gpu.sizes[3:], server.engine_sizes) == ([2], [1, 3])
+    server.ask(-14)
     server.end()
-    assert server.answers[3] == [[6]]
+    server.batcher.step()
+    assert server.answers[-14] == "this one."
+    assert server.answers.keys() == {1, 2, 6, 7, 8, 11, 12, 13, -14}
+    assert server.batcher.step() is None
 
 
 def test_a_large_request_is_cut_and_its_parts_are_its_own(server: Server) -> None:
@@ -183,7 +197,7 @@ def test_a_large_request_is_cut_and_its_parts_are_its_own(server: Server) -> Non
     while server.gpu.running:
         server.end()
     assert server.answers == {1: [[2 * n] for n in range(1, 11)]}
-    assert server.gpu.sizes == [4, 4, 2]
+    assert server.gpu.sizes + server.engine_sizes == [4, 4, 2]  # the last one may be alone
 
 
 @pytest.mark.parametrize("bad", [-1, 13], ids=["refused", "failed on the GPU"])
@@ -196,10 +210,10 @@ def test_one_request_does_not_fail_the_others(server: Server, bad: float) -> Non
     assert server.answers[1] == [[2]]
     assert server.answers[3] == [[6]]
     assert "this one" in server.answers[bad]
-    server.ask(5)
+    server.ask(5, 6, 7, 8)
     server.batcher.step()
     server.end()
-    assert server.answers[5] == [[10]]
+    assert server.answers[5] == [[10], [12], [14], [16]]
 
 
 def test_what_computes_is_answered_before_the_end(server: Server) -> None:
@@ -220,7 +234,8 @@ def test_what_computes_is_answered_before_the_end(server: Server) -> None:
         assert time.monotonic() < until
     server.batcher.step()
     assert not ended.is_set()
-    server.end(2)
+    while server.gpu.running:
+        server.end()
     closing.join(30)
     assert ended.is_set()
     assert len(server.answers) == 5
@@ -317,10 +332,10 @@ def test_a_cut_request_fails_once_and_when_nothing_reads_it_any_more(server: Ser
         server.batcher.step()
     assert server.answers == {13: "the GPU stumbled"}
     assert told == [0]
-    server.ask(1)
+    server.ask(1, 2, 3, 4)
     server.batcher.step()
     server.end()
-    assert server.answers[1] == [[2]]
+    assert server.answers[1] == [[2], [4], [6], [8]]
 
 
 def test_a_slow_execution_refuses_nobody_for_long(server: Server) -> None:

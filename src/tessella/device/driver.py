@@ -215,6 +215,14 @@ class Driver:
             ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
         )  # fmt: skip
 
+    def launch_graph(self, executable: int, stream: int) -> None:
+        """Launch a graph that was instantiated, in a stream; under ``GRAPH_LOCK``."""
+        self.call("cuGraphLaunch", ctypes.c_void_p(executable), ctypes.c_void_p(stream))
+
+    def wait(self, stream: int) -> None:
+        """Return when all that was begun in a stream has ended."""
+        self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
     def lock_pages(self, address: int, nbytes: int) -> bool:
         """Lock memory of the host, for all GPUs; False where the driver does not.
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tessella.artifacts.program import Slice
+from tessella.core.dtype import dtype
 from tessella.core.errors import CorruptArtifact
 from tessella.device.x86.code import Launch
 from tessella.execution.steps import Binder, BoundStep, Slots, runner
@@ -19,6 +21,22 @@ from tessella.execution.steps import Binder, BoundStep, Slots, runner
 Run = Callable[[Slots], None]
 RESHAPE = "reshape.view"
 Made = tuple[BoundStep, list[torch.Tensor]]  # a step, and its results
+
+
+class SettledSteps(NamedTuple):
+    """The steps of a program as calls that always read the same inputs.
+
+    Attributes:
+        calls: to be run in order, in inference mode.
+        slots: where they find and leave tensors.
+        results: the slots of the results.
+        moves: the slots in which each run makes another tensor.
+    """
+
+    calls: list[Callable[[], object]]
+    slots: Slots
+    results: list[int]
+    moves: set[int]
 
 
 class BoundBucket:
@@ -96,35 +114,36 @@ class BoundBucket:
             self._checked = True
         return [slots[slot] for slot in self._outputs]
 
-    def settled(
-        self, inputs: Sequence[torch.Tensor]
-    ) -> tuple[list[Callable[[], object]], list[torch.Tensor]] | None:
-        """The steps as calls that always read these inputs, to be run in order, and where they
-        leave the results; None if a step is neither machine code nor a reshape, or before the
-        first run.
+    def settled(self, inputs: Sequence[torch.Tensor]) -> SettledSteps | None:
+        """The steps on tensors that stay; None before the first run, or where NumPy lacks a type
+        that torch makes.
 
         Raises:
             TypeError: a reshape of an element type that NumPy lacks.
         """
         if not self._checked:
             return None
-        slots = list(self._slots)
+        slots, moves = list(self._slots), set[int]()
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             slots[slot] = tensor
         calls: list[Callable[[], object]] = []
         for i in self._moving:
-            bound, given = self.steps[i], [slots[slot] for slot in self._reads[i]]
-            if isinstance(bound.call, Launch) and bound.lying:
+            bound, reads, writes = self.steps[i], self._reads[i], self._writes[i]
+            given = [slots[slot] for slot in reads]
+            if moves.isdisjoint(reads) and isinstance(bound.call, Launch) and bound.lying:
                 calls.append(partial(bound.call.at(*given, out=bound.out), None))
-            elif bound.step.kernel == RESHAPE:
-                ((write,), (whole,)) = self._writes[i], given
+            elif moves.isdisjoint(reads) and bound.step.kernel == RESHAPE:
+                ((write,), (whole,)) = writes, given
                 slots[write] = made = bound.call(whole)
                 if made.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
                     place = made.numpy().reshape(whole.shape)
                     calls.append(partial(np.copyto, place, whole.numpy()))
+            elif all(dtype(meta.dtype).numpy for meta in bound.problem.outputs):
+                calls.append(partial(self._runs[i][0], slots))
+                moves.update(() if bound.lying else writes)
             else:
                 return None
-        return calls, [slots[slot] for slot in self._outputs]
+        return SettledSteps(calls, slots, self._outputs, moves)
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
         """Run the steps one by one: each with what it made, which a later one may overwrite."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 
 from tessella.device.cuda_graphs import GRAPH_LOCK
-from tessella.device.driver import cuda_driver
+from tessella.device.driver import Driver, cuda_driver
 from tessella.device.graph_parameters import Addresses, Parameters
 from tessella.device.streams import capturing
 
@@ -53,3 +53,12 @@ class Captured(Generic[Results]):
             for places, address in reads:
                 places.point(self._executable, address)
             self._graph.replay()
+
+    def launch(self, driver: Driver, stream: int, reads: Sequence[tuple[Addresses, int]]) -> None:
+        """As ``replay``, in a stream of the driver and past torch: for graphs that draw no random
+        numbers.
+        """
+        with GRAPH_LOCK:
+            for places, address in reads:
+                places.point(self._executable, address)
+            driver.launch_graph(self._executable, stream)

@@ -40,6 +40,7 @@ from tessella.runtime.enough_memory import enough_memory, require_memory
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.indices import require_rows, tables
 from tessella.runtime.settled import Settled
+from tessella.runtime.settled_graph import SettledGraph
 from tessella.runtime.streams import Turns
 from tessella.tasks.finished import alignment
 
@@ -153,7 +154,8 @@ class Engine:
         self._turns = None if self.device.type == "cpu" else Turns(self.device)
         self._fits: dict[Fits, tuple[int, ...]] = {}
         self._rows = tables(plan.program, plan.weights)
-        self._settled: dict[Kinds, Settled | None] = {}  # of arrays that fit a program exactly
+        # of arrays that fit a program exactly
+        self._settled: dict[Kinds, Settled | SettledGraph | None] = {}
         self._binding = threading.Lock()
         self._bound: dict[int, BoundBucket | GraphedBucket] = {}
         self._closed = False
@@ -307,12 +309,16 @@ class Engine:
         arrays = self._in_order(positional, named)
         kinds: Kinds | None = None
         plain = [a for a in arrays if type(a) is np.ndarray]
-        if self._turns is None and len(plain) == len(arrays):
+        if len(plain) == len(arrays):
             kinds = tuple([(a.shape, a.dtype) for a in plain])
             if kinds in self._settled:
                 with self._lock:
                     if (settled := self._settled.get(kinds)) is not None:
-                        return settled(plain)
+                        try:
+                            return settled(plain)
+                        except (IndexError, RuntimeError) as error:
+                            _require_other(error)
+                            raise
         tensors = [self._tensor(spec, a) for spec, a in zip(self._inputs, arrays, strict=True)]
         count = tensors[0].shape[0]
         if len(tensors) > 1 and any(len(t) != count for t in tensors):
@@ -333,10 +339,14 @@ class Engine:
     def _settle(self, kinds: Kinds, count: int) -> None:
         """Have the calls with arrays like these, which fit, ask no more, where that can be."""
         with self._lock:
-            bound = self._bound.get(count)
-            # row numbers are looked at in every call
-            if isinstance(bound, BoundBucket) and not self._rows:
-                self._settled[kinds] = Settled.of(bound, self._inputs, self._output_names)
+            bound, names = self._bound.get(count), self._output_names
+            if self._rows:  # row numbers are looked at in every call
+                return
+            if isinstance(bound, BoundBucket):
+                self._settled[kinds] = Settled.of(bound, self._inputs, names)
+            elif bound is not None and self._turns is not None:
+                shapes = [shape for shape, _ in kinds]
+                self._settled[kinds] = SettledGraph.of(bound, self._turns, names, shapes)
 
     def _in_order(self, positional: Sequence[Array], named: Mapping[str, Array]) -> Sequence[Array]:
         names = self._names
@@ -432,13 +442,8 @@ class Engine:
                 with torch.inference_mode():
                     made = bound(tensors)
             except (IndexError, RuntimeError) as error:
-                if _OUT_OF_RANGE.match(str(error)) is None:
-                    raise
-                raise InputError(
-                    "an input holds a value that the network cannot take",
-                    seen=first_line(error),
-                    fix="send indices within the tables that they point into, and divisors but 0",
-                ) from error
+                _require_other(error)
+                raise
         if taken < size:
             made = [t[:taken] for t in made]
         # outside of inference mode and always a copy: what a caller keeps is never the arena's
@@ -534,6 +539,16 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _require_other(error: Exception) -> None:
+    """Raise ``InputError`` if a step could not work with the numbers that it was given."""
+    if _OUT_OF_RANGE.match(str(error)) is not None:
+        raise InputError(
+            "an input holds a value that the network cannot take",
+            seen=first_line(error),
+            fix="send indices within the tables that they point into, and divisors but 0",
+        ) from error
 
 
 def _error(made: torch.Tensor, right: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from tessella.core.dtype import Math
+from tessella.device.driver import Driver
 from tessella.device.float32_math import float32_math
 from tessella.device.graph_parameters import Addresses
 from tessella.device.machine import ALIGNMENT
@@ -43,7 +44,21 @@ class GraphedBucket:
             run = partial(bound, self.inputs)
             self._graph = Captured(run, pool=pool, stream=stream)
         self._places = [self._proved(static) for static in self.inputs]
+        self._own = [
+            (places, static.data_ptr())
+            for static, places in zip(self.inputs, self._places, strict=True)
+            if places is not None
+        ]
         torch.cuda.current_stream().synchronize()  # its first call may come in another stream
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """What each run writes anew."""
+        return self._graph.results
+
+    def launch(self, driver: Driver, stream: int) -> None:
+        """Run on what lies in ``inputs``, in a stream of the driver."""
+        self._graph.launch(driver, stream, self._own)
 
     def _proved(self, static: torch.Tensor) -> Addresses | None:
         """Where the graph holds an input's address, if it answers the same from another place

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from tessella.core.dtype import dtype
-from tessella.core.errors import KernelError
 from tessella.device.driver import cuda_driver
-from tessella.device.page_locked import locked_empty
+from tessella.device.page_locked import copy_in, locked_empty
 from tessella.device.streams import OwnStream
 from tessella.runtime.engine import Engine
 
@@ -74,7 +73,7 @@ class Overlapped:
                 given = place.input(name, arrays[0], self._engine.device)[:count]
                 target = given.data_ptr()
                 for address, nbytes, some in runs_of(arrays):
-                    self._copy(target, address, nbytes, some, handle)
+                    copy_in(self._driver, target, address, nbytes, some, handle)
                     target += nbytes
                 inputs[name] = given
             computes.wait_event(copies.record_event())
@@ -83,19 +82,6 @@ class Overlapped:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(computes)
         return Call(self._free, place, done, made, outputs)
-
-    def _copy(
-        self, target: int, address: int, nbytes: int, arrays: list[np.ndarray], stream: int
-    ) -> None:
-        if not self._driver.copy_in(target, address, nbytes, stream):
-            # it lies in two chunks that were locked one by one, which no copy may cross
-            array = np.concatenate(arrays)
-            if not self._driver.copy_in(target, array.ctypes.data, nbytes, stream):
-                raise KernelError(
-                    "an input cannot be copied to the GPU",
-                    seen=f"{nbytes:,} bytes",
-                    fix="see by nvidia-smi whether the GPU works, and start the server again",
-                )
 
 
 def runs_of(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, list[np.ndarray]]]:

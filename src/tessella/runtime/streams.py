@@ -48,6 +48,12 @@ class Turns:
         if self._device != self._index:
             torch.cuda.set_device(self._device)
 
+    def take_own(self) -> None:
+        """Let what is begun in ``own`` from now on be a turn, whose caller waits for its end."""
+        if self._last is None or self.own != self._last:
+            self._done.synchronize()
+            self._last = self.own
+
     @contextmanager
     def in_own_stream(self) -> Iterator[None]:
         """A turn in the engine's own stream, which waits for no work of the caller's: for inputs in

@@ -142,7 +142,7 @@ class Batcher(Infers):
         request.batch = len(next(iter(request.arrays.values())))
         with self._lock:
             if self._release is not None:
-                raise ServeError("the model was unloaded", status=503, fix="send it again")
+                raise unloaded()
             if len(self._waiting) >= self._max_waiting:
                 raise ServeError(
                     "too many requests wait for this model",
@@ -154,6 +154,10 @@ class Batcher(Infers):
                 self._require_time(request, now_ns)
             self._push(request, request.deadline_ns or now_ns + PATIENCE_NS)
             self._wake()
+
+    async def drain(self, unused: asyncio.Event) -> None:
+        """Wait until nobody waits for an answer, as ``unused`` says; before ``close``."""
+        await unused.wait()
 
     async def close(self, release: Callable[[], None]) -> None:
         """Finish what waits, then ``release`` the engine in the thread that ran it, if one did."""
@@ -466,6 +470,11 @@ class Batcher(Infers):
             input_ns=joined_ns - begin_ns, infer_ns=ran_ns - joined_ns, output_ns=end_ns - ran_ns
         )
         return answers, spent
+
+
+def unloaded() -> ServeError:
+    """The answer to a request that a model does not compute any more."""
+    return ServeError("the model was unloaded", status=503, fix="send it again")
 
 
 def _no_time(left_ns: int, needed_ns: int) -> ServeError:

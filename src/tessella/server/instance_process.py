@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -48,7 +49,8 @@ from tessella.server.tickets import Frames
 
 log = logging.getLogger(__name__)
 
-HANG_S = 600.0  # for an execution; an instance that has not answered then is killed
+HANG_S = 600.0  # for an execution, or a load; an instance that has not answered then is killed
+TELL_S = 20.0  # between two words that an instance is still loading
 END_S = 10.0  # for an instance that has nothing to do to end; then it is killed
 _PR_SET_NAME = 15  # linux/prctl.h
 NAME = "tessella-inst"  # for ps and top
@@ -118,6 +120,7 @@ class InstanceProcess:
 
     def _talk(self, ours: socket.socket) -> None:
         self._socket, self._frames = ours, Frames()
+        self._socket.settimeout(HANG_S)
         self._come: deque[tuple[bytes, bytes]] = deque()  # frames that nobody has read
 
     def ready(self) -> Manifest:
@@ -127,6 +130,7 @@ class InstanceProcess:
             TessellaError: what the instance says that is wrong; it has another plan than before.
         """
         try:
+            self._wait_for_load()
             letter, content = self._next()
         except InstanceLost as error:
             raise ArtifactError(
@@ -151,8 +155,22 @@ class InstanceProcess:
                 self._memory = make_memory(nbytes)
                 self._lane = Lane(os.dup(self._memory))
             socket.send_fds(self._socket, [b"m"], [self._memory])
-        self._socket.settimeout(HANG_S)
         return self.manifest
+
+    def _wait_for_load(self) -> None:
+        """Return when the instance says something; meanwhile tell that it loads.
+
+        Raises:
+            InstanceLost: it has said nothing for too long, and is killed.
+        """
+        began_s, coming = time.monotonic(), select.poll()
+        coming.register(self._socket, select.POLLIN)
+        while not coming.poll(1e3 * min(TELL_S, HANG_S)):
+            waited_s = time.monotonic() - began_s
+            if waited_s >= HANG_S:
+                self.kill()
+                raise InstanceLost(f"{self._ended()} after {waited_s:.0f} s of loading")
+            log.warning("an instance has been loading %s for %.0f s", self._path, waited_s)
 
     def restart(self) -> None:
         """As ``instances.Instance.restart``."""
@@ -385,6 +403,8 @@ def _run(asked: dict[str, Any]) -> None:
     lane = Lane(descriptors[0])
     run, inputs, outputs = on_numpy(engine), engine.inputs, engine.outputs
     offsets, nbytes = places(inputs, 0)
+    if engine.device.type == "cuda":
+        lane.page_lock(0, nbytes)  # the GPU copies from where the samples were joined
     keep_what_is_loaded()
 
     def computed(sizes: list[int]) -> bytes:

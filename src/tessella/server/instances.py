@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from tessella.core.errors import ServeError, TessellaError, UsageError
-from tessella.server.batcher import Batcher, deliver, samples_of
+from tessella.server.batcher import Batcher, deliver, samples_of, unloaded
 from tessella.server.statistics import Computation, InstanceCounts, Stages, Statistics
 from tessella.server.versions import check_name
 from tessella.server.waiting import Arrays, Piece, Request
@@ -32,7 +32,8 @@ MOST_INSTANCES = 64  # of a model
 MOST_LOSSES = 3  # of a request, which may be what ends the instances that run it
 RESTART_S = 1.0  # between two attempts to start an instance; each further pause is twice as long
 MOST_RESTART_S = 60.0
-CLOSE_S = 30.0  # for an execution to end when the model is unloaded; then its instance is killed
+# For an execution to end when the model is unloaded; then its instance is killed.
+CLOSE_S = 30.0
 _TAKING_OVER = threading.Lock()  # for rows of statistics, which batchers have after each other
 _DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 
@@ -174,6 +175,7 @@ class SharedBatcher(Batcher):
         self._again: deque[Piece] = deque()  # of executions whose instance ended
         self._down: set[int] = set()  # instances that could not be started again
         self._closing = threading.Event()
+        self._refuses = False  # what has no answer when its instance ends
         self._left = len(instances)  # threads
         with _TAKING_OVER:
             self._rows = statistics.instances = _counts(statistics.instances, instances)
@@ -194,20 +196,36 @@ class SharedBatcher(Batcher):
             raise _none_runs()
         super().submit(request)
 
+    async def drain(self, unused: asyncio.Event) -> None:
+        """As ``Batcher.drain``; once an instance answers no more, it is killed, and what has no
+        answer yet is refused.
+        """
+        await self._comes_to_an_end(asyncio.create_task(super().drain(unused)))
+
     async def close(self, release: Callable[[], None]) -> None:
-        """As ``Batcher.close``; an instance that answers no more is killed."""
+        """As ``Batcher.close``, and as ``drain``."""
         with self._lock:
             is_over = not self._left and self._release is None  # their threads have failed
             self._release = release
         self._closing.set()
         if is_over:
             self._end()
-        ending = asyncio.create_task(super().close(release))
-        running: dict[int, int] = {}
-        while not (await asyncio.wait([ending], timeout=CLOSE_S))[0]:
+        await self._comes_to_an_end(asyncio.create_task(super().close(release)))
+
+    async def _comes_to_an_end(self, ending: asyncio.Task[None]) -> None:
+        """Wait for a task, but for no execution that takes ``CLOSE_S`` of this time."""
+        since_ns = perf_counter_ns()
+        while not (await asyncio.wait([ending], timeout=CLOSE_S / 10))[0]:
+            until_ns = perf_counter_ns() - int(1e9 * CLOSE_S)
             with self._lock:
-                before, running = running, dict(self._begun_ns)
-            for number in dict(before.items() & running.items()):
+                late = [n for n, begun_ns in self._begun_ns.items() if begun_ns <= until_ns]
+                if until_ns < since_ns or not late:
+                    continue
+                self._refuses = True
+                self._closing.set()
+                refused = self._stranded(unloaded)
+            deliver(refused)
+            for number in late:
                 log.error("instance %d of a model is killed: it does not come to an end", number)
                 self._instances[number].kill()
         await ending
@@ -236,7 +254,7 @@ class SharedBatcher(Batcher):
             self._down.add(self._own.number)
             self._left -= 1
             is_over = not self._left and self._release is not None
-            stranded = self._stranded() if len(self._down) == self._count else []
+            stranded = self._stranded(_none_runs) if len(self._down) == self._count else []
             self._changed.notify_all()
         deliver(stranded)
         if is_over:
@@ -332,10 +350,16 @@ class SharedBatcher(Batcher):
         with self._lock:
             for request in dict.fromkeys(piece[0] for piece in pieces):
                 request.losses += 1
-                if request.losses == MOST_LOSSES and request.error is None:
+                if request.error is not None:
+                    continue
+                if self._refuses:
+                    request.error = unloaded()
+                elif request.losses == MOST_LOSSES:
                     request.error = RuntimeError("the processes that computed a request have ended")
-                    self._drop(request)
-                    failed.append(request)
+                else:
+                    continue
+                self._drop(request)
+                failed.append(request)
             self._again.extend(piece for piece in pieces if piece[0].error is None)
             self._is_gone()
             self._changed.notify_all()
@@ -360,7 +384,7 @@ class SharedBatcher(Batcher):
                 log.exception("instance %d of a model cannot be started", number)
             with self._lock:
                 self._down.add(number)
-                stranded = self._stranded() if len(self._down) == self._count else []
+                stranded = self._stranded(_none_runs) if len(self._down) == self._count else []
             deliver(stranded)
             if self._closing.wait(pause_s):
                 return
@@ -380,12 +404,12 @@ class SharedBatcher(Batcher):
             if self._statistics.instances is self._rows:
                 self._own.counts.is_up = is_up
 
-    def _stranded(self) -> list[Request]:
-        """All that wait, with the error that nobody will answer them."""
+    def _stranded(self, why: Callable[[], ServeError]) -> list[Request]:
+        """All that wait, which nobody will answer, with the error that says why."""
         waiting = [entry[-1] for entry in self._waiting] + [piece[0] for piece in self._again]
         requests = [r for r in dict.fromkeys(waiting) if r.error is None]
         for request in requests:
-            request.error = _none_runs()
+            request.error = why()
         self._waiting, self._samples, self._statistics.waiting = [], 0, 0
         self._again.clear()
         return requests

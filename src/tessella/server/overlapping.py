@@ -36,10 +36,11 @@ class _Execution:
 
 class OverlappingBatcher(Batcher):
     """As ``Batcher``, without a thread. While one execution computes, the next one begins, if it is
-    full: its inputs are copied, and the GPU goes on with it at once.
+    full: its inputs are copied, and the GPU goes on with it at once. A request that is alone is
+    computed while this thread waits.
 
     Args:
-        overlapped: the engine; ``Batcher``'s own runs what has failed in company.
+        overlapped: the engine; ``Batcher``'s own runs what is alone, or has failed in company.
         max_batch, max_delay_us, max_waiting: as of ``Batcher``.
     """
 
@@ -81,15 +82,18 @@ class OverlappingBatcher(Batcher):
             self._answer(self._executions.popleft())
         pieces: list[Piece] = []
         late: list[Request] = []
-        company_ns = 0
+        company_ns, is_alone = 0, False
         with self._lock:
             self._is_running = bool(self._executions)
             if self._may_begin() and not (company_ns := self._company_ns()):
                 pieces, late = self._take()
+                is_alone = self._is_alone(pieces)
                 if pieces:
                     self._expect(pieces)
         deliver(late)
-        if pieces:
+        if is_alone:
+            self._execute(pieces)
+        elif pieces:
             self._begin(pieces)
         with self._lock:
             self._is_running = bool(self._executions)
@@ -110,6 +114,16 @@ class OverlappingBatcher(Batcher):
             return False
         return not self._executions or self._samples >= self._max_batch
 
+    def _is_alone(self, pieces: list[Piece]) -> bool:
+        """Whether an execution is of one request, all there is to do, and brief: then the engine's
+        own way answers it sooner: one image of ResNet-50 in 408 instead of 547 µs (H200), most of
+        which went to streams and events. Beside a full one the next could begin.
+        """
+        samples = samples_of(pieces)
+        if len(pieces) != 1 or self._waiting or self._executions or samples == self._max_batch > 1:
+            return False
+        return 0 < self._pace.expected_ns(samples, self._max_batch) <= LONE_NS
+
     def _begin(self, pieces: list[Piece]) -> None:
         begun_ns = perf_counter_ns()
         parts = [
@@ -122,25 +136,8 @@ class OverlappingBatcher(Batcher):
             self._answer_all()  # pieces of a request go in order
             self._failed(pieces, error)
             return
-        execution = _Execution(pieces, call, begun_ns, perf_counter_ns())
-        if len(pieces) == 1 and self._is_soon_done(call):
-            self._answer(execution)
-        else:
-            self._executions.append(execution)
-            self._watched.put(call)
-
-    def _is_soon_done(self, call: Call) -> bool:
-        """Whether an execution has ended that is all there is to do: two wake-ups of threads take
-        as long as the execution of one image.
-        """
-        with self._lock:
-            left_ns = self._running_until_ns - perf_counter_ns()
-            if self._waiting or self._executions or not 0 < left_ns <= LONE_NS:
-                return False
-            until_ns = self._running_until_ns + left_ns
-        while not (is_done := call.is_done()) and perf_counter_ns() < until_ns:
-            pass
-        return is_done
+        self._executions.append(_Execution(pieces, call, begun_ns, perf_counter_ns()))
+        self._watched.put(call)
 
     def _answer(self, execution: _Execution) -> None:
         pieces, call = execution.pieces, execution.call

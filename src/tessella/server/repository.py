@@ -180,8 +180,10 @@ class Model(InfersFiles):
         return self._users > 0
 
     async def retire(self) -> None:
-        """Close the engine once the requests that use it have their answers."""
-        await self._unused.wait()
+        """Close the engine once the requests that use it have their answers; 503, if an instance
+        does not come to an end (``instances.CLOSE_S``).
+        """
+        await self.batcher.drain(self._unused)
         if self.jpegs is not None:
             await asyncio.to_thread(self.jpegs.close)
         await self.batcher.close(self.engine.close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import tempfile
 import threading
@@ -13,13 +12,11 @@ from types import FrameType, TracebackType
 from typing import Literal
 
 from tessella.core.errors import UsageError
-from tessella.runtime import load_tried
 from tessella.server.app import App
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
-from tessella.server.instance_process import Instances
 from tessella.server.instances import Placement
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
@@ -31,7 +28,7 @@ from tessella.server.listening import (
 )
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
-from tessella.server.supervisor import Settings, serve_in_processes
+from tessella.server.supervisor import Settings, repository_of, serve_in_processes
 from tessella.server.tracing import Tracing
 from tessella.server.traffic import Traffic
 from tessella.server.versions import split_key
@@ -138,22 +135,8 @@ def _check(
 def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None:
     """Serve in this process alone; raises as ``serve``."""
     doors = settings.doors
-    repository = Repository(
-        {name: Path(path) for name, path in settings.models.items()},
-        folder=None if settings.folder is None else Path(settings.folder),
-        traffic=settings.traffic,
-        max_delay_us=settings.max_delay_us,
-        open_engine=functools.partial(
-            load_tried, compiled=settings.compiled, device=settings.device
-        ),
-        decoder_for=decoder_for(settings.decode),
-        instances=settings.instances,
-        open_instances=functools.partial(
-            Instances, compiled=settings.compiled, device=settings.device
-        ),
-    )
     settled = _prepared(
-        repository,
+        repository_of(settings),
         Guard(host=settings.host, token=settings.token, names=settings.host_names),
         host=settings.host,
         port=settings.port,

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 from tessella.core.errors import TessellaError
 from tessella.core.record import from_plain, to_plain
@@ -87,6 +87,29 @@ class Settings:
     trace: bool = False
     instances: dict[str, Placement] = field(default_factory=dict)
     sockets: str = ""
+
+
+def repository_of(
+    settings: Settings, *, traffic_file: Path | None = None, threads: bool = True
+) -> Repository:
+    """The models of a server, none of which is loaded yet.
+
+    Args:
+        traffic_file, threads: as of ``Repository``.
+    """
+    load: dict[str, Any] = {"compiled": settings.compiled, "device": settings.device}
+    return Repository(
+        {name: Path(path) for name, path in settings.models.items()},
+        folder=None if settings.folder is None else Path(settings.folder),
+        traffic=settings.traffic,
+        traffic_file=traffic_file,
+        max_delay_us=settings.max_delay_us,
+        open_engine=functools.partial(load_tried, **load),
+        decoder_for=decoder_for(settings.decode),
+        instances=settings.instances,
+        open_instances=functools.partial(Instances, **load),
+        threads=threads,
+    )
 
 
 def serve_in_processes(settings: Settings, ready: Callable[[str], None] | None) -> None:
@@ -264,23 +287,8 @@ class _Watching:
     def _run_engine(self, ready: Ready) -> None:
         self._close_ports()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        settings = self._settings
-        repository = Repository(
-            {name: Path(path) for name, path in settings.models.items()},
-            folder=None if settings.folder is None else Path(settings.folder),
-            traffic=settings.traffic,
-            traffic_file=Path(settings.sockets) / "traffic",  # outlives an engine that crashes
-            max_delay_us=settings.max_delay_us,
-            open_engine=functools.partial(
-                load_tried, compiled=settings.compiled, device=settings.device
-            ),
-            decoder_for=decoder_for(settings.decode),
-            instances=settings.instances,
-            open_instances=functools.partial(
-                Instances, compiled=settings.compiled, device=settings.device
-            ),
-            threads=False,
-        )
+        traffic = Path(self._settings.sockets) / "traffic"  # outlives an engine that crashes
+        repository = repository_of(self._settings, traffic_file=traffic, threads=False)
         rest = Describing(repository, token=self._guard.has_token, regions=self._regions)
         app = App(repository, self._guard, self._limits, rest=rest)
         engine_process.run(repository, app, self._door, ready, spins=self._spins)
