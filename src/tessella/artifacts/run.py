@@ -22,7 +22,7 @@ from tessella.core.task import CLASSIFICATION, TaskRecord
 VERSION = 1
 
 SolverName = Literal["sgd", "nesterov", "adagrad", "adadelta", "adam", "adamw", "rmsprop"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Backend = Literal["torch", "tessella"]
 
 
@@ -239,6 +239,12 @@ class Recipe:
             )
         self._check_tuning()
         self._check_processes()
+        if self.precision == "fp8" and self.backend != "torch":
+            raise UsageError(
+                "layers of 8-bit products are torch's",
+                seen=f"precision='fp8', backend={self.backend!r}",
+                fix="leave backend out, or train with precision bf16",
+            )
         self._check_quantize()
         if not 0 <= self.label_smoothing < 1:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tessella.kernels.norm import layer
 from tessella.kernels.pointwise import trained as pointwise
+from tessella.nn import fp8
 from tessella.nn.fused_ops import call
 
 
@@ -25,14 +26,18 @@ def heads_attended(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -
 
 
 def heads_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int, eight: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [N, heads, L, E] by one linear layer of [N, L, width]."""
+    """Queries, keys and values [N, heads, L, E] by one linear layer of [N, L, width].
+
+    Args:
+        eight: the layer multiplies 8-bit numbers (``nn.fp8``).
+    """
     low = _lowered(x, weight)
     if low is not None and pointwise.runs(x):
-        made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads)
+        made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads, eight)
         return made
-    return _cut(F.linear(x, weight, bias), heads)
+    return _cut((fp8.linear if eight else F.linear)(x, weight, bias), heads)
 
 
 def _cut(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,42 +85,39 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, low = ctx.saved_tensors
-        of_x, of_weight = _products(ctx, gradient, x, low)
+        of_x, of_weight = _products(ctx, gradient)
         of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.biased else None
         return of_x, of_weight, of_bias
 
 
-def _products(
-    ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _products(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a linear layer's input and of its weight, as far as they are asked for."""
-    rows, other = gradient.flatten(0, -2), x.flatten(0, -2)
+    x, weight = ctx.saved_tensors
+    rows = gradient.flatten(0, -2)
     of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        return of_x, None
-    if x.is_cuda:
-        return of_x, torch.mm(rows.t(), other, out_dtype=torch.float32)
-    return of_x, (rows.t() @ other).float()
+    asked = ctx.needs_input_grad[1]
+    return of_x, fp8.weight_gradient(rows, x.flatten(0, -2)) if asked else None
 
 
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, heads: int, eight: bool
     ) -> tuple[Tensor, ...]:
-        low = weight.to(x.dtype)
+        low = weight if eight else weight.to(x.dtype)
         ctx.save_for_backward(x, low)
-        ctx.biased = bias is not None
+        ctx.biased, ctx.eight = bias is not None, eight
+        if eight:
+            return _cut(fp8.applied(x, weight, bias), heads)
         return _cut(F.linear(x, low, None if bias is None else bias.to(x.dtype)), heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x, low = ctx.saved_tensors
         parts = [g.transpose(1, 2).flatten(2).contiguous() for g in gradients]
         packed, sums = call("joined", parts)
-        return *_products(ctx, packed, x, low), sums if ctx.biased else None, None
+        products = (fp8.gradients if ctx.eight else _products)(ctx, packed)
+        return *products, sums if ctx.biased else None, None, None
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:

@@ -33,6 +33,7 @@ from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
 from tessella.data.joining import settings_at
 from tessella.data.loading import batches, steps_per_epoch
+from tessella.nn import fp8
 from tessella.tasks import of
 from tessella.training.choosing import way_of
 from tessella.training.diagnosis import diagnosis
@@ -433,6 +434,9 @@ class Training:
             emit(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":
             emit(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
+        if recipe.precision == "fp8":
+            count = sum(isinstance(m, fp8.LAYERS) for m in self._trainer.module.modules())
+            emit(phase("fp8", f"{count} layers multiply 8-bit numbers, all others bf16"))
 
     def _memory(self) -> str:
         """What a step will take, as far as shapes tell."""

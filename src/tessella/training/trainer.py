@@ -19,7 +19,7 @@ from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.core.preprocess import darkest
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
-from tessella.nn import convert, zoo
+from tessella.nn import convert, fp8, zoo
 from tessella.nn.windows import over_windows
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
@@ -99,6 +99,9 @@ class Trainer:
         decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
         module = convert(module, backend=recipe.backend)
+        if recipe.precision == "fp8":
+            fp8.require_products(world.device)
+            fp8.to_fp8(module)
         if recipe.sync_norms and world.size > 1:
             module = synchronized(module)
         self._sharded = recipe.shard and world.size > 1  # parts alone go to the device, below
