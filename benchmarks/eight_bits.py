@@ -37,9 +37,9 @@ NETWORK = """
 from torchvision.models import VisionTransformer
 
 class Network(VisionTransformer):
-    def __init__(self, num_classes):
+    def __init__(self, classes):
         super().__init__(image_size={side}, patch_size={patch}, num_layers=6, num_heads=8,
-                         hidden_dim=512, mlp_dim=2048, num_classes=num_classes)
+                         hidden_dim=512, mlp_dim=2048, num_classes=classes)
 """
 
 
@@ -69,7 +69,9 @@ def learned(data: Dataset, name: str, recipe: str, seed: int, epochs: float) -> 
     side = data.preprocess.input_shape[1]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "network.py"
-        source.write_text(NETWORK.format(side=side, patch=side // 7 if side % 7 == 0 else side // 8))
+        source.write_text(
+            NETWORK.format(side=side, patch=side // 7 if side % 7 == 0 else side // 8)
+        )
         run = train(
             f"{source}:Network", data, out=Path(folder) / "run", epochs=epochs, batch_size=64,
             seed=seed, precision=recipe.partition(",")[0], fuse=False, label_smoothing=0.0,
@@ -92,11 +94,10 @@ def convert(module: nn.Module, *, rows: bool = False) -> None:
     fp8.to_fp8(module)
     if rows:
         return
+    theirs: dict[type[nn.Module], type[nn.Module]]
+    theirs = {fp8.Linear: _Linear, fp8.Attention: _Attention}
     for part in module.modules():
-        if type(part) is fp8.Linear:
-            part.__class__ = _Linear
-        elif type(part) is fp8.Attention:
-            part.__class__ = _Attention
+        part.__class__ = theirs.get(type(part), type(part))
 
 
 class _Linear(nn.Linear):
@@ -109,7 +110,8 @@ class _Attention(nn.MultiheadAttention):
         rows, places, width = query.shape
         made = linear(query, self.in_proj_weight, self.in_proj_bias)
         parts = made.view(rows, places, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        context = F.scaled_dot_product_attention(*parts.unbind(0))
+        q, k, v = parts.unbind(0)
+        context = F.scaled_dot_product_attention(q, k, v)
         joined = context.transpose(1, 2).reshape(rows, places, width)
         return linear(joined, self.out_proj.weight, self.out_proj.bias), None
 
@@ -146,9 +148,10 @@ def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _multiplied(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], *, fast: bool) -> Tensor:
     (a, a_scale), (b, b_scale) = one, other
     turned = b.t().contiguous().t()  # 8-bit products want the sum's dimension innermost in both
-    made: Tensor = torch._scaled_mm(
-        a.contiguous(), turned, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    with torch.autocast(a.device.type, enabled=False):
+        made: Tensor = torch._scaled_mm(
+            a.contiguous(), turned, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
     return made
 
 

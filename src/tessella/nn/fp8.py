@@ -68,9 +68,10 @@ def weight_gradient(gradient: Tensor, rows: Tensor) -> Tensor:
 def _scaled(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """[M, N] of 8-bit [M, K] and [N, K], with a factor for each row of both."""
     (a, a_scale), (b, b_scale) = one, other
-    made: Tensor = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=FAST_SUMS
-    )
+    with torch.autocast(a.device.type, enabled=False):  # it would round the factors to 16 bits
+        made: Tensor = torch._scaled_mm(
+            a, b.t(), a_scale, b_scale.t(), out_dtype=dtype, use_fast_accum=FAST_SUMS
+        )
     return made
 
 

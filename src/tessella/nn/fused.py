@@ -71,7 +71,8 @@ def _settings() -> Any:
     """Dynamo's, with room for what a process captures: beyond its limit it lets modules run."""
     settings: Any = torch._dynamo.config  # torch imports it when it is asked for
     settings.recompile_limit = max(settings.recompile_limit, _MODULES)
-    torch._dynamo.allow_in_graph(fp8.linear)  # one node, which fuse_dense knows
+    allow: Any = torch._dynamo.allow_in_graph
+    allow(fp8.linear)  # one node, which fuse_dense knows
     return settings
 
 
