@@ -54,6 +54,7 @@ class Augment:
         scale: zoom by a factor from 1 − scale to 1 + scale.
         noise: standard deviation of added Gaussian noise, as a fraction of full scale.
         color: strength of random brightness, contrast and saturation, 0 to 1.
+        hue: turn the colours of RGB by up to this share of their circle either way, 0 to 0.5.
         mixup: blend each image and its label with another's, by a share from Beta(mixup, mixup);
             0.2 is usual.
         cutmix: put a window of another image into each, and blend the labels likewise; 1 is usual.
@@ -71,6 +72,7 @@ class Augment:
     scale: float = 0.0
     noise: float = 0.0
     color: float = 0.0
+    hue: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
     mosaic: float = 0.0
@@ -83,8 +85,11 @@ class Augment:
                 "rotation is 0 to 180 degrees and scale 0 to 1",
                 seen=f"{self.rotation}, {self.scale}",
             )
-        if not (0 <= self.noise <= 1 and 0 <= self.color <= 1):
-            raise UsageError("noise and color are 0 to 1", seen=f"{self.noise}, {self.color}")
+        if not (0 <= self.noise <= 1 and 0 <= self.color <= 1 and 0 <= self.hue <= 0.5):
+            raise UsageError(
+                "noise and color are 0 to 1, hue 0 to 0.5",
+                seen=f"{self.noise}, {self.color}, {self.hue}",
+            )
         shares = self.mosaic, self.paste, self.join_until
         if not all(0 <= share <= 1 for share in shares):
             raise UsageError(
