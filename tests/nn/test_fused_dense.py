@@ -23,6 +23,7 @@ SIZE = Size(layers=1, width=64, heads=2, tokens=9, vocabulary=10)
 OURS = {
     calls_of.heads_attended: "heads", calls_of.gelu: "gelu",
     calls_of.heads_of: "cut", calls_of.layer_normed: "norm", calls_of.patches_convolved: "patches",
+    calls_of.dense: "dense",
 }  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def test_a_block_beside_float64(name, lowered, monkeypatch):
     if lowered == "fp8":
         monkeypatch.setattr(fp8, "LEAST", 64)
         assert fp8.to_fp8(net) == 4
-        expected = ["cut" if one == "heads" else one for one in expected]
+        expected = [{"heads": "cut", "gelu": "dense"}.get(one, one) for one in expected]
     nets = {"double": double, "torch": copy.deepcopy(net), "ours": net}
     calls = {**nets, "ours": compiled(net, "aot_eager")}
     x, cotangent = torch.randn(3, 9, 64), torch.randn(3, 9, 16)

@@ -61,9 +61,11 @@ def fuse_dense(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is F.layer_norm:
             _norm_at(graph, node, places)
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target is _LINEAR:
             node.target = _calls().linear
+        elif node.target is fp8.linear:
+            _dense_at(graph, node)
 
 
 def _calls() -> ModuleType:
@@ -207,6 +209,19 @@ def _gelu_at(graph: fx.Graph, node: fx.Node) -> None:
     node.target = _calls().gelu
     node.args = (x, layer[2], node.kwargs.get("approximate", "none"))
     node.kwargs = {}
+
+
+def _dense_at(graph: fx.Graph, node: fx.Node) -> None:
+    """A linear layer of a GELU's result, which is that of another: all in 8 bits."""
+    x: Any = node.args[0]
+    if node.kwargs or x.target is not _calls().gelu or list(x.users) != [node]:
+        return
+    first, bias, approximate = x.args
+    if first.target is not fp8.linear or len(first.args) != 2 or list(first.users) != [x]:
+        return
+    node.target, node.args = _calls().dense, (*first.args, bias, approximate, *node.args[1:])
+    graph.erase_node(x)
+    graph.erase_node(first)
 
 
 def _norm_at(graph: fx.Graph, node: fx.Node, places: dict[fx.Node, int]) -> None:
