@@ -88,6 +88,8 @@ def test_which_layers_change(monkeypatch):
     changed = {n for n, layer in net.named_modules() if isinstance(layer, fp8.LAYERS)}
     assert changed == {"1.heads", "1.wide"}
     assert dict(net.state_dict()).keys() == before.keys()
+    headless = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)), Twice())
+    assert fp8.to_fp8(headless) == 3  # the last stage is a block, and no head
     x = torch.randn(2, 9, 64)
     with torch.autocast("cpu", torch.bfloat16):
         in_training = heads(x, x, x, need_weights=False)[0]
@@ -107,6 +109,15 @@ def test_what_fp8_cannot_do_is_refused(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(UsageError, match=r"sm_89 or later.*A100 is sm_80.*precision bf16"):
         fp8.require_products(torch.device("cuda"))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.other(self.one(x))
 
 
 @pytest.fixture
