@@ -50,9 +50,13 @@ def command():
     """Start a machine of two as a person does; none is left behind."""
     begun: list[subprocess.Popen] = []
 
-    def start(settings: Recipe, out: Path, rank: int, port: int) -> subprocess.Popen:
-        plain = json.dumps(to_plain(settings))
-        argv = ["train", settings.network, settings.dataset, "--out", str(out), "--recipe", plain]
+    def start(
+        settings: Recipe, out: Path, rank: int, port: int, *, resume: bool = False
+    ) -> subprocess.Popen:
+        said = ["--nodes", "2", "--resume"]
+        if not resume:
+            said = ["--recipe", json.dumps(to_plain(settings))]
+        argv = ["train", settings.network, settings.dataset, "--out", str(out), *said]
         argv += ["--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}"]
         program = [sys.executable, "-m", "tessella", *argv]
         begun.append(subprocess.Popen(program, stderr=subprocess.PIPE, text=True))
@@ -93,7 +97,7 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     second.communicate()
     assert 0 < len(losses(Run(out))) < 80
 
-    # the second machine has no folder of the run: it is sent the checkpoint
+    # the second machine has no folder of the run: it is sent the settings and the checkpoint
     asked = []
 
     def stop(event):
@@ -102,7 +106,7 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
             signal.raise_signal(signal.SIGINT)
 
     place = Place(nodes=2, rank=0, host="127.0.0.1", port=free_port())
-    second = command(settings, unseen, 1, place.port)
+    second = command(settings, unseen, 1, place.port, resume=True)
     with pytest.raises(KeyboardInterrupt):
         train(settings, out, resume=True, place=place, emit=stop)
     assert "stopped" in second.communicate()[1]

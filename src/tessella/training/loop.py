@@ -6,6 +6,7 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe, Run, write_run
+from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
 from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import (
     Emit,
@@ -28,6 +29,7 @@ from tessella.core.events import (
     warning,
 )
 from tessella.core.memory import free_bytes
+from tessella.core.record import from_plain, to_plain
 from tessella.core.task import CLASSIFICATION
 from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
@@ -57,6 +59,8 @@ from tessella.training.ways import NAMES
 
 MUCH_WAITING = 0.05  # of the time of all steps
 
+Over = Callable[[Recipe], Recipe]  # a recipe with some settings in the place of its own
+
 
 def train(
     recipe: Recipe,
@@ -66,6 +70,7 @@ def train(
     quantizer: Quantizer | None = None,
     races: bool = True,
     place: Place | None = None,
+    over: Over | None = None,
     emit: Emit = silent,
 ) -> Run:
     """Train as ``recipe`` says, into the folder ``out``.
@@ -78,6 +83,8 @@ def train(
         races: on a GPU the ways of a step are chosen by times, remembered or, where that pays,
             those of a race at the start.
         place: this machine's, in a training on several.
+        over: of a machine that resumes and does not have the run: the first one's recipe, with what
+            is set here in its place. Then ``recipe`` is not trained.
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
@@ -91,13 +98,13 @@ def train(
     if place is None:
         place_of(recipe.nodes, None, None)  # refuses several machines without their places
     elif place.rank:
-        return _take_part(recipe, out, place, emit)
+        return _take_part(recipe, out, place, over, emit)
     run, resumed = begin(recipe, Path(out), resume=resume)
     if resume and not resumed:
         emit(phase("resume", f"from step 0: there is no run in {out} yet"))
     try:
         if place is not None:
-            with closing(Meeting(place, emit)) as meeting:
+            with closing(Meeting(place, emit, to_plain(run.recipe))) as meeting:
                 launch(run.path, recipe.gpus, resumed=resumed, meeting=meeting, emit=emit)
         elif recipe.processes > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
@@ -121,31 +128,46 @@ def train(
     return run
 
 
-def _take_part(recipe: Recipe, out: Path, place: Place, emit: Emit) -> Run:
+def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit: Emit) -> Run:
     """Train beside the first machine, which keeps the run's folder; nothing is written in ``out``.
 
     Returns:
         The run that is there: here it has its record alone, unless ``out`` is a common folder.
     """
     check(recipe)
-    info = describe_run(recipe)
     with closing(Meeting(place, emit)) as meeting, TemporaryDirectory(prefix="tessella-") as folder:
+        try:
+            if over is not None:
+                recipe = over(from_plain(Recipe, meeting.settings, where="the first machine's run"))
+            info = describe_run(recipe)
+        except TessellaError as error:
+            raise meeting.fail(error) from None
         write_run(Path(folder), info)
         launch(Path(folder), recipe.gpus, resumed=False, meeting=meeting, emit=emit)
     return Run(out, info=info)
 
 
-def train_started(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
+def train_started(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    over: Over | None = None,
+    emit: Emit = silent,
+) -> Run:
     """``train`` in one of the processes that torchrun or another program has started.
 
     Rank 0 writes the run; the others return its record.
     """
     check(recipe)
-    info = describe_run(recipe)
+
+    def own(first: Recipe) -> RunInfo:
+        return describe_run(recipe if over is None else over(first))
+
     with (
         stop_signals() as asked,
         joined(asked) as world,
-        shared(world, info, out, lambda: begin(recipe, out, resume=resume)) as (run, resumed),
+        shared(world, own, out, lambda: begin(recipe, out, resume=resume)) as (run, resumed),
     ):
         try:
             train_run(run, world, resumed=resumed, emit=emit)
@@ -161,6 +183,7 @@ def train_started(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit
                 seen=str(error).splitlines()[0][:200],
                 fix="read what the other processes said last, then resume",
             ) from error
+        info = run.info
     return Run(out, info=info)
 
 

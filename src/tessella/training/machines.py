@@ -202,9 +202,11 @@ class Meeting:
 
     Args:
         emit: told who is waited for.
+        settings: the first machine's, of the run; None on the others.
 
     Attributes:
         place: this machine's.
+        settings: the first machine's, on all.
         torchrun: options with which torchrun's processes meet.
 
     Raises:
@@ -212,7 +214,7 @@ class Meeting:
         TrainError: a machine has not come within ``WAIT_S``.
     """
 
-    def __init__(self, place: Place, emit: Emit) -> None:
+    def __init__(self, place: Place, emit: Emit, settings: Any = None) -> None:
         self.place = place
         where = f"{place.host}:{place.port}"
         emit(phase("machines", f"{place.rank + 1} of {place.nodes}; they meet at {where}"))
@@ -226,6 +228,9 @@ class Meeting:
             self._agree_on_nodes()
             self._take_place(where)
             self._wait_for_all()
+            if place.rank == 0:
+                self._ask(self._store.set, "settings", json.dumps(settings))
+            self.settings: Any = json.loads(self._ask(self._store.get, "settings"))
             port = self._agreed_port()
         except RuntimeError as error:
             self.close()

@@ -41,7 +41,9 @@ def main() -> int:
         begun = Run(arguments.out)
         with (
             joined(asked.is_set) as world,
-            shared(world, begun.info, begun.path, lambda: (begun, arguments.resumed)) as given,
+            shared(
+                world, lambda _: begun.info, begun.path, lambda: (begun, arguments.resumed)
+            ) as given,
         ):
             train_run(given[0], world, resumed=given[1], emit=silent)
     except KeyboardInterrupt:  # as the parent asked, which knows
