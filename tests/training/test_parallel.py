@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +121,8 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     assert told[0].text.startswith("gpus=2 with all GPUs hidden") != torch.cuda.is_available()
     assert (next(e.name for e in told if e.kind == "phase"), told[-1].kind) == ("resume", "result")
     assert [e.to_json() for e in told] == [e.to_json() for e in two.events()[-len(told) :]]
+    began = next(e.text for e in told if e.name == "start")
+    assert re.match(r"the first step ended [\d.]+ s after 2 processes were started", began)
     exchanged = next(e.text for e in told if e.name == "exchange")
     assert exchanged.startswith("2 processes exchange ")  # the head's alone, or of all layers
     one = train(recipe(dataset, init=start, **SETTINGS), tmp_path / "one")

@@ -112,6 +112,9 @@ class Recipe:
         dataset: path of the dataset's folder.
         epochs: passes over the training split; may be a fraction.
         batch_size: images a step, over all processes together.
+        precision: of products, with weights and solver in float32: ``fp32``, ``tf32``, ``bf16``,
+            ``fp16`` (with loss scaling) or ``fp8``: bf16 whose large linear layers multiply 8-bit
+            numbers (``nn.fp8``).
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, depthwise convolutions by our kernels,

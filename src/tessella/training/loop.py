@@ -6,6 +6,7 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -202,9 +203,15 @@ def train_run(
     resumed: bool,
     quantizer: Quantizer | None = None,
     races: bool = True,
+    began: float | None = None,
     emit: Emit,
 ) -> None:
-    """This process's part in the training of a run; rank 0 emits events and saves checkpoints."""
+    """This process's part in the training of a run; rank 0 emits events and saves checkpoints.
+
+    Args:
+        began: when the processes were started, as ``time.time`` has it: what the first step took
+            from then on is told.
+    """
     dataset = Dataset(run.recipe.dataset)
     saved = run.checkpoints() if resumed else []
     start = saved[-1] if saved else None
@@ -228,15 +235,16 @@ def train_run(
             open=world.rank == 0,
         )
         with closing(journal):
-            Training(run, dataset, trainer, world, journal).go()
+            Training(run, dataset, trainer, world, journal, began).go()
 
 
 class Training:
     """The training in one process: steps, and the validations and checkpoints between them."""
 
     def __init__(
-        self, run: Run, dataset: Dataset, trainer: Trainer, world: World, journal: Journal
-    ) -> None:
+        self, run: Run, dataset: Dataset, trainer: Trainer, world: World, journal: Journal,
+        began: float | None,
+    ) -> None:  # fmt: skip
         self._run, self._recipe, self._dataset = run, run.recipe, dataset
         self._trainer, self._world, self._journal = trainer, world, journal
         self._state = trainer.state
@@ -247,7 +255,7 @@ class Training:
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
         self._fed: Fed | None = None  # the last batch
-        self._exchange_s = 0.0
+        self._exchange_s, self._began = 0.0, began
         self._meter = Meter(
             self._schedule, world, self._state, trainer.feed, journal,
             where=self._where_not_finite, skipped=trainer.skipped,
@@ -289,6 +297,13 @@ class Training:
             fed.images, fed.labels, done=done, rate=rate, momentum=schedule.momentum(done)
         )
         state.step += 1
+        if self._began is not None:
+            measured.tolist()  # waits for the step
+            took = (
+                f"{time.time() - self._began:.3g} s after {self._world.size} processes were started"
+            )
+            self._journal(phase("start", f"the first step ended {took}"))
+            self._began = None
         self._measured = {}
         self._meter.add(state.step, rate, measured)
         improved = schedule.validates(state.step) and self._validate()
