@@ -12,20 +12,9 @@ from tessella.artifacts.run import Recipe, Solver
 from tessella.core.errors import UsageError
 from tessella.nn import fp8
 from tessella.training.loop import train
-from tests.support.training import curve, losses, recipe
+from tests.support.training import VIT, curve, losses, recipe
 
 HALF = 2.0**-8  # the distance of bfloat16's numbers
-VIT = """
-from torchvision.models import VisionTransformer
-
-class Small(VisionTransformer):
-    def __init__(self, num_classes=3):
-        super().__init__(image_size=12, patch_size=4, num_layers=4, num_heads=2, hidden_dim=64,
-                         mlp_dim=128, num_classes=num_classes)
-
-    def forward(self, x):
-        return super().forward(x.expand(-1, 3, -1, -1))
-"""
 
 
 def exact(x: Tensor, dim: int, dtype: torch.dtype, largest: float) -> Tensor:
