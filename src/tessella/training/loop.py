@@ -139,7 +139,9 @@ def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit:
     with closing(Meeting(place, emit)) as meeting, TemporaryDirectory(prefix="tessella-") as folder:
         try:
             if over is not None:
-                recipe = over(from_plain(Recipe, meeting.settings, where="the first machine's run"))
+                recipe = over(
+                    from_plain(Recipe, meeting.settings(), where="the first machine's run")
+                )
             info = describe_run(recipe)
         except TessellaError as error:
             raise meeting.fail(error) from None

@@ -206,7 +206,6 @@ class Meeting:
 
     Attributes:
         place: this machine's.
-        settings: the first machine's, on all.
         torchrun: options with which torchrun's processes meet.
 
     Raises:
@@ -230,7 +229,6 @@ class Meeting:
             self._wait_for_all()
             if place.rank == 0:
                 self._ask(self._store.set, "settings", json.dumps(settings))
-            self.settings: Any = json.loads(self._ask(self._store.get, "settings"))
             port = self._agreed_port()
         except RuntimeError as error:
             self.close()
@@ -316,6 +314,13 @@ class Meeting:
                     )
                 )
             time.sleep(0.1 if missing else 0)
+
+    def settings(self) -> Any:
+        """The first machine's."""
+        try:
+            return json.loads(self._ask(self._store.get, "settings"))
+        except RuntimeError as error:
+            raise self._gone(0, str(error).splitlines()[0][:200]) from None
 
     def _agreed_port(self) -> int:
         """A port of the first machine's where the processes will meet."""
