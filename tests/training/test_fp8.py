@@ -57,6 +57,13 @@ def off(made: Tensor, wanted: Tensor, sizes: Tensor) -> float:
     return float(((made.detach().double() - wanted).abs() / allowed).max())
 
 
+def test_rows_that_lie_otherwise_are_laid_side_by_side():
+    x = torch.randn(64, 16).t()
+    codes, scale = fp8.rounded(x, fp8.VALUES)
+    assert codes.is_contiguous()
+    torch.testing.assert_close(codes.float() * scale, x, rtol=2**-4, atol=0.05)
+
+
 def test_what_is_not_finite_stays_so():
     x = torch.randn(16, 64)
     x[3, 4], x[5, 6] = torch.inf, torch.nan

@@ -48,7 +48,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Rounded:
     """8-bit numbers of [N, K], and the float32 factors [N, 1] of its rows, which give ``x``."""
     largest = x.abs().amax(1, keepdim=True).float().clamp(min=_SMALLEST)
     scale = largest / torch.finfo(dtype).max
-    return (x.float() / scale).to(dtype), scale
+    return (x.float() / scale).to(dtype).contiguous(), scale  # GPUs take rows as they lie alone
 
 
 def product(rows: Rounded, weight: Rounded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
