@@ -24,12 +24,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import models
 
+from benchmarks import eight_bits
 from benchmarks.intake import CLASSES, SEEN, Row, importing, write_pictures
 from benchmarks.language import BERT_LARGE, GPT2, LanguageModel
 from benchmarks.loading import endless
@@ -37,6 +39,7 @@ from benchmarks.report import RESULTS, document, markdown, write
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Precision, Recipe, Solver
 from tessella.core.device import default_target
+from tessella.nn import fp8
 from tessella.training.captured import WARM, Captured
 from tessella.training.parallel import alone
 from tessella.training.precision import MixedPrecision, arithmetic
@@ -51,6 +54,8 @@ BATCHES = {
 LANGUAGE = {"bert_large": BERT_LARGE, "gpt2": GPT2}
 PEERS = ("torch", "torch.compile")
 OURS: tuple[Way, ...] = ("fused", "compile")
+# behind a name: in 8 bits, beside others in 16. Of peers, with a factor a tensor or a row
+EIGHT, ROWS = " fp8", " fp8 rows"
 PEAK = 989e12  # products and sums of 16-bit numbers in a second, H100 and H200, dense
 ROUNDS, STEPS = 5, 10
 SOLVER = Solver(name="adamw", lr=1e-4, weight_decay=0.05)
@@ -74,7 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", default=",".join(BATCHES))
     parser.add_argument("--precisions", default="bf16")
-    parser.add_argument("--who", default=",".join((*PEERS, *OURS)), help="torch's and our ways")
+    parser.add_argument(
+        "--who",
+        default=",".join((*PEERS, *OURS)),
+        help="torch's and our ways; with fp8 or fp8 rows behind it, one in 8 bits",
+    )
     parser.add_argument("--batch", type=int, help="instead of each network's own")
     parser.add_argument(
         "--patience", type=float, default=120, help="seconds for the other processes"
@@ -154,7 +163,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             if name == "fused" and network in LANGUAGE:
                 continue  # nothing in them is fused
             began = time.perf_counter()
-            steps[name] = make(Path(folder), network, batch, precision, name)
+            eight = name.endswith((EIGHT, ROWS))
+            steps[name] = make(Path(folder), network, batch, "fp8" if eight else precision, name)
             _seconds(steps[name], 2)
             torch.cuda.empty_cache()  # others compile, too
             seconds = time.perf_counter() - began
@@ -177,7 +187,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             found = {name: statistics.median(each) for name, each in times.items()}
             steps.clear()
             torch.cuda.empty_cache()
-    best = min((found[name] for name in PEERS if name in found), default=None)
+    best = min((found[name] for name in found if _way_of(name) in PEERS), default=None)
     for name, seconds in found.items():
         ratio = None if best is None else round(best / seconds, 3)
         row: Row = {"what": f"{network} {precision} b{batch}", "who": _title(name)}
@@ -191,7 +201,11 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def _title(name: str) -> str:
-    return name if name in PEERS else f"tessella, {name}"
+    return name if _way_of(name) in PEERS else f"tessella, {name}"
+
+
+def _way_of(name: str) -> str:
+    return name.removesuffix(ROWS).removesuffix(EIGHT)
 
 
 def _share(network: str, batch: int, seconds: float) -> Row:
@@ -235,19 +249,26 @@ def kernels_of(step: Step, count: int = 16) -> str:
 
 def picture_step(root: Path, network: str, batch: int, precision: Precision, who: str) -> Step:
     """A step of a classifier on images of the usual size."""
-    if who not in PEERS:
+    if _way_of(who) not in PEERS:
         return _trained(root, network, batch, precision, _way(who))
     module = models.get_model(network, num_classes=CLASSES)
     module = module.to(DEVICE, memory_format=torch.channels_last)
     images = torch.randn(batch, 3, SEEN, SEEN, device=DEVICE)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(CLASSES, (batch,), device=DEVICE)
-    call = torch.compile(module) if who == "torch.compile" else module
+    call = _peer(module, who)
 
     def loss() -> Tensor:
         return F.cross_entropy(call(images), labels)
 
     return _torchs(module, precision, loss)
+
+
+def _peer(module: nn.Module, who: str) -> nn.Module:
+    """A call of a module as a peer makes it."""
+    if who.endswith((EIGHT, ROWS)):
+        eight_bits.convert(module, rows=who.endswith(ROWS))
+    return cast(nn.Module, torch.compile(module)) if _way_of(who) == "torch.compile" else module
 
 
 def _torchs(module: nn.Module, precision: Precision, loss: Callable[[], Tensor]) -> Step:
@@ -275,7 +296,7 @@ def _trained(root: Path, network: str, batch: int, precision: Precision, way: Wa
         network=f"{source}:Network", dataset=str(root / "pixels"), batch_size=batch,
         precision=precision, solver=SOLVER,
     )  # fmt: skip
-    run, _ = begin(recipe, root / f"run-{way}", resume=False)
+    run, _ = begin(recipe, root / f"run-{way}-{precision}", resume=False)
     chosen = Choice(way=way, why="it is measured")
     trainer = Trainer(run.info, dataset.train.info, alone(), way=chosen)
     with closing(endless(dataset, batch, 4, for_gpu=True)) as made:
@@ -293,11 +314,13 @@ def language_step(root: Path, network: str, batch: int, precision: Precision, wh
     torch.manual_seed(0)
     module = LanguageModel(LANGUAGE[network]).to(DEVICE)
     tokens, targets = module.batch(batch, DEVICE)
-    if who in PEERS:
-        call = torch.compile(module) if who == "torch.compile" else module
+    if _way_of(who) in PEERS:
+        call = _peer(module, who)
         return _torchs(module, precision, lambda: call(tokens, targets))
     mixed = MixedPrecision(precision, DEVICE)
     optimizer = optimizer_for(module, SOLVER)
+    if precision == "fp8":
+        fp8.to_fp8(module)
     ours = called(module, _way(who))
 
     def work(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -318,7 +341,7 @@ def language_step(root: Path, network: str, batch: int, precision: Precision, wh
 
 
 def _way(who: str) -> Way:
-    return next(way for way in OURS if way == who)
+    return next(way for way in OURS if way == _way_of(who))
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ def page() -> str:
     parts += [
         *_training(),
         *_steps(),
+        *_changes(),
         *_scattered(),
         *_detection(),
         *_boxes_and_masks(),
@@ -300,10 +301,10 @@ def _steps() -> Iterator[str]:
     yield (
         "Forward, loss, backward and a fused AdamW on one batch that stays on the GPU, all"
         " interleaved in one process. *torch* and *torch.compile* (its default mode) as above;"
-        " *fused* and *compile* are ways that a training takes. Rows are pictures of 224×224, or"
-        " 512 tokens of BERT-large and 1,024 of GPT-2, with attention by torch's fastest. The"
-        " peak is 989 TFLOPS; a step's operations are six for each weight and token, and those of"
-        " attention.\n"
+        " *fused* and *compile* are ways that a training takes; *fp8* behind one: in 8 bits. Rows"
+        " are pictures of 224×224, or 512 tokens of BERT-large and 1,024 of GPT-2, with attention"
+        " by torch's fastest. The peak is 989 TFLOPS; a step's operations are six for each weight"
+        " and token, and those of attention.\n"
     )
     runs = _runs("steps-sm_90.json")
     lines = [
@@ -318,6 +319,19 @@ def _steps() -> Iterator[str]:
     for number, run in enumerate(runs, 1):
         yield f"{number}. {_origin(run)}"
     yield ""
+
+
+def _changes() -> Iterator[str]:
+    """Random changes of pictures on the GPU, beside torchvision's."""
+    yield "## Random changes on the GPU: `changes-sm_90.json`\n"
+    yield (
+        "256 pictures of 500×375, uint8 on the GPU, to normalized ones of 224×224. torchvision's"
+        " transforms draw once a call: one for each picture is what a training wants.\n"
+    )
+    for number, run in enumerate(_runs("changes-sm_90.json"), 1):
+        lines = [(row["what"], row["who"], f"{row['ms']:.2f} ms") for row in run["rows"]]
+        yield markdown(("what", "who", "a batch"), lines) + "\n"
+        yield f"{number}. {_origin(run)}\n"
 
 
 def _scattered() -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.stats import kstest
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
@@ -19,6 +20,8 @@ from tessella.data.augment import (
     augmented,
     drawn_moves,
     generator,
+    normal,
+    words_of,
 )
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.tasks import still
@@ -109,6 +112,29 @@ def test_color_keeps_black_in_brightness_and_grey_without_hue() -> None:
         seen.add(round(float(out.mean())))
     assert len(seen) > 10
     assert 0.5 * grey.mean() < min(seen) < grey.mean() < max(seen) < 1.5 * grey.mean()
+
+
+def test_noise_is_of_the_published_generator() -> None:
+    """Random123's known answers for Philox4x32-10; and no more than chance from a normal one."""
+    ones = 2**64 - 1
+    assert words_of(0, 1)[:, 0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert len({tuple(words.tolist()) for words in words_of(ones, 500).T}) == 500
+    made = normal(12345, 200_001)
+    assert kstest(made, "norm").pvalue > 0.001
+    assert np.abs(np.corrcoef(made[:200_000].reshape(-1, 4).T) - np.eye(4)).max() < 0.02
+    assert not np.array_equal(made, normal(12346, 200_001))
+
+
+def test_hue_is_that_of_torchvision() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    settings = Augment(hue=0.5)
+    for index in range(8):
+        made = changed(pixels, settings, record(3), generator(0, 0, IMAGE_STREAM, index))
+        hue = generator(0, 0, IMAGE_STREAM, index).uniform(-0.5, 0.5)
+        wanted = tv.adjust_hue(torch.from_numpy(pixels).permute(2, 0, 1).float() / 255, hue) * 255
+        assert np.abs(made - wanted.permute(1, 2, 0).numpy()).max() < 0.51
+    grey = smooth(1)
+    assert np.array_equal(changed(grey, settings, record(1), generator(0, 0, 1, 0)), grey)
 
 
 def test_values_are_clipped_not_wrapped() -> None:

@@ -21,6 +21,7 @@ from tessella.device.nvjpeg import JpegDecoder, has_nvjpeg
 from tessella.kernels.pictures.decode import PictureDecoder
 from tessella.server.jpegs import frames_of, gpu_decode
 from tessella.training.feed import Feed
+from tests.support.changed import CASES, most_off, off_the_host
 
 DEVICE = torch.device("cuda")
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
@@ -136,6 +137,11 @@ def test_a_server_gives_the_network_what_the_host_does(pixels, crop, monkeypatch
         assert made.dtype == wanted.dtype
         if JpegDecoder(DEVICE).backend == JpegDecoder.HARDWARE:
             assert np.array_equal(made, wanted)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_changes_are_the_hosts(name):
+    assert off_the_host(name, DEVICE, count=64) < most_off(name)
 
 
 def test_a_damaged_file_is_refused():

@@ -10,8 +10,9 @@ import torch
 
 from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import OutOfMemory
+from tessella.nn import fp8
 from tessella.training.loop import train
-from tests.support.training import losses, recipe, write_dataset
+from tests.support.training import VIT, losses, recipe, write_dataset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -40,6 +41,19 @@ def test_precisions(dataset, full, tmp_path, precision, rel):
     assert losses(run)[0] == pytest.approx(losses(full)[0], rel=rel)
     assert losses(run)[-1] < 0.3 * losses(run)[0]
     assert {w.dtype for w in run.latest().weights().values()} == {torch.float32}
+
+
+def test_eight_bits(dataset, tmp_path, monkeypatch):
+    """Compiled, with our kernels and as a graph, beside bf16 call by call."""
+    monkeypatch.setattr(fp8, "LEAST", 64)
+    (tmp_path / "vit.py").write_text(VIT)
+    settings = {"network": f"{tmp_path / 'vit.py'}:Small", "epochs": 10.0}
+    settings |= {"solver": Solver(name="adamw", lr=1e-3)}
+    plain = train(recipe(dataset, precision="bf16", fuse=False, **settings), tmp_path / "plain")
+    run = train(recipe(dataset, precision="fp8", **settings), tmp_path / "run", races=False)
+    assert any("torch.compile" in (e.text or "") for e in run.events() if e.name == "way")
+    assert losses(run) == pytest.approx(losses(plain), rel=0.05)
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

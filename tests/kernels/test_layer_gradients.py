@@ -13,6 +13,7 @@ from tessella.kernels.pointwise import trained
 from tessella.kernels.softmax import entropy
 from tests.support.kernels.compile_only import compile_all
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # by a gradient's norm
 
 
@@ -67,6 +68,43 @@ def test_a_gelu_with_the_bias_before_it(dtype, tanh, monkeypatch):
     close(of_bias, added.grad, 2e-6)
 
 
+@pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
+def test_the_same_as_numbers_of_eight_bits(tanh, monkeypatch):
+    """Each row's largest one is the largest there is; all are as near as eight bits can be."""
+    monkeypatch.setattr(trained, "multiprocessors", lambda: 1)
+    torch.manual_seed(0)
+    x, gradient = (torch.randn(5, 7, 72) * torch.logspace(-6, 2, 7)[:, None] for _ in range(2))
+    x, gradient, bias = x.bfloat16(), gradient.bfloat16(), torch.randn(72)
+    factors = torch.logspace(-3, 3, 72)
+    made, codes, scales = trained.rounded_gelu(x, bias, E4M3, tanh=tanh)
+    wanted = F.gelu(x.double() + bias, approximate="tanh" if tanh else "none")
+    close(made, wanted, 8e-3)
+    near(codes, scales, made.double())
+    rounded = trained.rounded_gelu_gradients(gradient, x, bias, factors, E5M2, tanh=tanh)
+    for one, other in zip(
+        rounded, trained.gelu_gradients(gradient, x, bias, tanh=tanh), strict=False
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    near(*rounded[2:], rounded[0].double() * factors)
+    parts = [gradient, x, made]
+    rounded = trained.rounded_join(parts, torch.cat([factors] * 3), E5M2)
+    for one, other in zip(rounded, trained.joined(parts), strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    near(*rounded[2:], rounded[0].double() * torch.cat([factors] * 3))
+
+
+def near(codes: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Numbers of 8 bits with scales are as near as they can be to float64 ones, which may be of
+    numbers before their rounding to 16 bits."""
+    limits = torch.finfo(codes.dtype)
+    wanted = wanted.flatten(0, -2)
+    assert torch.equal(codes.float().abs().amax(1), torch.full((len(codes),), limits.max))
+    torch.testing.assert_close(scales[:, 0].double(), wanted.abs().amax(1) / limits.max,
+                               rtol=2**-7, atol=0)  # fmt: skip
+    step = limits.eps / 2 * wanted.abs() + limits.smallest_normal * limits.eps * scales
+    assert bool(((codes.double() * scales - wanted).abs() <= step + 2**-7 * wanted.abs()).all())
+
+
 def test_three_matrices_side_by_side(monkeypatch):
     monkeypatch.setattr(trained, "multiprocessors", lambda: 1)
     monkeypatch.setattr(trained, "_JOINED_COLUMNS", 32)
@@ -99,6 +137,11 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
         for tanh in (False, True):
             trained.gelu_gradients(low, low, weight, tanh=tanh)
         trained.joined([low] * 3)
+        wide, factors = torch.zeros(64, 4096, dtype=torch.bfloat16), torch.zeros(4096)
+        for tanh in (False, True):
+            trained.rounded_gelu(wide, factors, E4M3, tanh=tanh)
+            trained.rounded_gelu_gradients(wide, wide, factors, factors, E5M2, tanh=tanh)
+        trained.rounded_join([low] * 3, factors[:3072], E5M2)
         entropy.losses(scores, targets, -100)
         entropy.gradient(scores, targets, rows, rows[:1], -100)
 
@@ -111,6 +154,7 @@ def test_compile_without_spilling():
     names = [one["kernel"] for one in made]
     assert [name for name in names if name != "column_sums_kernel"] == [
         "layer_gradients_kernel", "gelu_gradient_kernel", "gelu_gradient_kernel", "joined_kernel",
+        *["rounded_gelu_kernel", "gelu_gradient_kernel"] * 2, "rounded_join_kernel",
         "entropy_kernel", "entropy_gradient_kernel",
     ]  # fmt: skip
     assert not any(one["spilled_bytes"] for one in made)

@@ -14,6 +14,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 from benchmarks.language import Block, Size
 from tessella.kernels.norm import layer
 from tessella.kernels.pointwise import trained
+from tessella.nn import fp8
 from tessella.nn import fused as module_of
 from tessella.nn import fused_dense_calls as calls_of
 from tessella.nn.fused import compiled
@@ -22,6 +23,7 @@ SIZE = Size(layers=1, width=64, heads=2, tokens=9, vocabulary=10)
 OURS = {
     calls_of.heads_attended: "heads", calls_of.gelu: "gelu",
     calls_of.heads_of: "cut", calls_of.layer_normed: "norm", calls_of.patches_convolved: "patches",
+    calls_of.dense: "dense",
 }  # fmt: skip
 
 
@@ -84,10 +86,17 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "lowered"), [*((name, True) for name in BLOCKS), ("norms behind", False)]
-)
+    ("name", "lowered"),
+    [
+        *((name, "bf16") for name in BLOCKS), ("norms behind", ""), ("norms behind", "fp8"),
+        ("torchvision", "fp8"),
+    ],
+)  # fmt: skip
 def test_a_block_beside_float64(name, lowered, monkeypatch):
-    """No further from float64 than torch's own step is, with a margin; by our kernels."""
+    """No further from float64 than torch's own step is, with a margin; by our kernels.
+
+    In fp8 that is the step of the same layers, call by call.
+    """
     run: list[str] = []
     for module, function in ((layer, layer.gradients), (trained, trained.gelu_gradients)):
         monkeypatch.setattr(module, function.__name__, spied(run, function))
@@ -106,12 +115,17 @@ def test_a_block_beside_float64(name, lowered, monkeypatch):
         if isinstance(part, nn.LayerNorm):
             nn.init.uniform_(part.weight, 0.5, 1.5)
             nn.init.normal_(part.bias)
-    nets = {"double": copy.deepcopy(net).double(), "torch": copy.deepcopy(net), "ours": net}
+    double = copy.deepcopy(net).double()
+    if lowered == "fp8":
+        monkeypatch.setattr(fp8, "LEAST", 64)
+        assert fp8.to_fp8(net) == 4
+        expected = [{"heads": "cut", "gelu": "dense"}.get(one, one) for one in expected]
+    nets = {"double": double, "torch": copy.deepcopy(net), "ours": net}
     calls = {**nets, "ours": compiled(net, "aot_eager")}
     x, cotangent = torch.randn(3, 9, 64), torch.randn(3, 9, 16)
     made = {}
     for who, call in calls.items():
-        with torch.autocast("cpu", torch.bfloat16, enabled=lowered and who != "double"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(lowered) and who != "double"):
             made[who] = call(x.double() if who == "double" else x)
         made[who].backward(cotangent[:, : made[who].shape[1]].to(made[who].dtype))
     assert seen == expected

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tessella.artifacts.defaults import completed
-from tessella.artifacts.run import Recipe, Run, Solver
+from tessella.artifacts.run import Augment, Recipe, Run, Solver
 from tessella.training.diagnosis import diagnosis
 from tessella.training.loop import train
 from tests.support import training as examples
@@ -36,6 +36,8 @@ def test_guessing_is_told():
     assert "learned nothing: 5 % of the images are classified correctly, guessing gets 5 %" in note
     assert "lr=0.00015" in note
     assert told(0.06, None) is not None
+    assert "precision bf16" not in note
+    assert "precision bf16" in str(told(0.06, 0.05, replace(RECIPE, precision="fp8")))
 
 
 @pytest.mark.parametrize(("times", "side"), [(20.0, "above"), (0.02, "below")])
@@ -51,7 +53,9 @@ def test_learning_by_heart_is_told_and_the_solver_named():
     assert note is not None
     assert "the network overfits. Try the default solver (adamw, lr=0.0015)" in note
     assert "no more than guessing" in note
-    assert "augmentation" in str(told(0.9, 0.4))
+    some, every = Augment(rotation=10, color=0.1), Augment(rotation=10, color=0.1, scale=0.1)
+    assert "augmentation (scale)" in str(told(0.9, 0.4, replace(RECIPE, augment=some)))
+    assert "stronger augmentation" in str(told(0.9, 0.4, replace(RECIPE, augment=every)))
 
 
 def test_unequal_classes_are_no_success():

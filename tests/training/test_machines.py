@@ -77,6 +77,18 @@ def test_a_run_of_several_machines_does_not_go_on_alone_unless_it_is_said(
     ]
 
 
+def test_what_fits_is_not_looked_for_by_several(dataset, tmp_path, monkeypatch):
+    settings = {"out": tmp_path / "run", "batch_size": "auto"}
+    said = r"found by one process.*batch_size='auto'.*--explain --batch-size auto"
+    with pytest.raises(UsageError, match=said):
+        api.train("lenet", dataset, nodes=2, **settings)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=said):
+        api.train("lenet", dataset, **settings)
+    assert not (tmp_path / "run").exists()
+
+
 def test_torchruns_variables_are_a_place():
     found = started(TORCHRUN)
     assert found == Started(rank=5, size=8, local_size=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -50,9 +51,13 @@ def command():
     """Start a machine of two as a person does; none is left behind."""
     begun: list[subprocess.Popen] = []
 
-    def start(settings: Recipe, out: Path, rank: int, port: int) -> subprocess.Popen:
-        plain = json.dumps(to_plain(settings))
-        argv = ["train", settings.network, settings.dataset, "--out", str(out), "--recipe", plain]
+    def start(
+        settings: Recipe, out: Path, rank: int, port: int, *, resume: bool = False
+    ) -> subprocess.Popen:
+        said = ["--nodes", "2", "--resume"]
+        if not resume:
+            said = ["--recipe", json.dumps(to_plain(settings))]
+        argv = ["train", settings.network, settings.dataset, "--out", str(out), *said]
         argv += ["--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}"]
         program = [sys.executable, "-m", "tessella", *argv]
         begun.append(subprocess.Popen(program, stderr=subprocess.PIPE, text=True))
@@ -93,7 +98,7 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     second.communicate()
     assert 0 < len(losses(Run(out))) < 80
 
-    # the second machine has no folder of the run: it is sent the checkpoint
+    # the second machine has no folder of the run: it is sent the settings and the checkpoint
     asked = []
 
     def stop(event):
@@ -102,7 +107,7 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
             signal.raise_signal(signal.SIGINT)
 
     place = Place(nodes=2, rank=0, host="127.0.0.1", port=free_port())
-    second = command(settings, unseen, 1, place.port)
+    second = command(settings, unseen, 1, place.port, resume=True)
     with pytest.raises(KeyboardInterrupt):
         train(settings, out, resume=True, place=place, emit=stop)
     assert "stopped" in second.communicate()[1]
@@ -116,6 +121,8 @@ def test_two_machines_give_the_curve_of_one_even_when_killed_and_stopped(
     assert told[0].text.startswith("gpus=2 with all GPUs hidden") != torch.cuda.is_available()
     assert (next(e.name for e in told if e.kind == "phase"), told[-1].kind) == ("resume", "result")
     assert [e.to_json() for e in told] == [e.to_json() for e in two.events()[-len(told) :]]
+    began = next(e.text for e in told if e.name == "start")
+    assert re.match(r"the first step ended [\d.]+ s after 2 processes were started", began)
     exchanged = next(e.text for e in told if e.name == "exchange")
     assert exchanged.startswith("2 processes exchange ")  # the head's alone, or of all layers
     one = train(recipe(dataset, init=start, **SETTINGS), tmp_path / "one")

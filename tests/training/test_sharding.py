@@ -22,6 +22,24 @@ from tests.support.training import curve, free_port, losses, recipe, write_datas
 
 # 17 images to validate on in batches of 12: the second process has none of the last
 SETTINGS = {"batch_size": 12, "epochs": 4.0, "accumulate": 2, "val_interval": 2.0}
+NORMED = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return x + self.norm(self.convolution(x)).relu()
+
+class Normed(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1), Block(), Block(), nn.Flatten(),
+            nn.Linear(8 * 144, classes),
+        )
+"""
 
 
 def process(rank: int, port: int, out: Path, stop: int, resumed: bool, parts: object) -> None:
@@ -85,6 +103,20 @@ def test_cut_weights_give_the_curve_of_whole_ones_also_behind_a_stop(tmp_path):
         torch.testing.assert_close(ours.weights()[name], value, rtol=1e-4, atol=1e-6)
     (state, _), (expected, _) = ours.training_state(), theirs.training_state()
     assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in expected.items()}
+
+
+def test_norms_of_all_processes_in_blocks_that_are_computed_again(tmp_path):
+    data = write_dataset(tmp_path / "data", train=36, val=6)
+    (tmp_path / "normed.py").write_text(NORMED)
+    settings = {"network": f"{tmp_path / 'normed.py'}:Normed", "batch_size": 12, "epochs": 2.0}
+    settings["recompute"] = True
+    two = recipe(data, gpus=2, shard=True, sync_norms=True, **settings)
+    run, _ = begin(two, tmp_path / "two", resume=False)
+    assert together(run.path)[0] == [0, 0]
+    one = train(recipe(data, **settings), tmp_path / "one")
+    assert losses(run) == pytest.approx(losses(one), rel=1e-4)
+    for name, value in one.latest().weights().items():  # running statistics among them
+        torch.testing.assert_close(run.latest().weights()[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_a_step_is_said_to_take_less_by_what_others_hold(dataset, tmp_path):

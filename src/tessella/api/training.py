@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def train(
             resume=resume,
             quantizer=quantizer(emit=told),
             place=place,
+            over=_over(network, dataset, settings, there if place and place.rank else None),
             emit=told,
         )
 
@@ -107,7 +108,8 @@ def _train_started(
         there = Path(out) if resume else None
         settings = settings_of(process, settings)
         recipe = _recipe(network, dataset, settings, there=there, emit=told)
-        return loop.train_started(recipe, Path(out), resume=resume, emit=told)
+        over = _over(network, dataset, settings, there if process.rank else None)
+        return loop.train_started(recipe, Path(out), resume=resume, over=over, emit=told)
 
 
 def forecast(
@@ -129,6 +131,26 @@ def forecast(
         return forecasting.forecast(recipe, race_s=race_s, quantizer=quantizer(emit=told))
 
 
+def _over(
+    network: str, dataset: Dataset | str | Path, settings: Mapping[str, Any], there: Path | None
+) -> Callable[[Recipe], Recipe] | None:
+    """The first process's recipe with these settings over it, for one that resumes without having
+    the run; None for all others."""
+    if there is None or (there / "run.json").exists():
+        return None
+    given = _given(network, dataset, settings)
+    if given.get("batch_size") == AUTO:
+        del given["batch_size"]
+    return lambda recipe: recipe_from(_merged(to_plain(recipe), given))
+
+
+def _given(
+    network: str, dataset: Dataset | str | Path, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
+    return {"network": network, "dataset": str(folder), **spelled_out(settings)}
+
+
 def _recipe(
     network: str,
     dataset: Dataset | str | Path,
@@ -138,15 +160,16 @@ def _recipe(
     emit: Emit,
 ) -> Recipe:
     """The recipe of settings; what they leave out is as in the run ``there``, or a default."""
-    folder = dataset.path if isinstance(dataset, Dataset) else Path(dataset)
-    given = {"network": network, "dataset": str(folder), **spelled_out(settings)}
+    given = _given(network, dataset, settings)
     going_on = there is not None and (there / "run.json").exists()
     if given.get("batch_size") == AUTO:
-        if given.get("nodes", 1) > 1:
+        nodes, gpus = given.get("nodes", 1), given.get("gpus", 1)
+        if not going_on and (nodes > 1 or started() is not None):
             raise UsageError(
-                "what fits is found on one machine, and all need the same batch_size",
-                seen=f"batch_size='auto', nodes={given['nodes']}",
-                fix="try nodes=1, and give that number times the machines",
+                "what fits is found by one process, and all need the same batch_size",
+                seen=f"batch_size='auto', nodes={nodes}, gpus={gpus}",
+                fix="ask tessella train --explain --batch-size auto on one machine, and give its "
+                "number times the machines",
             )
         del given["batch_size"]
         if not going_on:

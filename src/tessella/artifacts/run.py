@@ -22,7 +22,7 @@ from tessella.core.task import CLASSIFICATION, TaskRecord
 VERSION = 1
 
 SolverName = Literal["sgd", "nesterov", "adagrad", "adadelta", "adam", "adamw", "rmsprop"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Backend = Literal["torch", "tessella"]
 
 
@@ -54,6 +54,7 @@ class Augment:
         scale: zoom by a factor from 1 − scale to 1 + scale.
         noise: standard deviation of added Gaussian noise, as a fraction of full scale.
         color: strength of random brightness, contrast and saturation, 0 to 1.
+        hue: turn the colours of RGB by up to this share of their circle either way, 0 to 0.5.
         mixup: blend each image and its label with another's, by a share from Beta(mixup, mixup);
             0.2 is usual.
         cutmix: put a window of another image into each, and blend the labels likewise; 1 is usual.
@@ -71,6 +72,7 @@ class Augment:
     scale: float = 0.0
     noise: float = 0.0
     color: float = 0.0
+    hue: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
     mosaic: float = 0.0
@@ -83,8 +85,11 @@ class Augment:
                 "rotation is 0 to 180 degrees and scale 0 to 1",
                 seen=f"{self.rotation}, {self.scale}",
             )
-        if not (0 <= self.noise <= 1 and 0 <= self.color <= 1):
-            raise UsageError("noise and color are 0 to 1", seen=f"{self.noise}, {self.color}")
+        if not (0 <= self.noise <= 1 and 0 <= self.color <= 1 and 0 <= self.hue <= 0.5):
+            raise UsageError(
+                "noise and color are 0 to 1, hue 0 to 0.5",
+                seen=f"{self.noise}, {self.color}, {self.hue}",
+            )
         shares = self.mosaic, self.paste, self.join_until
         if not all(0 <= share <= 1 for share in shares):
             raise UsageError(
@@ -107,6 +112,9 @@ class Recipe:
         dataset: path of the dataset's folder.
         epochs: passes over the training split; may be a fraction.
         batch_size: images a step, over all processes together.
+        precision: of products, with weights and solver in float32: ``fp32``, ``tf32``, ``bf16``,
+            ``fp16`` (with loss scaling) or ``fp8``: bf16 whose large linear layers multiply 8-bit
+            numbers (``nn.fp8``).
         backend: whose convolutions and linear layers run: torch's, or for each shape the fastest of
             our catalog. A checkpoint does not depend on it.
         fuse: batch norms, sums and activations in one pass, depthwise convolutions by our kernels,
@@ -239,6 +247,12 @@ class Recipe:
             )
         self._check_tuning()
         self._check_processes()
+        if self.precision == "fp8" and self.backend != "torch":
+            raise UsageError(
+                "layers of 8-bit products are torch's",
+                seen=f"precision='fp8', backend={self.backend!r}",
+                fix="leave backend out, or train with precision bf16",
+            )
         self._check_quantize()
         if not 0 <= self.label_smoothing < 1:
             raise UsageError("label_smoothing is 0 to 1", seen=self.label_smoothing)

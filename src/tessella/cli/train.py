@@ -86,7 +86,7 @@ def train(
     policy: Annotated[str | None, Option(help=POLICIES)] = None,
     quantize: Quantize = None,
     init: Init = None,
-    precision: Annotated[str | None, Option(help="fp32, tf32, bf16 or fp16.")] = None,
+    precision: Annotated[str | None, Option(help="fp32, tf32, bf16, fp16 or fp8.")] = None,
     backend: Backend = None,
     gpus: Gpus = None,
     nodes: Annotated[int | None, Option(help="Machines: start this on each.")] = None,

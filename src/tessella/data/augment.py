@@ -2,12 +2,18 @@
 
 The draws depend on seed, epoch and the image's index: not on the process, the worker, or on where a
 run was resumed. Works on HWC uint8 or uint16 with any number of channels, before ``normalize``.
+
+Source of the noise: J. K. Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011),
+Philox4x32-10, which a GPU draws pixel by pixel; G. E. P. Box, M. E. Muller (1958).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cv2
 import numpy as np
+import numpy.typing as npt
 
 from tessella.artifacts.run import Augment
 from tessella.core.pictures import Pixels
@@ -31,13 +37,48 @@ def generator(seed: int, epoch: int, stream: int, index: int = 0) -> np.random.G
 def only_cuts(settings: Augment) -> bool:
     """Whether images are cut and mirrored only, which the GPU can do."""
     return not (
-        settings.rotation or settings.scale or settings.color or settings.noise or joins(settings)
-    )
+        settings.rotation or settings.scale or recolors(settings) or settings.noise
+        or joins(settings)
+    )  # fmt: skip
+
+
+def recolors(settings: Augment) -> bool:
+    """Whether colours change."""
+    return bool(settings.color or settings.hue)
 
 
 def joins(settings: Augment) -> bool:
     """Whether some images are made of several."""
     return bool(settings.join_until and (settings.mosaic or settings.paste))
+
+
+class Change(NamedTuple):
+    """How an image is changed.
+
+    Attributes:
+        colors: the factors of brightness, contrast and saturation.
+        hue: the share of the circle of colours by which these turn.
+        key: of its noise's random numbers, 64 bits.
+    """
+
+    moves: Moves
+    colors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    hue: float = 0.0
+    key: int = 0
+
+
+def drawn_change(settings: Augment, record: Preprocess, rng: np.random.Generator) -> Change:
+    """How an image is changed, by the first draws of its random numbers."""
+    made = Change(drawn_moves(settings, record, rng))
+    if settings.color:
+        low, high = 1 - settings.color, 1 + settings.color
+        brightness, contrast, saturation = rng.uniform(low, high, 3).tolist()
+        made = made._replace(colors=(brightness, contrast, saturation))
+    if settings.hue:
+        made = made._replace(hue=rng.uniform(-settings.hue, settings.hue))
+    if settings.noise:
+        made = made._replace(key=int(rng.integers(2**64, dtype=np.uint64)))
+    return made
 
 
 def drawn_moves(settings: Augment, record: Preprocess, rng: np.random.Generator) -> Moves:
@@ -65,7 +106,13 @@ def augmented(
 
     Rotation and zoom first, on the whole image, then the random crop, mirrors, colour and noise.
     """
-    moves = drawn_moves(settings, record, rng)
+    change = drawn_change(settings, record, rng)
+    return applied(pixels, change, settings, record), change.moves
+
+
+def applied(pixels: Pixels, change: Change, settings: Augment, record: Preprocess) -> Pixels:
+    """The changed copy of a fitted image; ``kernels.pictures.change`` makes the same on a GPU."""
+    moves = change.moves
     if settings.rotation or settings.scale:
         pixels = _turn(pixels, moves.angle, moves.zoom)
     bottom, right = moves.top + moves.height, moves.left + moves.width
@@ -74,16 +121,18 @@ def augmented(
         pixels = _mirrored(pixels)
     if moves.flip:
         pixels = pixels[::-1]
-    if settings.color or settings.noise:
+    if recolors(settings) or settings.noise:
+        most = np.float32(full_scale(record.depth))
         changed = pixels.astype(np.float32)
         if settings.color:
-            changed = _recolor(changed, settings.color, rng)
+            changed = _recolor(changed, change.colors)
+        if settings.hue and record.channels == 3:
+            changed = _hue(changed.clip(0, most) / most, change.hue) * most
         if settings.noise:
-            sigma = np.float32(settings.noise * full_scale(record.depth))
-            changed += sigma * rng.standard_normal(changed.shape, np.float32)
-        limits = (0, full_scale(record.depth))
-        pixels = np.rint(np.clip(changed, *limits)).astype(pixels.dtype)
-    return pixels, moves
+            sigma = np.float32(settings.noise) * most
+            changed += sigma * normal(change.key, changed.size).reshape(changed.shape)
+        pixels = np.rint(changed.clip(0, most)).astype(pixels.dtype)
+    return pixels
 
 
 def _mirrored(pixels: Pixels) -> Pixels:
@@ -108,9 +157,9 @@ def _turn(pixels: Pixels, angle: float, zoom: float) -> Pixels:
     return out
 
 
-def _recolor(pixels: Pixels, strength: float, rng: np.random.Generator) -> Pixels:
-    """Brightness, contrast and (of RGB) saturation, each times 1 − strength to 1 + strength."""
-    brightness, contrast, saturation = rng.uniform(1 - strength, 1 + strength, 3).astype(np.float32)
+def _recolor(pixels: Pixels, factors: tuple[float, float, float]) -> Pixels:
+    """Brightness, contrast and (of RGB) saturation, each times its factor."""
+    brightness, contrast, saturation = np.array(factors, np.float32)
     pixels = pixels * brightness
     middle = pixels.mean(axis=(0, 1), dtype=np.float32)
     pixels = middle + (pixels - middle) * contrast
@@ -118,3 +167,41 @@ def _recolor(pixels: Pixels, strength: float, rng: np.random.Generator) -> Pixel
         grey = (pixels * _LUMA).sum(axis=2, keepdims=True)
         pixels = grey + (pixels - grey) * saturation
     return pixels
+
+
+def _hue(pixels: Pixels, share: float) -> Pixels:
+    """RGB of 0 to 1, whose colours are turned by a share of their circle."""
+    hsv = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV)
+    hsv[:, :, 0] = (hsv[:, :, 0] + np.float32(360 * share)) % np.float32(360)
+    return np.asarray(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB), np.float32)
+
+
+# --- noise ----------------------------------------------------------------------------------------
+
+_ROUNDS, _HALF, _LOW = 10, np.uint64(32), np.uint64(0xFFFFFFFF)
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEPS = 0x9E3779B9, 0xBB67AE85  # of the keys
+UNIT = np.float32(2.0**-24)  # random numbers are so far apart, from half of it on
+
+
+def normal(key: int, count: int) -> npt.NDArray[np.float32]:
+    """Normally distributed numbers, four of each block of Philox: two pairs of Box and Muller."""
+    words = words_of(key, -(-count // 4))
+    uniform = (words >> np.uint64(8)).astype(np.float32) * UNIT + UNIT / 2
+    radius = np.sqrt(np.float32(-2) * np.log(uniform[0::2]))
+    angle = np.float32(2 * np.pi) * uniform[1::2]
+    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return pairs.reshape(4, -1).T.reshape(-1)[:count]
+
+
+def words_of(key: int, blocks: int) -> npt.NDArray[np.uint64]:
+    """The four words of 32 bits of the blocks 0 to ``blocks`` − 1 of a key, [4, blocks]."""
+    one, two, three, four = (np.zeros(blocks, np.uint64) for _ in range(4))
+    one += np.arange(blocks, dtype=np.uint64)
+    low, high = key & 0xFFFFFFFF, key >> 32
+    for _ in range(_ROUNDS):
+        a, b = one * _MULTIPLIERS[0], three * _MULTIPLIERS[1]
+        one, two = (b >> _HALF) ^ two ^ np.uint64(low), b & _LOW
+        three, four = (a >> _HALF) ^ four ^ np.uint64(high), a & _LOW
+        low, high = (low + _STEPS[0]) & 0xFFFFFFFF, (high + _STEPS[1]) & 0xFFFFFFFF
+    return np.stack([one, two, three, four])

@@ -35,12 +35,13 @@ from tessella.core.preprocess import (
     raw_head,
     stored_pixels,
 )
-from tessella.data.augment import ORDER_STREAM, generator, only_cuts
+from tessella.data.augment import ORDER_STREAM, applied, generator, joins, only_cuts
 from tessella.data.blocks import Located, seen_block, stored_volume
+from tessella.data.changes import Changes, Drawn
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.filling import Fillers, Wanted
 from tessella.data.joining import drawn_pieces, made_of
-from tessella.device.scaling import Scaling
+from tessella.device.scaling import Scaling, has_one_pass
 from tessella.tasks import Block, Moves, Piece, still, targets_of
 
 DECODE_ONCE_BYTES = 256 << 20
@@ -72,6 +73,7 @@ class Batch:
             the record's whole size; with ``files``, only of the images that are not among these. Of
             volumes uint16 [N, D, H, W, C].
         cuts: int64, [N, 4]: top, left, mirror and flip of each image's ``Moves``, still to be made.
+        changes: what else is to be made of each, before and behind its cut.
         record: says how they become the network's input.
         labels: the targets, as the split's task has them in a batch: int64 [N] for classification.
         indices: int64, [N]: which images of the split they are.
@@ -82,12 +84,19 @@ class Batch:
     labels: Any
     indices: torch.Tensor
     cuts: torch.Tensor | None = None
+    changes: Changes | None = None
     files: Files | None = None
 
     @property
     def images(self) -> torch.Tensor:
         """The network's input, float32 [N, C, H, W], of volumes [N, C, D, H, W]."""
-        return Scaling(self.record, self.pixels.device)(self.pixels, self.cuts).contiguous()
+        pixels, cuts = self.pixels, self.cuts
+        if self.changes is not None:
+            settings, each = self.changes.settings, self.changes.each
+            pairs = zip(pixels.numpy(), each, strict=True)
+            made = [applied(one, change, settings, self.record) for one, change in pairs]
+            pixels, cuts = torch.from_numpy(np.stack(made)), None
+        return Scaling(self.record, pixels.device)(pixels, cuts).contiguous()
 
 
 def steps_per_epoch(count: int, batch_size: int) -> int:
@@ -129,8 +138,8 @@ def batches(
         workers: how many prepare batches ahead; 0: only the calling thread does. They are threads,
             or where the images of a split that is not kept decoded are to be decoded, or changed in
             other ways than by cuts, processes, each asked by a thread.
-        for_gpu: in page-locked memory, of which a GPU copies by itself, and with the cutting left
-            to it where an image is not changed in other ways.
+        for_gpu: in page-locked memory, of which a GPU copies by itself, and with all changes left
+            to it but the joining of images.
         decodes: the GPU decodes JPEG files, too: those of a split that is not kept decoded, where
             the cutting is left to it.
         fillers: the processes, for who asks for many epochs; by default they start and end here.
@@ -225,7 +234,9 @@ class _Loader:
         self._split, self._record, self._changes = split, record, changes
         self._pinned = for_gpu and torch.cuda.is_available()
         self._drawn_from = drawn_from
-        self._cuts_later = for_gpu and (changes is None or only_cuts(changes))
+        self._draws = changes is not None and not only_cuts(changes)
+        draws_later = self._draws and has_one_pass() and not (changes and joins(changes))
+        self._cuts_later = for_gpu and (draws_later or not self._draws)
         self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
         self._decodes = decodes and self._cuts_later and split not in _DECODED
         self._still = still(record)
@@ -247,6 +258,8 @@ class _Loader:
         if self._changes is None:
             centre = [self._still.top, self._still.left, 0, 0]
             return Cuts(np.tile(np.array(centre, np.int64), (len(indices), 1)), self._still)
+        if self._draws:
+            return Drawn(self._changes, self._record, self._drawn_from, indices)
         made = cuts_of(self._changes, self._record, self._drawn_from, indices)
         return Cuts(made, self._still)
 
@@ -287,7 +300,11 @@ class _Loader:
         labels = in_torch(self._targets.batch(begun.indices, begun.moves))
         if self._pinned and isinstance(labels, torch.Tensor):
             labels = labels.pin_memory()
-        cuts = None
+        cuts, changes = None, None
+        if isinstance(begun.moves, Drawn):
+            changes = begun.moves.numbers()
+            if self._pinned:
+                changes = changes._replace(words=changes.words.pin_memory())
         if isinstance(begun.moves, Cuts):
             cuts = torch.from_numpy(begun.moves.array_N4)
             cuts = cuts.pin_memory() if self._pinned else cuts
@@ -303,6 +320,7 @@ class _Loader:
             pixels=pixels,
             files=files,
             cuts=cuts,
+            changes=changes,
             record=self._record,
             labels=labels,
             indices=torch.from_numpy(begun.indices.copy()),
@@ -320,7 +338,7 @@ class _Loader:
         """Whether images are decoded here, or changed much, as far as the first ones tell."""
         if self._split in _DECODED or self._decodes:
             return False
-        if self._changes is not None and not only_cuts(self._changes):
+        if self._draws and not self._cuts_later:
             return True
         head, some = raw_head(self._record), indices[:AT_ONCE].tolist()
         return head is None or not all(self._split.content(i).startswith(head) for i in some)

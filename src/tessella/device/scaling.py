@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
 from tessella.core.preprocess import Preprocess, gain_and_offset
+
+
+def has_one_pass() -> bool:
+    """Whether a GPU scales in one pass, by a kernel, which can change pictures before."""
+    return importlib.util.find_spec("triton") is not None
 
 
 class Scaling:

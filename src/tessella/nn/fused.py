@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
+from tessella.nn import fp8
 from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense
 
 _ACTIVATIONS: dict[Any, str] = {
@@ -70,6 +71,8 @@ def _settings() -> Any:
     """Dynamo's, with room for what a process captures: beyond its limit it lets modules run."""
     settings: Any = torch._dynamo.config  # torch imports it when it is asked for
     settings.recompile_limit = max(settings.recompile_limit, _MODULES)
+    allow: Any = torch._dynamo.allow_in_graph
+    allow(fp8.linear)  # one node, which fuse_dense knows
     return settings
 
 

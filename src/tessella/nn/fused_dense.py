@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from tessella.nn import fp8
+
 _LINEAR: Any = torch._C._nn.linear
+_LINEARS = (_LINEAR, fp8.linear)
 _GELU: Any = torch._C._nn.gelu
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _OFTEN_NONE = (
@@ -48,7 +51,7 @@ def fuse_dense(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is F.multi_head_attention_forward:
             _heads_at(graph, node)
-        elif node.target is _LINEAR:
+        elif node.target in _LINEARS:
             _projection_at(graph, node)
         elif node.target is torch.conv2d:
             _patches_at(node)
@@ -58,9 +61,11 @@ def fuse_dense(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is F.layer_norm:
             _norm_at(graph, node, places)
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target is _LINEAR:
             node.target = _calls().linear
+        elif node.target is fp8.linear:
+            _dense_at(graph, node)
 
 
 def _calls() -> ModuleType:
@@ -157,7 +162,8 @@ def _projection_at(graph: fx.Graph, node: fx.Node) -> None:
         return
     x, weight, bias = (*node.args, None)[:3]
     with graph.inserting_before(node):
-        made = graph.call_function(_calls().heads_of, (x, weight, bias, shape[3]))
+        given = (x, weight, bias, shape[3], node.target is fp8.linear)
+        made = graph.call_function(_calls().heads_of, given)
     parts.replace_all_uses_with(made)
     for gone in reversed(chain):
         graph.erase_node(gone)
@@ -187,7 +193,7 @@ def _pair(given: Any) -> tuple[Any, ...]:
 
 def _biased(node: Any, reader: fx.Node) -> tuple[Any, ...] | None:
     """A linear layer's operands, if it has a bias, and nobody else reads its result."""
-    if not isinstance(node, fx.Node) or node.target is not _LINEAR or node.kwargs:
+    if not isinstance(node, fx.Node) or node.target not in _LINEARS or node.kwargs:
         return None
     alone = list(node.users) == [reader]
     return node.args if alone and len(node.args) == 3 and node.args[2] is not None else None
@@ -203,6 +209,19 @@ def _gelu_at(graph: fx.Graph, node: fx.Node) -> None:
     node.target = _calls().gelu
     node.args = (x, layer[2], node.kwargs.get("approximate", "none"))
     node.kwargs = {}
+
+
+def _dense_at(graph: fx.Graph, node: fx.Node) -> None:
+    """A linear layer of a GELU's result, which is that of another: all in 8 bits."""
+    x: Any = node.args[0]
+    if node.kwargs or x.target is not _calls().gelu or list(x.users) != [node]:
+        return
+    first, bias, approximate = x.args
+    if first.target is not fp8.linear or len(first.args) != 2 or list(first.users) != [x]:
+        return
+    node.target, node.args = _calls().dense, (*first.args, bias, approximate, *node.args[1:])
+    graph.erase_node(x)
+    graph.erase_node(first)
 
 
 def _norm_at(graph: fx.Graph, node: fx.Node, places: dict[fx.Node, int]) -> None:
@@ -221,7 +240,7 @@ def _norm_at(graph: fx.Graph, node: fx.Node, places: dict[fx.Node, int]) -> None
     if x in places and (found := _sum_of(x)) is not None:
         at, parts = x, found
     keeps = [user for user in x.users if user is not node and places.get(user, 0) > places[at]]
-    lowering = {_LINEAR, _calls().heads_of, _calls().heads_attended}
+    lowering = {*_LINEARS, _calls().heads_of, _calls().heads_attended}
     lower = [user for user in node.users if user.target in lowering and user.args[:1] == (node,)]
     full = [user for user in node.users if user not in lower]
     with graph.inserting_before(at):

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tessella.kernels.norm import layer
 from tessella.kernels.pointwise import trained as pointwise
+from tessella.nn import fp8
 from tessella.nn.fused_ops import call
 
 
@@ -25,14 +26,18 @@ def heads_attended(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -
 
 
 def heads_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: int, eight: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [N, heads, L, E] by one linear layer of [N, L, width]."""
+    """Queries, keys and values [N, heads, L, E] by one linear layer of [N, L, width].
+
+    Args:
+        eight: the layer multiplies 8-bit numbers (``nn.fp8``).
+    """
     low = _lowered(x, weight)
     if low is not None and pointwise.runs(x):
-        made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads)
+        made: tuple[Tensor, Tensor, Tensor] = _Heads.apply(x.to(low), weight, bias, heads, eight)
         return made
-    return _cut(F.linear(x, weight, bias), heads)
+    return _cut((fp8.linear if eight else F.linear)(x, weight, bias), heads)
 
 
 def _cut(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,42 +85,50 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, low = ctx.saved_tensors
-        of_x, of_weight = _products(ctx, gradient, x, low)
+        of_x, of_weight = _products(ctx, gradient)
         of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.biased else None
         return of_x, of_weight, of_bias
 
 
-def _products(
-    ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _products(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a linear layer's input and of its weight, as far as they are asked for."""
-    rows, other = gradient.flatten(0, -2), x.flatten(0, -2)
+    x, weight = ctx.saved_tensors
+    rows = gradient.flatten(0, -2)
     of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        return of_x, None
-    if x.is_cuda:
-        return of_x, torch.mm(rows.t(), other, out_dtype=torch.float32)
-    return of_x, (rows.t() @ other).float()
+    asked = ctx.needs_input_grad[1]
+    return of_x, fp8.weight_gradient(rows, x.flatten(0, -2)) if asked else None
 
 
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, heads: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, heads: int, eight: bool
     ) -> tuple[Tensor, ...]:
+        ctx.biased, ctx.eight = bias is not None, eight
+        if eight:
+            rounded = fp8.rounded(weight, fp8.VALUES)
+            ctx.save_for_backward(x, *rounded)
+            rows = fp8.rounded(x.flatten(0, -2), fp8.VALUES)
+            made = fp8.product(rows, rounded, bias, x.dtype)
+            return _cut(made.view(*x.shape[:-1], len(weight)), heads)
         low = weight.to(x.dtype)
         ctx.save_for_backward(x, low)
-        ctx.biased = bias is not None
         return _cut(F.linear(x, low, None if bias is None else bias.to(x.dtype)), heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x, low = ctx.saved_tensors
         parts = [g.transpose(1, 2).flatten(2).contiguous() for g in gradients]
-        packed, sums = call("joined", parts)
-        return *_products(ctx, packed, x, low), sums if ctx.biased else None, None
+        if ctx.eight:
+            x, weight, factors = ctx.saved_tensors
+            packed, sums, codes, scales = call("rounded_join", parts, factors, fp8.GRADIENTS)
+            made = fp8.gradients(
+                ctx.needs_input_grad, (codes, scales), packed.flatten(0, -2), x, (weight, factors)
+            )
+        else:
+            packed, sums = call("joined", parts)
+            made = _products(ctx, packed)
+        return *made, sums if ctx.biased else None, None, None
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
@@ -139,6 +152,51 @@ class _Gelu(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         made, of_bias = call("gelu_backward", gradient.contiguous(), x, bias, ctx.tanh)
         return made, of_bias, None
+
+
+def dense(
+    x: Tensor, weight: Tensor, bias: Tensor, approximate: str, weight2: Tensor,
+    bias2: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Two linear layers of 8-bit numbers around a GELU, which makes and takes such."""
+    low = torch.get_autocast_dtype(x.device.type)
+    hidden = torch.empty(1, len(weight), dtype=low, device=x.device)
+    if pointwise.runs(hidden, bias) and len(weight) <= pointwise.WIDEST:
+        made: Tensor = _Dense.apply(x.to(low), weight, bias, approximate == "tanh", weight2, bias2)
+        return made
+    return fp8.linear(gelu(fp8.linear(x, weight), bias, approximate), weight2, bias2)
+
+
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tanh: bool, weight2: Tensor,
+        bias2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        first, second = (fp8.rounded(w, fp8.VALUES) for w in (weight, weight2))
+        rows = fp8.rounded(x.flatten(0, -2), fp8.VALUES)
+        hidden = fp8.product(rows, first, None, x.dtype)
+        made, codes, scales = call("rounded_gelu", hidden, bias, fp8.VALUES, tanh)
+        ctx.save_for_backward(x, hidden, bias, made, *first, *second)
+        ctx.tanh, ctx.biased = tanh, bias2 is not None
+        out = fp8.product((codes, scales), second, bias2, x.dtype)
+        return out.view(*x.shape[:-1], len(weight2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, hidden, bias, made, *weights = ctx.saved_tensors
+        first, second = (weights[0], weights[1]), (weights[2], weights[3])
+        rows, asked = gradient.flatten(0, -2), ctx.needs_input_grad
+        of_made, of_second = fp8.gradients(
+            (True, asked[4]), fp8.weighted(rows, second), rows, made, second
+        )
+        of_hidden, of_bias, codes, scales = call(
+            "rounded_gelu_backward", of_made, hidden, bias, first[1], fp8.GRADIENTS, ctx.tanh
+        )
+        of_x, of_first = fp8.gradients(asked, (codes, scales), of_hidden, x, first)
+        of_bias2 = rows.sum(0, dtype=torch.float32) if ctx.biased else None
+        return of_x, of_first, of_bias, None, of_second, of_bias2
 
 
 def layer_normed(

@@ -22,6 +22,8 @@ from tessella.kernels.pool import trained as pool
 from tessella.kernels.softmax import entropy
 
 Made = list[Tensor]
+Rounded = tuple[Tensor, Tensor, Tensor]  # the result, its 8-bit numbers, and their scales
+RoundedWithSums = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def traced(x: Tensor) -> bool:
@@ -177,6 +179,38 @@ def _gelu_backward_shapes(
     return torch.empty_like(x), torch.empty_like(bias)
 
 
+def _rounded_gelu(x: Tensor, bias: Tensor, dtype: torch.dtype, tanh: bool) -> Rounded:
+    return pointwise.rounded_gelu(x, bias, dtype, tanh=tanh)
+
+
+def _rounded_gelu_shapes(x: Tensor, bias: Tensor, dtype: torch.dtype, tanh: bool) -> Rounded:
+    codes = x.flatten(0, -2)
+    scales = codes.new_empty(len(codes), 1, dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(codes, dtype=dtype), scales
+
+
+def _rounded_gelu_backward(
+    gradient: Tensor, x: Tensor, bias: Tensor, factors: Tensor, dtype: torch.dtype, tanh: bool
+) -> RoundedWithSums:
+    return pointwise.rounded_gelu_gradients(gradient, x, bias, factors, dtype, tanh=tanh)
+
+
+def _rounded_gelu_backward_shapes(
+    gradient: Tensor, x: Tensor, bias: Tensor, factors: Tensor, dtype: torch.dtype, tanh: bool
+) -> RoundedWithSums:
+    made, *codes = _rounded_gelu_shapes(x, bias, dtype, tanh)
+    return made, torch.empty_like(bias), codes[0], codes[1]
+
+
+def _rounded_join(parts: Made, factors: Tensor, dtype: torch.dtype) -> RoundedWithSums:
+    return pointwise.rounded_join(parts, factors, dtype)
+
+
+def _rounded_join_shapes(parts: Made, factors: Tensor, dtype: torch.dtype) -> RoundedWithSums:
+    made, sums = _joined_shapes(parts)
+    return made, sums, *_rounded_gelu_shapes(made, sums, dtype, False)[1:]
+
+
 def _joined(parts: Made) -> tuple[Tensor, Tensor]:
     return pointwise.joined(parts)
 
@@ -265,6 +299,19 @@ _OPERATORS = {
     "gelu_backward": _operator(
         "gelu_backward", _gelu_backward, _gelu_backward_shapes,
         "(Tensor gradient, Tensor x, Tensor bias, bool tanh) -> (Tensor, Tensor)",
+    ),
+    "rounded_gelu": _operator(
+        "rounded_gelu", _rounded_gelu, _rounded_gelu_shapes,
+        "(Tensor x, Tensor bias, ScalarType dtype, bool tanh) -> (Tensor, Tensor, Tensor)",
+    ),
+    "rounded_gelu_backward": _operator(
+        "rounded_gelu_backward", _rounded_gelu_backward, _rounded_gelu_backward_shapes,
+        "(Tensor gradient, Tensor x, Tensor bias, Tensor factors, ScalarType dtype, bool tanh)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+    ),
+    "rounded_join": _operator(
+        "rounded_join", _rounded_join, _rounded_join_shapes,
+        "(Tensor[] parts, Tensor factors, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     ),
     "joined": _operator(
         "joined", _joined, _joined_shapes, "(Tensor[] parts) -> (Tensor, Tensor)"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tessella.artifacts.defaults import defaults
-from tessella.artifacts.run import Recipe
+from tessella.artifacts.run import Augment, Recipe
 
 SIGMAS = 3.0  # beyond what guessing scatters by: then something has been learned
 FAR = 3.0  # times the default rate, or a third of it: worth naming first
@@ -58,7 +58,7 @@ def _beyond(guessed: float, images: int) -> float:
 
 
 def _overfits(recipe: Recipe, train: float, val: float, guessed: float | None = None) -> str:
-    usual, fixes = _usual_rate(recipe), ["augmentation (rotation, scale, color)", "more images"]
+    usual, fixes = _usual_rate(recipe), [_augmentation(recipe.augment), "more images"]
     if recipe.solver.name in ("sgd", "nesterov") or not _near(recipe, usual):
         fixes.insert(0, f"the default solver ({_usual(recipe)})")
     else:
@@ -75,6 +75,8 @@ def _learned_nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequen
     rate, usual = recipe.solver.lr, _usual_rate(recipe)
     if _near(recipe, usual):
         fixes = [f"lr={rate / 10:g}", f"lr={rate * 10:g}", "more epochs"]
+        if recipe.precision in ("fp8", "fp16"):
+            fixes.insert(2, "precision bf16")
         fix = f"Try {_any_of(fixes)}; and check that the labels belong to the images"
     else:
         side = "above" if rate > usual else "below"
@@ -88,6 +90,12 @@ def _learned_nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequen
         f"the network has learned nothing: {_percent(seen)} of the images are classified "
         f"correctly, guessing gets {_percent(guessed)}. {fix}"
     )
+
+
+def _augmentation(augment: Augment) -> str:
+    """What of it is not on yet; all of it is: more."""
+    off = [name for name in ("rotation", "scale", "color") if not getattr(augment, name)]
+    return f"augmentation ({', '.join(off)})" if off else "mixup, or stronger augmentation"
 
 
 def _usual_rate(recipe: Recipe) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import threading
 import time
@@ -20,7 +19,7 @@ from tessella.artifacts.run import Recipe
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
 from tessella.device.nvjpeg import has_own_decoders, require_decoding, why_not
-from tessella.device.scaling import Scaling
+from tessella.device.scaling import Scaling, has_one_pass
 from tessella.training.parallel import World
 
 MOST_THREADS = 32
@@ -141,8 +140,12 @@ class Feed:
             idle, there = self._waits.popleft()
             self.waited_s += max(0.0, idle.elapsed_time(there) / 1e3)
 
-    def _all_moved(self, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
-        return self._pixels(batch), self._moved(batch.cuts), self._moved(batch.labels)
+    def _all_moved(self, batch: Batch) -> tuple[Any, ...]:
+        words, settings = (None, None) if batch.changes is None else batch.changes[:2]
+        return (
+            self._pixels(batch), self._moved(batch.cuts), self._moved(words), settings,
+            self._moved(batch.labels),
+        )  # fmt: skip
 
     def _pixels(self, batch: Batch) -> Tensor:
         pixels: Tensor = self._moved(batch.pixels)
@@ -159,8 +162,14 @@ class Feed:
     def _moved(self, data: Any) -> Any:
         return data.to(self._device, non_blocking=True) if isinstance(data, Tensor) else data
 
-    def _scaled(self, pixels: Tensor, cuts: Tensor | None, labels: Any) -> Fed:
-        images = self._scaling(pixels, cuts).contiguous(memory_format=self._layout)
+    def _scaled(
+        self, pixels: Tensor, cuts: Tensor | None, words: Tensor | None, settings: Any, labels: Any
+    ) -> Fed:
+        scaling: Any = self._scaling
+        images = (
+            scaling(pixels, cuts) if words is None
+            else scaling.changed(pixels, cuts, words, settings)
+        ).contiguous(memory_format=self._layout)  # fmt: skip
         return Fed(images=images, labels=labels)
 
 
@@ -171,7 +180,7 @@ def _timed() -> torch.cuda.Event:
 
 def _scaling(record: Preprocess, device: torch.device) -> Scaling:
     """What normalizes on the device: one kernel where Triton is, which CPUs come without."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or not has_one_pass():
         return Scaling(record, device)
     module = importlib.import_module("tessella.kernels.pictures.scale")
     made: Scaling = module.OnePassScaling(record, device)

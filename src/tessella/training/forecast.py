@@ -41,7 +41,9 @@ WARM = 2  # steps
 LOADED = 128  # images
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
 LEAST_STEPS = 16  # an epoch, of ``auto``: with fewer a network learns little in it
-_RATES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}  # of limits
+_RATES = {  # of limits; in fp8 at least a third of the products are of bf16
+    "fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"
+}  # fmt: skip
 ROOM = 0.8  # of the free memory, on a CPU, whose other processes want some, too
 
 

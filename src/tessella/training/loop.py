@@ -6,6 +6,8 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe, Run, write_run
+from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
 from tessella.core.errors import TessellaError, TrainError
 from tessella.core.events import (
     Emit,
@@ -28,11 +30,13 @@ from tessella.core.events import (
     warning,
 )
 from tessella.core.memory import free_bytes
+from tessella.core.record import from_plain, to_plain
 from tessella.core.task import CLASSIFICATION
 from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
 from tessella.data.joining import settings_at
 from tessella.data.loading import batches, steps_per_epoch
+from tessella.nn import fp8
 from tessella.tasks import of
 from tessella.training.choosing import way_of
 from tessella.training.diagnosis import diagnosis
@@ -56,6 +60,8 @@ from tessella.training.ways import NAMES
 
 MUCH_WAITING = 0.05  # of the time of all steps
 
+Over = Callable[[Recipe], Recipe]  # a recipe with some settings in the place of its own
+
 
 def train(
     recipe: Recipe,
@@ -65,6 +71,7 @@ def train(
     quantizer: Quantizer | None = None,
     races: bool = True,
     place: Place | None = None,
+    over: Over | None = None,
     emit: Emit = silent,
 ) -> Run:
     """Train as ``recipe`` says, into the folder ``out``.
@@ -77,6 +84,8 @@ def train(
         races: on a GPU the ways of a step are chosen by times, remembered or, where that pays,
             those of a race at the start.
         place: this machine's, in a training on several.
+        over: of a machine that resumes and does not have the run: the first one's recipe, with what
+            is set here in its place. Then ``recipe`` is not trained.
         emit: called with every phase, metric and warning, which ``events.jsonl`` gets, too.
 
     Raises:
@@ -90,13 +99,13 @@ def train(
     if place is None:
         place_of(recipe.nodes, None, None)  # refuses several machines without their places
     elif place.rank:
-        return _take_part(recipe, out, place, emit)
+        return _take_part(recipe, out, place, over, emit)
     run, resumed = begin(recipe, Path(out), resume=resume)
     if resume and not resumed:
         emit(phase("resume", f"from step 0: there is no run in {out} yet"))
     try:
         if place is not None:
-            with closing(Meeting(place, emit)) as meeting:
+            with closing(Meeting(place, emit, to_plain(run.recipe))) as meeting:
                 launch(run.path, recipe.gpus, resumed=resumed, meeting=meeting, emit=emit)
         elif recipe.processes > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
@@ -120,31 +129,48 @@ def train(
     return run
 
 
-def _take_part(recipe: Recipe, out: Path, place: Place, emit: Emit) -> Run:
+def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit: Emit) -> Run:
     """Train beside the first machine, which keeps the run's folder; nothing is written in ``out``.
 
     Returns:
         The run that is there: here it has its record alone, unless ``out`` is a common folder.
     """
     check(recipe)
-    info = describe_run(recipe)
     with closing(Meeting(place, emit)) as meeting, TemporaryDirectory(prefix="tessella-") as folder:
+        try:
+            if over is not None:
+                recipe = over(
+                    from_plain(Recipe, meeting.settings(), where="the first machine's run")
+                )
+            info = describe_run(recipe)
+        except TessellaError as error:
+            raise meeting.fail(error) from None
         write_run(Path(folder), info)
         launch(Path(folder), recipe.gpus, resumed=False, meeting=meeting, emit=emit)
     return Run(out, info=info)
 
 
-def train_started(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit = silent) -> Run:
+def train_started(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    over: Over | None = None,
+    emit: Emit = silent,
+) -> Run:
     """``train`` in one of the processes that torchrun or another program has started.
 
     Rank 0 writes the run; the others return its record.
     """
     check(recipe)
-    info = describe_run(recipe)
+
+    def own(first: Recipe) -> RunInfo:
+        return describe_run(recipe if over is None else over(first))
+
     with (
         stop_signals() as asked,
         joined(asked) as world,
-        shared(world, info, out, lambda: begin(recipe, out, resume=resume)) as (run, resumed),
+        shared(world, own, out, lambda: begin(recipe, out, resume=resume)) as (run, resumed),
     ):
         try:
             train_run(run, world, resumed=resumed, emit=emit)
@@ -160,6 +186,7 @@ def train_started(recipe: Recipe, out: Path, *, resume: bool = False, emit: Emit
                 seen=str(error).splitlines()[0][:200],
                 fix="read what the other processes said last, then resume",
             ) from error
+        info = run.info
     return Run(out, info=info)
 
 
@@ -178,9 +205,15 @@ def train_run(
     resumed: bool,
     quantizer: Quantizer | None = None,
     races: bool = True,
+    began: float | None = None,
     emit: Emit,
 ) -> None:
-    """This process's part in the training of a run; rank 0 emits events and saves checkpoints."""
+    """This process's part in the training of a run; rank 0 emits events and saves checkpoints.
+
+    Args:
+        began: when the processes were started, as ``time.time`` has it: what the first step took
+            from then on is told.
+    """
     dataset = Dataset(run.recipe.dataset)
     saved = run.checkpoints() if resumed else []
     start = saved[-1] if saved else None
@@ -204,15 +237,16 @@ def train_run(
             open=world.rank == 0,
         )
         with closing(journal):
-            Training(run, dataset, trainer, world, journal).go()
+            Training(run, dataset, trainer, world, journal, began).go()
 
 
 class Training:
     """The training in one process: steps, and the validations and checkpoints between them."""
 
     def __init__(
-        self, run: Run, dataset: Dataset, trainer: Trainer, world: World, journal: Journal
-    ) -> None:
+        self, run: Run, dataset: Dataset, trainer: Trainer, world: World, journal: Journal,
+        began: float | None,
+    ) -> None:  # fmt: skip
         self._run, self._recipe, self._dataset = run, run.recipe, dataset
         self._trainer, self._world, self._journal = trainer, world, journal
         self._state = trainer.state
@@ -223,7 +257,7 @@ class Training:
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
         self._fed: Fed | None = None  # the last batch
-        self._exchange_s = 0.0
+        self._exchange_s, self._began = 0.0, began
         self._meter = Meter(
             self._schedule, world, self._state, trainer.feed, journal,
             where=self._where_not_finite, skipped=trainer.skipped,
@@ -265,6 +299,13 @@ class Training:
             fed.images, fed.labels, done=done, rate=rate, momentum=schedule.momentum(done)
         )
         state.step += 1
+        if self._began is not None:
+            measured.tolist()  # waits for the step
+            took = (
+                f"{time.time() - self._began:.3g} s after {self._world.size} processes were started"
+            )
+            self._journal(phase("start", f"the first step ended {took}"))
+            self._began = None
         self._measured = {}
         self._meter.add(state.step, rate, measured)
         improved = schedule.validates(state.step) and self._validate()
@@ -433,6 +474,9 @@ class Training:
             emit(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":
             emit(warning("fp16 on a CPU is emulated and slow: bf16 or fp32 train faster here"))
+        if recipe.precision == "fp8":
+            count = sum(isinstance(m, fp8.LAYERS) for m in self._trainer.module.modules())
+            emit(phase("fp8", f"{count} layers multiply 8-bit numbers, all others bf16"))
 
     def _memory(self) -> str:
         """What a step will take, as far as shapes tell."""

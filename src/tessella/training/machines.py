@@ -202,6 +202,7 @@ class Meeting:
 
     Args:
         emit: told who is waited for.
+        settings: the first machine's, of the run; None on the others.
 
     Attributes:
         place: this machine's.
@@ -212,7 +213,7 @@ class Meeting:
         TrainError: a machine has not come within ``WAIT_S``.
     """
 
-    def __init__(self, place: Place, emit: Emit) -> None:
+    def __init__(self, place: Place, emit: Emit, settings: Any = None) -> None:
         self.place = place
         where = f"{place.host}:{place.port}"
         emit(phase("machines", f"{place.rank + 1} of {place.nodes}; they meet at {where}"))
@@ -226,6 +227,8 @@ class Meeting:
             self._agree_on_nodes()
             self._take_place(where)
             self._wait_for_all()
+            if place.rank == 0:
+                self._ask(self._store.set, "settings", json.dumps(settings))
             port = self._agreed_port()
         except RuntimeError as error:
             self.close()
@@ -311,6 +314,13 @@ class Meeting:
                     )
                 )
             time.sleep(0.1 if missing else 0)
+
+    def settings(self) -> Any:
+        """The first machine's."""
+        try:
+            return json.loads(self._ask(self._store.get, "settings"))
+        except RuntimeError as error:
+            raise self._gone(0, str(error).splitlines()[0][:200]) from None
 
     def _agreed_port(self) -> int:
         """A port of the first machine's where the processes will meet."""

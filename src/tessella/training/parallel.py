@@ -208,7 +208,8 @@ def launch(
                 told(warning(text))
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     torchrun += ["--standalone"] if meeting is None else meeting.torchrun
-    worker = ["-m", "tessella.training.worker", str(out), *(["--resumed"] if resumed else [])]
+    worker = ["-m", "tessella.training.worker", str(out), "--began", str(time.time())]
+    worker += ["--resumed"] if resumed else []
     with (out / LOG_FILE).open("ab") as log:
         process = subprocess.Popen(
             [*torchrun, *worker],

@@ -1,4 +1,5 @@
-"""The arithmetic of training: fp32, tf32, or autocast to bf16 or (with loss scaling) to fp16.
+"""The arithmetic of training: fp32, tf32, or autocast to bf16 or (with loss scaling) to fp16; fp8
+is bf16 whose large linear layers multiply 8-bit numbers (``nn.fp8``).
 
 Weights and optimizer state are float32 in every mode.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, optim
 from tessella.artifacts.run import Precision
 from tessella.core.errors import TrainError
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def width_of(precision: Precision) -> torch.dtype:

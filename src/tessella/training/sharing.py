@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tessella.artifacts.files import sha256
-from tessella.artifacts.run import Run, RunInfo
+from tessella.artifacts.run import Recipe, Run, RunInfo
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.record import from_plain, to_plain
 from tessella.training.machines import error_of
@@ -32,12 +32,15 @@ _PIECE = 1 << 26  # bytes that are sent at once
 
 @contextmanager
 def shared(
-    world: World, own: RunInfo, out: Path, begun: Callable[[], tuple[Run, bool]]
+    world: World,
+    describes: Callable[[Recipe], RunInfo],
+    out: Path,
+    begun: Callable[[], tuple[Run, bool]],
 ) -> Iterator[tuple[Run, bool]]:
     """The run for this process, and whether it is resumed.
 
     Args:
-        own: the run by this process's own settings and dataset.
+        describes: the run by this process's own settings and dataset, given rank 0's recipe.
         out: the run's folder, if this process sees it; nothing is written there but by rank 0.
         begun: the run and whether it is resumed, as rank 0 has it; called there alone.
 
@@ -66,17 +69,12 @@ def shared(
     if (plain := told["error"]) is not None:
         raise error_of(plain)
     info = from_plain(RunInfo, told["info"], where="the first process's run")
+    own = describes(info.recipe)
     if changed := differences(info, own):
-        fix = "give every machine the same options, and the same version of the dataset"
-        if told["resumed"]:  # only where run.json is are its settings those that are not given
-            fix += (
-                "; where the run's folder is on the first machine alone, give the settings above "
-                "as they were, or copy its run.json into the folder of --out on the others"
-            )
         raise UsageError(
             "the machines were started with different settings or data",
             seen="; ".join(changed)[:1000],
-            fix=fix,
+            fix="give every machine the same options, and the same version of the dataset",
         )
     wanted: dict[str, tuple[int, str]] = told["files"]
     with TemporaryDirectory(prefix="tessella-") as scratch:

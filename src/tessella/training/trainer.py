@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tessella.artifacts.checkpoint import Checkpoint
-from tessella.artifacts.run import RunInfo
+from tessella.artifacts.run import Recipe, RunInfo
 from tessella.artifacts.shards import SplitInfo
 from tessella.core.errors import OutOfMemory
 from tessella.core.memory import is_out_of_memory
 from tessella.core.preprocess import darkest
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
-from tessella.nn import convert, zoo
+from tessella.nn import convert, fp8, zoo
 from tessella.nn.windows import over_windows
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
@@ -42,6 +42,15 @@ from tessella.training.solver import optimizer_for, set_rate
 from tessella.training.state import TrainState, pack, seed_step, unpack
 from tessella.training.synchronized import synchronized
 from tessella.training.ways import Choice, called, called_loss, usual_way
+
+
+def _converted(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """The module with the layers of the recipe's backend and precision."""
+    if recipe.precision == "fp8":
+        fp8.require_products(device)
+        fp8.to_fp8(module)
+        return module
+    return convert(module, backend=recipe.backend)
 
 
 def _loss_settings(info: RunInfo, trained: SplitInfo, world: World) -> LossSettings:
@@ -98,7 +107,7 @@ class Trainer:
         layout = last if on_gpu else torch.contiguous_format
         decodes = decodes_on_gpu(recipe, info.preprocess, world.device)
         self.feed = Feed(info.preprocess, world.device, layout, decodes=decodes)
-        module = convert(module, backend=recipe.backend)
+        module = _converted(module, recipe, world.device)
         if recipe.sync_norms and world.size > 1:
             module = synchronized(module)
         self._sharded = recipe.shard and world.size > 1  # parts alone go to the device, below

@@ -49,6 +49,12 @@ def usual_way(recipe: Recipe, device: torch.device) -> Choice:
     if recipe.fuse is not None:
         said = f"the recipe says fuse={recipe.fuse}"
         return Choice(way="fused" if recipe.fuse else "eager", why=said)
+    if (
+        recipe.precision == "fp8"
+        and device.type == "cuda"
+        and not refusal("compile", recipe, device)
+    ):
+        return Choice(way="compile", why="casts to fp8 are fused with what makes the numbers")
     why_not = refusal("fused", recipe, device)
     if why_not is None:
         return Choice(way="fused", why="the usual one on a GPU")

@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="a training process; started by tessella train")
     parser.add_argument("out", type=Path)
     parser.add_argument("--resumed", action="store_true")
+    parser.add_argument("--began", type=float, help="when, in seconds since 1970")
     parser.add_argument("--recipe", type=Path)
     arguments = parser.parse_args()
     asked = threading.Event()
@@ -41,9 +42,12 @@ def main() -> int:
         begun = Run(arguments.out)
         with (
             joined(asked.is_set) as world,
-            shared(world, begun.info, begun.path, lambda: (begun, arguments.resumed)) as given,
+            shared(
+                world, lambda _: begun.info, begun.path, lambda: (begun, arguments.resumed)
+            ) as given,
         ):
-            train_run(given[0], world, resumed=given[1], emit=silent)
+            run, resumed = given
+            train_run(run, world, resumed=resumed, began=arguments.began, emit=silent)
     except KeyboardInterrupt:  # as the parent asked, which knows
         return 0
     except TessellaError as error:

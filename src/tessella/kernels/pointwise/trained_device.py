@@ -1,12 +1,15 @@
 """Device code of gradients with the sums of their columns in one pass: of a GELU and of the bias
-before it, and of attention's queries, keys and values side by side."""
+before it, and of attention's queries, keys and values side by side. For products of 8-bit numbers
+the same as such, and a GELU itself."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tessella.kernels.epilogue.triton_device import cast
+from tessella.kernels.epilogue.triton_device import activate, cast, quotient
+
+_SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # as nn.fp8 has it
 
 
 @triton.jit
@@ -36,10 +39,15 @@ def _gelu_tanh_slope(x):
 @triton.jit
 def gelu_gradient_kernel(
     x_pointer, bias_pointer, gradient_pointer, out_pointer, sums_pointer, rows, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TANH: tl.constexpr,
+    codes_pointer, scales_pointer, factors_pointer, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TANH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of rows [rows, width] of ``gelu(x + bias)``, and the block's sums of their columns,
-    [programs, width]."""
+    [programs, width].
+
+    With ``codes_pointer`` also as 8-bit numbers, each column times its factor before, and the scale
+    of each row; a tile then has whole rows.
+    """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
     bias = tl.load(bias_pointer + columns, mask=inside, other=0.0)[None, :]
@@ -56,8 +64,85 @@ def gelu_gradient_kernel(
             made = gradient * _gelu_slope(x)
         tl.store(out_pointer + offsets, cast(made, out_pointer.dtype.element_ty), mask=there)
         total += made
+        if codes_pointer is not None:
+            factors = tl.load(factors_pointer + columns, mask=inside, other=0.0)[None, :]
+            made = tl.where(there, made * factors, 0.0)
+            scale = _scale(tl.max(tl.abs(made), 1), MOST)
+            tl.store(scales_pointer + row, scale, mask=row < rows)
+            codes = cast(quotient(made, scale[:, None]), codes_pointer.dtype.element_ty)
+            tl.store(codes_pointer + offsets, codes, mask=there)
     own = sums_pointer + tl.program_id(0) * width + columns
     tl.store(own, tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def _scale(largest, MOST: tl.constexpr):
+    """By what numbers are divided of which the largest becomes ``MOST``."""
+    return tl.div_rn(tl.maximum(largest, _SMALLEST), MOST)
+
+
+@triton.jit
+def rounded_gelu_kernel(
+    x_pointer, bias_pointer, out_pointer, codes_pointer, scales_pointer, width,
+    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """A row of ``gelu(x + bias)``, and the same as 8-bit numbers with their scale."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside = columns < width
+    x = tl.load(x_pointer + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    made = activate(x + tl.load(bias_pointer + columns, mask=inside, other=0.0), ACTIVATION)
+    made = cast(tl.where(inside, made, 0.0), out_pointer.dtype.element_ty)
+    tl.store(out_pointer + row * width + columns, made, mask=inside)
+    made = made.to(tl.float32)
+    scale = _scale(tl.max(tl.abs(made), 0), MOST)
+    tl.store(scales_pointer + row, scale)
+    codes = cast(quotient(made, scale), codes_pointer.dtype.element_ty)
+    tl.store(codes_pointer + row * width + columns, codes, mask=inside)
+
+
+@triton.jit
+def rounded_join_kernel(
+    first_pointer, second_pointer, third_pointer, out_pointer, sums_pointer, codes_pointer,
+    scales_pointer, factors_pointer, rows, width, COLUMNS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """As ``joined_kernel``, whole rows; also as 8-bit numbers, each column times its factor before,
+    and the scale of each row."""
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < width
+    one = tl.load(factors_pointer + columns, mask=inside, other=0.0)
+    two = tl.load(factors_pointer + width + columns, mask=inside, other=0.0)
+    three = tl.load(factors_pointer + 2 * width + columns, mask=inside, other=0.0)
+    first_sum = tl.zeros([COLUMNS], tl.float32)
+    second_sum = tl.zeros([COLUMNS], tl.float32)
+    third_sum = tl.zeros([COLUMNS], tl.float32)
+    for start in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.zeros([1], tl.int64) + start
+        first = tl.load(first_pointer + row * width + columns, mask=inside, other=0.0)
+        second = tl.load(second_pointer + row * width + columns, mask=inside, other=0.0)
+        third = tl.load(third_pointer + row * width + columns, mask=inside, other=0.0)
+        to = row * 3 * width + columns
+        tl.store(out_pointer + to, first, mask=inside)
+        tl.store(out_pointer + to + width, second, mask=inside)
+        tl.store(out_pointer + to + 2 * width, third, mask=inside)
+        first_sum += first.to(tl.float32)
+        second_sum += second.to(tl.float32)
+        third_sum += third.to(tl.float32)
+        a, b, c = (
+            first.to(tl.float32) * one,
+            second.to(tl.float32) * two,
+            third.to(tl.float32) * three,
+        )
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.abs(c))
+        scale = _scale(tl.max(largest, 0), MOST)
+        tl.store(scales_pointer + start, scale)
+        dtype: tl.constexpr = codes_pointer.dtype.element_ty
+        tl.store(codes_pointer + to, cast(quotient(a, scale), dtype), mask=inside)
+        tl.store(codes_pointer + to + width, cast(quotient(b, scale), dtype), mask=inside)
+        tl.store(codes_pointer + to + 2 * width, cast(quotient(c, scale), dtype), mask=inside)
+    own = sums_pointer + tl.program_id(0) * 3 * width + columns
+    tl.store(own, first_sum, mask=inside)
+    tl.store(own + width, second_sum, mask=inside)
+    tl.store(own + 2 * width, third_sum, mask=inside)
 
 
 @triton.jit
