@@ -284,7 +284,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
-    *_cpu("conv2d", "avx2_winograd", "conv.x86_winograd", isa="avx2", sliced_out=True),
+    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
     *_cpu("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2", sliced_out=True, gamma=True),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
@@ -381,7 +381,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_dot(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
     *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
-    *_cpu(_ATTENTION, "avx2", "attention.x86", isa="avx2", **_NEW),
+    *_x86(_ATTENTION, "{}", "attention.x86", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
     *_x86("lstm gru rnn", "{}", "recurrent.x86", **_NEW),
