@@ -85,9 +85,10 @@ def asked() -> Iterator[tuple[Problem, Tensors]]:
     yield from ((p, [None if m is None else numbers(m) for m in p.inputs]) for p in drawn)
     yield quantization(16 * 1024 + 5)
     for case in (
-        attentions.Case(dtype="float32", fused=True, queries=19),
-        attentions.Case(dtype="float32", queries=7, keys=17, value_width=48, mask=(2, 1, 1, 17)),
-        attentions.Case(dtype="float32", n=1, queries=6, keys=5, mask=(1, 1, 1, 5),
+        attentions.Case(dtype="float32", fused=True, queries=19, width=32),
+        attentions.Case(dtype="float32", queries=7, keys=17, width=32, value_width=96,
+                        mask=(2, 1, 1, 17)),
+        attentions.Case(dtype="float32", n=1, queries=6, keys=5, width=32, mask=(1, 1, 1, 5),
                         mask_dtype="float32"),
     ):  # fmt: skip
         problem, tensors = attentions.draw(case)

@@ -1,5 +1,5 @@
-"""Winograd's F(4, 3) on a CPU with AVX2: 3×3 convolutions of step 1 in float32, with a
-quarter of the products.
+"""Winograd's F(4, 3) on a CPU with AVX-512 or AVX2: 3×3 convolutions of step 1 in float32,
+with a quarter of the products.
 
 A thread takes some tiles of 4×4 results at a time, of any images. It transforms the 6×6 pixels that
 each reads, channel by channel in vectors; multiplies, for each of the 36 places, the tiles' rows of
@@ -28,7 +28,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At, InstructionSet
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
@@ -49,8 +49,11 @@ READ, MADE = 6, 4  # pixels along a tile's edge
 PLACES, RESULTS = READ**2, MADE**2
 WORTH_TILES = 8  # fewer do not repay four times the weight's bytes
 MOST_THREADS = 8
+# of a panel's words, of which every such one asks for a line: few groups of tiles read a panel
+ASKING = {AVX512: 1, AVX2: 2}
 # of the workspace's part for a thread: about the second cache, and what a third one has for a core
 PART_BYTES = (3 * 2**17, 3 * 2**19)
+WIDE = 4  # vectors
 FILTER = (
     (1 / 4, 0, 0), (-1 / 6, -1 / 6, -1 / 6), (-1 / 6, 1 / 6, -1 / 6), (1 / 24, 1 / 12, 1 / 6),
     (1 / 24, -1 / 12, 1 / 6), (0, 0, 1),
@@ -85,13 +88,17 @@ def outclassed(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """By the tiles that a thread takes: what lies between is in its second cache, or its third."""
+    """By the tiles that a thread takes: what lies between is in its second cache, or its third;
+    and where registers allow, wide panels, which fewer tiles fill."""
     isa = code.require_instructions()
     channels, filters = problem["weight"].shape[1], problem["weight"].shape[0]
     vectors = next(v for v in (*sorted({2, *PIXELS[isa]} - {1}), 1) if _divides(filters, v, isa))
-    pixels, total = PIXELS[isa][vectors], _tiles(problem)
+    total, tried = _tiles(problem), [(vectors, most) for most in PART_BYTES]
+    if isa == AVX512 and _divides(filters, WIDE, isa):
+        tried.append((WIDE, PART_BYTES[-1]))
     found: list[Config] = []
-    for most in PART_BYTES:
+    for vectors, most in tried:
+        pixels = PIXELS[isa][vectors]
         some = max(2 * pixels, most // (PLACES * (channels + filters) * WORD))
         items = math.ceil(total / some)
         tiles = math.ceil(math.ceil(total / items) / pixels) * pixels
@@ -410,7 +417,7 @@ class _Tiles:
                 a.broadcast(of_tile, at)
                 for v in range(self.vectors):
                     a.vector("vfmadd231ps", p * self.vectors + v, sums + v, of_tile)
-            if word % 2 == 0:  # few groups of tiles read a panel
+            if word % ASKING[self.isa] == 0:
                 AHEAD.line(a)
         a.add("rax", UNROLLED * self.width * WORD)
         a.add("rdx", UNROLLED * WORD)

@@ -24,7 +24,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
 from tessella.kernels.shared.x86_ahead import Ahead
@@ -60,7 +60,9 @@ AHEAD = Ahead(
     step=kept(len(STACK) * code.NUMBER),
     end=kept((len(STACK) + 1) * code.NUMBER),
 )
-AHEAD_BYTES = 2**17  # twice as many and the second cache does not hold those of now as well
+# of weights: twice as many and the second cache does not hold those of now as well
+AHEAD_BYTES = {AVX512: 2**19, AVX2: 2**17}
+AHEAD_LINES = {AVX512: 2, AVX2: 1}  # in a round, which reads 16 and 6 at most
 KEPT_BYTES = (len(STACK) + 2) * code.NUMBER
 MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
 
@@ -214,9 +216,9 @@ class _Tiles(Tiles):
 
     @property
     def _asks_ahead(self) -> bool:
-        """Whether the next pass's weights are asked for: AVX2's tiles of few pixels do."""
+        """Whether the next pass's weights are asked for: tiles of few pixels do."""
         has_register = self.pixels <= POINTERS.index(AHEAD.pointer)
-        return self.isa == AVX2 and has_register and self._pass_bytes <= AHEAD_BYTES
+        return has_register and self._pass_bytes <= AHEAD_BYTES[self.isa]
 
     @property
     def _taken(self) -> int:
@@ -297,7 +299,7 @@ class _Tiles(Tiles):
         a.label(label)
         key = "multiply", self.size, self.vectors, self.pixels, pixels, unrolled
         a.once(key, lambda: self._products(a, pixels, unrolled))
-        if self._asks_ahead:
+        for _ in range(AHEAD_LINES[self.isa] if self._asks_ahead else 0):
             AHEAD.line(a)
         a.add("rcx", unrolled * self.width * WORD)
         a.add("rdx", unrolled * WORD)
