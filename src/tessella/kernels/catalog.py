@@ -284,6 +284,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
     *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
     *_cpu("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2", sliced_out=True, gamma=True),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
