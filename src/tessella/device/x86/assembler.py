@@ -52,8 +52,12 @@ VECTOR = {
     "vfmadd213ps": (X66, M0F38, 0xA8),
     "vfmsub132ps": (X66, M0F38, 0x9A),
     "vdpbf16ps": (XF3, M0F38, 0x52),
+    "vpdpbusd": (X66, M0F38, 0x50),
+    "vpxord": (X66, M0F, 0xEF),
+    "vpermd": (X66, M0F38, 0x36),
 }
-ONLY_AVX512 = ("vdpbf16ps",)
+ONLY_AVX512 = ("vdpbf16ps", "vpxord")
+FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
 CONDITIONS = {"jge": 0x8D, "jl": 0x8C, "je": 0x84, "jne": 0x85}
@@ -365,6 +369,8 @@ class Assembler:
         registers = self._name
         said = f"{registers}{other}" if isinstance(other, int) else f"{self._place} {other}"
         text = f"{name} {registers}{to},{registers}{one},{said}"
+        if name in FIRST_AVX512 and not self._wide:
+            text = "{vex} " + text
         self._vector(text, *VECTOR[name], to, one, other)
 
     def convert(self, name: str, to: int, source: int | At) -> None:
@@ -501,23 +507,47 @@ class Assembler:
         Args:
             short: of half the register's bytes.
         """
+        if not self._wide:
+            assert not mask, "AVX2 has no masks"
+            self._vex(text, prefix, map, opcode, reg, second, rm, long=not short)
+            return
         if isinstance(rm, At):
             high, middle = 0, NUMBER[rm.base] >> 3
-            tail = _address(reg, rm, scaled=self._wide)
+            tail = _address(reg, rm, scaled=True)
         else:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
-        if self._wide:
-            extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
-            length = zero << 7 | (1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
-            head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
-        else:
-            assert not mask, "AVX2 has no masks"
-            assert max(reg, second, rm if isinstance(rm, int) else 0) < self.instructions.vectors
-            extended = (reg >> 3) << 7 | middle << 5
-            last = (~second & 15) << 3 | (not short) << 2 | prefix
-            head = bytes((0xC4, extended ^ 0xE0 | map, last))
+        extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
+        length = zero << 7 | (1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
+        head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
         self._emit(text, head + bytes((opcode,)) + tail)
+
+    def _vex(
+        self,
+        text: str,
+        prefix: int,
+        map: int,
+        opcode: int,
+        reg: int,
+        second: int,
+        rm: int | At,
+        *,
+        long: bool,
+    ) -> None:
+        """Three bytes of VEX before the opcode: of AVX2's instructions and those on tiles.
+
+        Args:
+            long: of 32 bytes, not of 16.
+        """
+        if isinstance(rm, At):
+            middle, tail = NUMBER[rm.base] >> 3, _address(reg, rm)
+        else:
+            assert rm < AVX2.vectors
+            middle, tail = rm >> 3, bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
+        assert max(reg, second) < AVX2.vectors
+        extended = (reg >> 3) << 7 | middle << 5
+        last = (~second & 15) << 3 | long << 2 | prefix
+        self._emit(text, bytes((0xC4, extended ^ 0xE0 | map, last, opcode)) + tail)
 
 
 def _address(reg: int, place: At, *, scaled: bool = False) -> bytes:

@@ -18,11 +18,20 @@ import numpy.typing as npt
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.core.processor import widest_allowed
+from tessella.core.processor import may_use, widest_allowed
+from tessella.device.x86 import tiles
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
 NUMBER = 8  # bytes, in tables and in what a function is given
 _COUNTER, _ITEMS, _COUNT, _FIRST = range(4)  # numbers of a call: those of ``run`` come last
+# instruction sets beside those of vectors alone, each with the one that it extends
+EXTENDED = {
+    "avx2_vnni": AVX2,
+    "avx512_vnni": AVX512,
+    "avx512_bf16": AVX512,
+    "amx_int8": AVX512,
+    "amx_bf16": AVX512,
+}
 TORCH = re.compile(r"/libtorch_cpu\.so$")  # it names the OpenMP whose threads it uses
 
 
@@ -31,7 +40,7 @@ def instructions() -> InstructionSet | None:
     """The widest vectors that torch uses here and ``TESSELLA_ISA`` allows, or None if no code of
     ours is written for them."""
     here = {"AVX512": AVX512, "AVX2": AVX2}.get(torch.backends.cpu.get_cpu_capability())
-    return AVX2 if here and widest_allowed() == "avx2" else here
+    return AVX2 if here and (widest_allowed() or "").startswith("avx2") else here
 
 
 def require_instructions() -> InstructionSet:
@@ -42,11 +51,18 @@ def require_instructions() -> InstructionSet:
 
 
 def refusal(isa: str) -> str | None:
-    """Why this machine cannot run code of an instruction set, or None; it can if that is the widest
-    of its own."""
-    here = instructions()
-    if here is None or here.name != isa:
-        return f"needs a processor whose widest vectors are those of {isa}"
+    """Why this machine cannot run code of an instruction set, or None.
+
+    It can if that is the widest of its own, or one of ``EXTENDED`` that extends the widest.
+    """
+    here, extended = instructions(), EXTENDED.get(isa)
+    vectors = isa if extended is None else extended.name
+    if here is None or here.name != vectors:
+        return f"needs a processor whose widest vectors are those of {vectors}"
+    if extended is not None and not may_use(isa):
+        return f"this processor has no {isa}, or TESSELLA_ISA forbids it"
+    if isa.startswith("amx") and not tiles.permitted():
+        return "Linux does not let this process use the tiles of AMX"
     return _refusal()
 
 
@@ -63,7 +79,7 @@ def _refusal() -> str | None:
 
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 (AVX512_BF16)."""
-    return instructions() == AVX512 and bool(torch.cpu._is_avx512_bf16_supported())
+    return instructions() == AVX512 and may_use("avx512_bf16")
 
 
 class MachineCode:
