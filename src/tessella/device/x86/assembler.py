@@ -52,11 +52,12 @@ VECTOR = {
     "vfmadd213ps": (X66, M0F38, 0xA8),
     "vfmsub132ps": (X66, M0F38, 0x9A),
     "vdpbf16ps": (XF3, M0F38, 0x52),
+    "vcvtne2ps2bf16": (XF2, M0F38, 0x72),  # the second operand's numbers are the upper ones
     "vpdpbusd": (X66, M0F38, 0x50),
     "vpxord": (X66, M0F, 0xEF),
     "vpermd": (X66, M0F38, 0x36),
 }
-ONLY_AVX512 = ("vdpbf16ps", "vpxord")
+ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord")
 FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}

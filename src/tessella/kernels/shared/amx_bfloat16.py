@@ -1,11 +1,12 @@
 """Convolutions of bfloat16 by the tiles of AMX, with bias, residual and activation around them.
 
 A block of 32 pixels by 32 channels waits in four tiles while 32 channels of the image after another
-are multiplied in: the product of a matrix of pixels with one of weights. A pixel's row is what all
-places of the filter see of the image, one behind the other: for 1×1 filters of stride 1 the image
-itself, whose rows tiles read where they lie. For others some pixels' rows are copied to the
-workspace first, from where a table says; beside the image it points to zeros. Sums leave the tiles
-through the first cache, where bias, residual and activation are done to them.
+are multiplied in. Tiles read a pixel's channels in one of three ways: where they lie in the image
+(1×1); from a copy in a frame of zeros, in which what a place of the filter sees of neighbouring
+results lies one behind the other (stride 1: some results beside the image's right edge are computed
+too, and go to a place that nobody reads); or from a copy of all that the filter sees of each
+result. Copies are in the workspace, of the rows that a thread takes at a time. Sums leave the tiles
+through the first cache, where residual and activation are done to them; they begin as the bias.
 
 Weights are packed as tiles read them: two channels of the image side by side for each channel of
 the result. Where the last pixels or channels are less than a block, it begins earlier, and some of
@@ -14,10 +15,8 @@ them are computed twice, to the same numbers.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,26 +25,29 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import AVX512, At
-from tessella.device.x86.tiles import CONFIGURATION_BYTES, TileAssembler, configuration
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
-from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, kept, pixel_bytes
+from tessella.kernels.shared.amx_blocks import (
+    COPIED,
+    DIRECT,
+    FRAMED,
+    PLACE,
+    ROWS,
+    SIZE,
+    STEP,
+    WIDTH,
+    WORD,
+    Blocks,
+    machine_code,
+)
+from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, pixel_bytes
 from tessella.operations.problem import Problem
 
-ROWS, WIDTH = 32, 32  # pixels and channels of a block: two tiles by two
-SIZE, WORD = 2, 4  # bytes of a number, and of a sum
-STEP = 32  # channels of the image that a product of tiles takes: 64 bytes
-TILE_BYTES = 1024
-BLOCK_BYTES = ROWS * WIDTH * WORD
-PANEL_STEP_BYTES = 2 * TILE_BYTES  # of a panel's weights in a step
 MOST_ROWS = 256  # of an item
-# of an item's rows: of half the first and the second cache of a processor that has tiles
-PART_BYTES = (2**14, 2**18, 2**20)
+# of an item's rows: half of the first cache, and some of the second, of processors that have tiles
+PART_BYTES = (3 * 2**13, 2**18, 2**20)
 FEW_ITEMS = 4
 MOST_THREADS = 64
-UNROLLED = 4  # rows of a block whose sums are finished in a round
 
 
 def fits(problem: Problem) -> str | None:
@@ -56,36 +58,50 @@ def fits(problem: Problem) -> str | None:
         return "bfloat16"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] < WIDTH:
-        return f"{WIDTH} channels at least"
-    if y.shape[0] * math.prod(y.shape[2:]) < ROWS:
+    if weight.shape[0] < WIDTH or x.shape[1] % STEP:
+        return f"{WIDTH} channels at least, those of the input by {STEP}"
+    if (ROWS if _is_flat(problem) else 1) > _pixels(problem) or _rows(problem) < ROWS:
         return f"{ROWS} pixels at least"
     images = (x, y, problem.epilogue.residual)
     if max(m.extent for m in images if m is not None) > MAX_BYTES:
-        return "distances have 32 bits"
-    if ROWS * _row_bytes(problem) > MAX_BYTES:
         return "distances have 32 bits"
     return None
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """By the rows that a thread takes at a time; they are copied where tiles cannot read them."""
-    bytes_of = _row_bytes(problem)
-    rows = [max(1, min(MOST_ROWS, part // bytes_of) // ROWS) * ROWS for part in PART_BYTES]
-    ways = (0, 1) if may_be_direct(problem) else (1,)
-    return tuple({"rows": n, "copied": way} for way in ways for n in dict.fromkeys(reversed(rows)))
+    """By the rows that a thread takes at a time, and how tiles reach them."""
+    parts = [part // _row_bytes(problem) // ROWS * ROWS for part in PART_BYTES]
+    rows = list(dict.fromkeys(max(ROWS, min(MOST_ROWS, n)) for n in parts))
+    if _is_flat(problem):
+        return tuple({"rows": n, "way": DIRECT} for n in rows)
+    found: list[Config] = [{"rows": n, "way": COPIED} for n in rows]
+    if may_be_framed(problem):
+        found = [{"rows": MOST_ROWS, "way": FRAMED}, *found[:1]]
+    return tuple(found)
 
 
-def may_be_direct(problem: Problem) -> bool:
-    """Whether tiles can read an image's rows where they lie."""
-    x, a = problem["input"], problem.attrs
-    moved = tuple(a["stride"]) != (1, 1) or tuple(a["padding"]) != (0, 0)
-    return not moved and problem["weight"].shape[2:] == (1, 1) and x.shape[1] % STEP == 0
+def _is_flat(problem: Problem) -> bool:
+    """Whether a result sees one pixel, and the next result the next one."""
+    a = problem.attrs
+    still = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
+    return still and problem["weight"].shape[2:] == (1, 1)
+
+
+def may_be_framed(problem: Problem) -> bool:
+    """Whether neighbouring results see neighbouring pixels of a framed image."""
+    y, stride = problem.output, tuple(problem.attrs["stride"])
+    enough = math.prod((y.shape[2], _line(problem))) >= ROWS
+    return stride == (1, 1) and _line(problem) >= y.shape[3] and enough
+
+
+def _line(problem: Problem) -> int:
+    """Pixels of a framed image's line: what pads it on the right pads the next one on the left."""
+    return problem["input"].shape[3] + int(problem.attrs["padding"][1])
 
 
 def _row_bytes(problem: Problem) -> int:
-    """Of a pixel's row, filled up with zeros to whole steps."""
-    return math.ceil(math.prod(problem["weight"].shape[1:]) / STEP) * STEP * SIZE
+    """What the filter sees."""
+    return math.prod(problem["weight"].shape[1:]) * SIZE
 
 
 def _pixels(problem: Problem) -> int:
@@ -93,31 +109,79 @@ def _pixels(problem: Problem) -> int:
     return problem.output.shape[0] * math.prod(problem.output.shape[2:])
 
 
+def _rows(problem: Problem) -> int:
+    return _pixels(problem)
+
+
 def workspace_bytes(problem: Problem, **config: int) -> int:
-    blocks = _Blocks.of(problem, config)
+    blocks = blocks_of(problem, config)
     return _threads(problem, blocks) * blocks.part_bytes + CACHE_LINE
 
 
-def _threads(problem: Problem, blocks: _Blocks) -> int:
+def _threads(problem: Problem, blocks: Blocks) -> int:
     """How many threads have a part of the workspace."""
-    return min(MOST_THREADS, len(blocks.begins(_pixels(problem))) * len(blocks.groups))
+    return min(MOST_THREADS, len(begins(problem, blocks)) * len(blocks.groups))
+
+
+def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
+    x, y, residual = problem["input"], problem.output, problem.epilogue.residual
+    config = config or configs(problem)[0]
+    filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
+    panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=16), config["way"], 0
+    offered = {FRAMED: may_be_framed(problem), DIRECT: _is_flat(problem), COPIED: True}
+    if not offered.get(way) or config["rows"] % ROWS or not ROWS <= config["rows"] <= MOST_ROWS:
+        raise KernelError(
+            "no way of AMX's convolution",
+            seen=dict(config),
+            fix=f"take one of {configs(problem)}",
+        )
+    if way == FRAMED:
+        line = _line(problem)
+    down, along = (range(0, n * int(d), int(d)) for n, d in zip(filters, dilation, strict=True))
+    rows = y.shape[2] * line if way == FRAMED else _pixels(problem)
+    items = math.ceil(rows / config["rows"]) * (y.shape[0] if way == FRAMED else 1)
+    return Blocks(
+        panels=panels,
+        way=way,
+        seen=x.shape[1] * SIZE,
+        taps=tuple(r * line + s for r in down for s in along),
+        most_rows=config["rows"],
+        together=math.ceil(len(panels.begins) / math.ceil(FEW_ITEMS / items)),
+        pitches=(pixel_bytes(x), pixel_bytes(y), residual and pixel_bytes(residual)),
+        activation=problem.epilogue.activation,
+    )
+
+
+def begins(problem: Problem, blocks: Blocks) -> list[tuple[int, int, int]]:
+    """Of each item: the image, the first row and how many it has, at least a block's."""
+    images, _, height, _ = problem.output.shape
+    total = _pixels(problem)
+    if blocks.way == FRAMED:
+        total = height * _line(problem)
+    else:
+        images = 1
+    found = []
+    for image in range(images):
+        for begin in range(0, total, blocks.most_rows):
+            first = min(begin, total - ROWS)
+            found.append((image, first, min(blocks.most_rows, total - first)))
+    return found
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
     problem.require_constants(constants)
-    blocks = _Blocks.of(problem, config)
+    blocks = blocks_of(problem, config)
     weight, bias = _weight(constants[1], blocks.panels), constants.get(2)
     if bias is None:
         bias = torch.zeros(problem.output.shape[1], dtype=torch.float32)
     bias = blocks.panels.laid_out(bias.float()).contiguous()
-    places = _places(problem, constants[1]) if blocks.taps else None
-    zeros = torch.zeros(problem["input"].shape[1] + STEP, dtype=torch.float32)
-    items = _items(problem, blocks, weight, bias, places)
+    places = _places(problem, blocks, constants[1])
+    zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
+    items = make_items(problem, blocks, weight, bias, places)
     _require_inside(problem, blocks, items, weight, bias, places)
-    table = code.Table(items, weight, bias, places, zeros)
-    made, most = _machine_code(blocks), _threads(problem, blocks)
-    needed = workspace_bytes(problem, **config)
-    beside = zeros.data_ptr()
+    table = code.Table(items, weight, bias, *places, zeros)
+    made, most = machine_code(blocks), _threads(problem, blocks)
+    needed, beside = workspace_bytes(problem, **config), zeros.data_ptr()
 
     def convolve(
         x: torch.Tensor, *added: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor
@@ -140,24 +204,33 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
 
 
 def _weight(weight: torch.Tensor, panels: Panels) -> torch.Tensor:
-    """[K, C, R, S] → [panels, steps, 2 tiles, 16, 16, 2]: pairs of a row's numbers, of which there
-    are whole steps, for 16 channels each."""
+    """[K, C, R, S] → [panels, steps, 2 tiles, 16, 16, 2]: pairs of what the filter sees, for 16
+    channels each."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:
         rows = panels.laid_out(w.permute(0, 2, 3, 1).flatten(1))
-        steps = math.ceil(rows.shape[1] / STEP)
-        rows = torch.nn.functional.pad(rows, (0, steps * STEP - rows.shape[1]))
-        shape = (len(panels.begins), 2, WIDTH // 2, steps, STEP // 2, 2)
+        shape = (len(panels.begins), 2, WIDTH // 2, rows.shape[1] // STEP, STEP // 2, 2)
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 
     return packed(weight, ("conv2d.amx_bf16", panels), pack)
 
 
-def _places(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
-    """int32 [pixels, taps]: where what a place of the filter sees begins, -1 beside the image."""
+def _places(problem: Problem, blocks: Blocks, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is read of the image, in bytes from its begin, -1 beside it; int32.
+
+    Copied: [pixels of all images, places of the filter]. Framed: [the framed pixels of one image],
+    and [its results, those beside it as well, 2]: where one goes, -1 to nowhere, and its part of
+    the residual.
+    """
+    if blocks.way == DIRECT:
+        return ()
     x, y, a = problem["input"], problem.output, problem.attrs
     moved = [tuple(a[name]) for name in ("stride", "padding", "dilation")]
-    (images, _, height, width), pitch = x.shape, pixel_bytes(x)
+    (images, _, height, width), pitch = x.shape, blocks.pitches[0]
+
+    def at(down: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
+        inside = (down >= 0) & (down < height) & (along >= 0) & (along < width)
+        return torch.where(inside, (down * width + along) * pitch, -1)
 
     def line(axis: int, length: int) -> torch.Tensor:
         """Places along an axis that each result sees: [length, places of the filter]."""
@@ -165,347 +238,119 @@ def _places(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
         first = torch.arange(length)[:, None] * stride - padding
         return first + torch.arange(weight.shape[2 + axis]) * dilation
 
-    def make(_: torch.Tensor) -> torch.Tensor:
-        down = line(0, y.shape[2])[None, :, None, :, None]
-        along = line(1, y.shape[3])[None, None, :, None, :]
-        inside = (down >= 0) & (down < height) & (along >= 0) & (along < width)
-        n = torch.arange(images)[:, None, None, None, None]
-        at = ((n * height + down) * width + along) * pitch
-        return torch.where(inside, at, -1).to(torch.int32).reshape(_pixels(problem), -1)
+    def copied(_: torch.Tensor) -> torch.Tensor:
+        down, along = line(0, y.shape[2])[:, None, :, None], line(1, y.shape[3])[None, :, None]
+        one = at(down, along).reshape(-1, len(blocks.taps))
+        beyond = torch.arange(images)[:, None, None] * (height * width * pitch)
+        return torch.where(one < 0, -1, one + beyond).to(torch.int32).flatten(0, 1)
 
-    key = ("conv2d.amx_bf16 places", x.shape, pitch, y.shape, *moved)
-    return packed(weight, key, make)
+    def framed(_: torch.Tensor) -> torch.Tensor:
+        number = torch.arange(y.shape[2] * _line(problem) + max(blocks.taps))
+        down, along = number // _line(problem), number % _line(problem)
+        return at(down - moved[1][0], along - moved[1][1]).to(torch.int32)
+
+    def results(_: torch.Tensor) -> torch.Tensor:
+        number = torch.arange(y.shape[2] * _line(problem))
+        down, along = number // _line(problem), number % _line(problem)
+        pixel = down * y.shape[3] + along
+        inside = along < y.shape[3]
+        goes = torch.where(inside, pixel * blocks.pitches[1], -1)
+        added = torch.where(inside, pixel * (blocks.pitches[2] or 0), 0)
+        return torch.stack((goes, added), 1).to(torch.int32)
+
+    key = (x.shape[blocks.way == FRAMED :], y.shape[2:], blocks.pitches, *moved)
+    if blocks.way == COPIED:
+        return (packed(weight, ("conv2d.amx_bf16 copied", *key), copied),)
+    return (
+        packed(weight, ("conv2d.amx_bf16 framed", *key), framed),
+        packed(weight, ("conv2d.amx_bf16 results", *key), results),
+    )
 
 
-def _items(
+def make_items(
     problem: Problem,
-    blocks: _Blocks,
+    blocks: Blocks,
     weight: torch.Tensor,
     bias: torch.Tensor,
-    places: torch.Tensor | None,
+    places: tuple[torch.Tensor, ...],
 ) -> npt.NDArray[np.int64]:
     """The table of the items that threads take one by one: some rows by some panels.
 
-    A row: distance of the image, or the address of the rows' places; distances of result and
-    residual; addresses of weight and bias; how many panels and blocks of rows; how many rows the
-    last block begins earlier; how many rows are copied.
+    A row: distances of image, result and residual; addresses of weight, bias and of the places of
+    what is copied and of results; how many panels, and blocks of rows; how many rows the last block
+    begins earlier; how many pixels are copied; and a number for the rows, from 1.
     """
+    x, y = problem["input"], problem.output
+    of_x, of_y, of_residual = blocks.pitches
     table = []
-    total = _pixels(problem)
-    for begin, count in blocks.begins(total):
+    for number, (image, begin, count) in enumerate(begins(problem, blocks)):
+        first_x = image * math.prod(x.shape[2:]) * of_x
+        first = image * math.prod(y.shape[2:])
+        read = results = copies = 0
+        if blocks.way == DIRECT:
+            first_x, first = begin * of_x, begin
+        elif blocks.way == COPIED:
+            first, copies = begin, count
+            read = places[0][begin].data_ptr()
+        else:
+            read, results = places[0][begin].data_ptr(), places[1][begin].data_ptr()
+            copies = count + max(blocks.taps)
         many = math.ceil(count / ROWS)
-        source = begin * blocks.pitch
-        if places is not None:
-            source = places.data_ptr() + begin * blocks.taps * places.itemsize
-        for first, some in blocks.groups:
-            column = blocks.panels.begins[first] * SIZE
+        for panel, some in blocks.groups:
+            column = blocks.panels.begins[panel] * SIZE
             table.append((
-                source,
-                begin * blocks.result + column,
-                begin * (blocks.residual or 0) + column,
-                weight[first].data_ptr(),
-                bias.data_ptr() + first * WIDTH * WORD,
+                first_x,
+                first * of_y + column,
+                first * (of_residual or 0) + column,
+                weight[panel].data_ptr(),
+                bias.data_ptr() + panel * WIDTH * WORD,
+                read,
+                results,
                 some,
                 many,
                 many * ROWS - count,
-                count,
+                copies,
+                number + 1,
             ))  # fmt: skip
     return np.array(table, np.int64)
 
 
 def _require_inside(
     problem: Problem,
-    blocks: _Blocks,
+    blocks: Blocks,
     items: npt.NDArray[np.int64],
     weight: torch.Tensor,
     bias: torch.Tensor,
-    places: torch.Tensor | None,
+    places: tuple[torch.Tensor, ...],
 ) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
-    source, result, residual, panel, begin, panels, many, less, count = torch.from_numpy(items).T
+    (image, result, residual, panel, begin, read, goes, panels, many, earlier, copies,
+     _) = torch.from_numpy(items).T  # fmt: skip
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
-    written = panels * WIDTH * SIZE
-    if bool((many * ROWS - less != count).any()) or int(count.min()) < ROWS:
-        raise KernelError(
-            "a table's blocks are not its rows",
-            seen=f"{count.tolist()[:4]} rows",
-            fix="report the problem that it was asked for",
-        )
-    if places is None:
-        spans = (count - 1) * blocks.pitch + blocks.row_bytes
-        code.require_inside("image", source, spans, x.extent)
+    of_x, of_y, of_residual = blocks.pitches
+    written, count = panels * WIDTH * SIZE, many * ROWS - earlier
+    code.require_inside("rows", earlier, 0 * earlier, ROWS - 1)
+    code.require_inside("rows", count - ROWS, 0 * count, blocks.most_rows - ROWS)
+    last = count - 1
+    if blocks.way == DIRECT:
+        code.require_inside("image", image, last * of_x + blocks.seen, x.extent)
     else:
-        at = places.flatten().long().clamp(min=0)
-        code.require_inside("image", at, torch.full_like(at, blocks.seen), x.extent)
-        spans = count * blocks.taps * places.itemsize
-        code.require_inside("places", source - places.data_ptr(), spans, places.nbytes)
-        rows = torch.full_like(count, blocks.most_rows)
-        code.require_inside("workspace", 0 * count, count, int(rows.max()))
-    code.require_inside("result", result, (count - 1) * pixel_bytes(y) + written, y.extent)
+        room = blocks.most_rows + (max(blocks.taps) if blocks.way == FRAMED else 0)
+        code.require_inside("workspace", 0 * copies, copies, room)
+        furthest = torch.full_like(image, int(places[0].max()) + blocks.seen)
+        code.require_inside("image", image, furthest, x.extent)
+        spans = copies * places[0][0].nbytes
+        code.require_inside("places", read - places[0].data_ptr(), spans, places[0].nbytes)
+    if blocks.way == FRAMED:
+        spans = count * PLACE
+        code.require_inside("results", goes - places[1].data_ptr(), spans, places[1].nbytes)
+        furthest, of_added = (torch.full_like(image, int(n)) for n in places[1].amax(0))
+    else:
+        furthest, of_added = last * of_y, last * (of_residual or 0)
+    code.require_inside("result", result, furthest + written, y.extent)
     if added is not None:
-        spans = (count - 1) * pixel_bytes(added) + written
-        code.require_inside("residual", residual, spans, added.extent)
+        code.require_inside("residual", residual, of_added + written, added.extent)
     first = weight.data_ptr()
     code.require_inside("weight", panel - first, panels * weight[0].nbytes, weight.nbytes)
     spans = panels * WIDTH * WORD
     code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
-
-
-IMAGE, RESULT, RESIDUAL, ZEROS, PART, TAKEN = map(code.given, range(6))
-ITEM = range(0, 72, code.NUMBER)
-(OF_IMAGE, OF_RESULT, OF_RESIDUAL, OF_WEIGHT, OF_BIAS, OF_PANELS, OF_BLOCKS, OF_EARLIER,
- OF_COUNT) = ITEM  # fmt: skip
-STACK = range(0, 72, code.NUMBER)
-(LEFT_PANELS, LEFT_BLOCKS, LEFT_ROWS, ROWS_AT, RESULT_AT, RESIDUAL_AT, BIAS_AT, BESIDE,
- COPIED) = STACK  # fmt: skip
-# vectors: bias, and of a row of the block its sums and what is added
-BIASES, SUMS, SPARE = (0, 1), 2, 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Blocks:
-    """Machine code for blocks of pixels by channels.
-
-    Attributes:
-        row_bytes: of a pixel's row; ``pitch``: from a row to the next in the image, 0 where rows
-            are copied: then some bytes of all rows of a block follow each other as tiles take them.
-        taps, seen: places of the filter, and the bytes that each sees; 0 where nothing is copied.
-        most_rows: of an item.
-        together: panels of an item, at most.
-        result, residual: bytes from a pixel to the next.
-    """
-
-    panels: Panels
-    row_bytes: int
-    pitch: int
-    taps: int
-    seen: int
-    most_rows: int
-    together: int
-    result: int
-    residual: int | None
-    activation: str | None
-
-    @classmethod
-    def of(cls, problem: Problem, config: Mapping[str, int]) -> _Blocks:
-        x, y, residual = problem["input"], problem.output, problem.epilogue.residual
-        config = config or configs(problem)[0]
-        direct, row_bytes = not config["copied"], _row_bytes(problem)
-        panels = Panels(channels=y.shape[1], vectors=2, lanes=AVX512.lanes)
-        most = config["rows"]
-        items = math.ceil(_pixels(problem) / most)
-        return cls(
-            panels=panels,
-            row_bytes=row_bytes,
-            pitch=pixel_bytes(x) if direct else 0,
-            taps=0 if direct else math.prod(problem["weight"].shape[2:]),
-            seen=0 if direct else x.shape[1] * SIZE,
-            most_rows=most,
-            together=math.ceil(len(panels.begins) / math.ceil(FEW_ITEMS / items)),
-            result=pixel_bytes(y),
-            residual=None if residual is None else pixel_bytes(residual),
-            activation=problem.epilogue.activation,
-        )
-
-    def begins(self, total: int) -> list[tuple[int, int]]:
-        """The first row of each item and how many it has, at least a block's."""
-        begins = range(0, total, self.most_rows)
-        return [
-            (min(begin, total - ROWS), min(self.most_rows, total - min(begin, total - ROWS)))
-            for begin in begins
-        ]
-
-    @property
-    def groups(self) -> list[tuple[int, int]]:
-        """The first panel of each item and how many it has."""
-        return list(self.panels.together(self.together))
-
-    @property
-    def part_bytes(self) -> int:
-        """Of a thread: a block's sums, how tiles were configured, and rows that are copied."""
-        copied = self.most_rows * self.row_bytes if self.taps else 0
-        return BLOCK_BYTES + CONFIGURATION_BYTES + copied
-
-    @property
-    def panel_bytes(self) -> int:
-        return self.row_bytes // (STEP * SIZE) * PANEL_STEP_BYTES
-
-    def written(self, constants: Constants, tiles: torch.Tensor) -> TileAssembler:
-        """The code.
-
-        rdi: the call; rbx: the item; r13: the thread's part; rbp: the item's rows; r12: a panel of
-        the weight; r14, r15, r11: a block's rows, its result and its residual.
-        """
-        a = TileAssembler(AVX512)
-        with a.function(len(STACK) * code.NUMBER):
-            a.set("r13", 1)
-            a.fetch_add(TAKEN, "r13")
-            a.multiply("r13", self.part_bytes)
-            a.add_stored("r13", PART)
-            a.store_number(kept(COPIED), 0)
-            a.set("r8", tiles.data_ptr())
-            with a.configured(At(base="r8"), At(base="r13", distance=BLOCK_BYTES)):
-                with code.each_item(a, "rbx", len(ITEM)):
-                    self._item(a, constants)
-        return a
-
-    def _item(self, a: TileAssembler, constants: Constants) -> None:
-        if self.taps:
-            self._copy(a)
-        else:
-            a.load("rbp", IMAGE)
-            a.add_stored("rbp", At(base="rbx", distance=OF_IMAGE))
-        for to, base, distance in (
-            (RESULT_AT, RESULT, OF_RESULT),
-            (RESIDUAL_AT, RESIDUAL, OF_RESIDUAL),
-        ):
-            a.load("rax", base)
-            a.add_stored("rax", At(base="rbx", distance=distance))
-            a.store(kept(to), "rax")
-        for to, distance in ((BIAS_AT, OF_BIAS), (LEFT_PANELS, OF_PANELS)):
-            a.load("rax", At(base="rbx", distance=distance))
-            a.store(kept(to), "rax")
-        a.load("r12", At(base="rbx", distance=OF_WEIGHT))
-        with a.counted("panel", kept(LEFT_PANELS)):
-            a.load("rax", kept(BIAS_AT))
-            for v in BIASES:
-                a.load_vector(v, At(base="rax", distance=v * AVX512.vector_bytes))
-            a.move("r14", "rbp")
-            a.load("r15", kept(RESULT_AT))
-            a.load("r11", kept(RESIDUAL_AT))
-            a.load("rax", At(base="rbx", distance=OF_BLOCKS))
-            a.store(kept(LEFT_BLOCKS), "rax")
-            with a.counted("block", kept(LEFT_BLOCKS)):
-                self._begin_earlier(a)
-                self._multiply(a)
-                self._finish(a, constants)
-                a.add("r14", ROWS * (self.pitch or self.row_bytes))
-            a.add("r12", self.panel_bytes)
-            a.add_to_stored(kept(BIAS_AT), WIDTH * WORD)
-            for place in (RESULT_AT, RESIDUAL_AT):
-                a.add_to_stored(kept(place), WIDTH * SIZE)
-
-    def _copy(self, a: TileAssembler) -> None:
-        """The item's rows to the workspace, unless they are those of the item before.
-
-        rsi: a pixel's places; rdx: its row, and rcx in it; r8: the image; r9: rows of a block that
-        are left; r10: rows that are left.
-        """
-        a.load("rsi", At(base="rbx", distance=OF_IMAGE))
-        a.move("rbp", "r13")
-        a.add("rbp", BLOCK_BYTES + CONFIGURATION_BYTES)
-        a.load("rax", kept(COPIED))
-        a.compare("rax", "rsi")
-        a.jump_if("je", "copied")
-        a.store(kept(COPIED), "rsi")
-        a.load("r8", IMAGE)
-        a.load("r9", ZEROS)
-        a.subtract("r9", "r8")
-        a.store(kept(BESIDE), "r9")
-        a.load("r10", At(base="rbx", distance=OF_BLOCKS))
-        a.move("rdx", "rbp")
-        # the last block has all its rows, of which the first are those of the block before
-        with a.counted("copied block", "r10"):
-            a.compare("r10", 1)
-            a.jump_if("jne", "copied whole")
-            a.load("rax", At(base="rbx", distance=OF_EARLIER))
-            a.multiply("rax", self.taps * WORD)
-            a.subtract("rsi", "rax")
-            a.label("copied whole")
-            a.set("r9", ROWS)
-            with a.counted("row", "r9"):
-                a.move("rcx", "rdx")
-                self._copy_row(a)
-                a.add("rdx", CACHE_LINE)
-            a.add("rdx", ROWS * (self.row_bytes - CACHE_LINE))
-        a.label("copied")
-
-    def _copy_row(self, a: TileAssembler) -> None:
-        """What the places of the filter see, one behind the other."""
-        lines = self.seen // CACHE_LINE
-        a.set("r11", self.taps)
-        with a.counted("tap", "r11"):
-            a.load_short("rax", At(base="rsi"))
-            a.load_if_negative("rax", kept(BESIDE))
-            a.add("rax", "r8")
-            a.add("rsi", WORD)
-            for i in range(lines):
-                a.load_vector(2 + i % 8, At(base="rax", distance=i * CACHE_LINE))
-                a.store_vector(At(base="rcx", distance=i * ROWS * CACHE_LINE), 2 + i % 8)
-            a.add("rcx", lines * ROWS * CACHE_LINE)
-
-    def _begin_earlier(self, a: TileAssembler) -> None:
-        """Move the last block's rows back, where less than a block is left."""
-        a.load("rax", kept(LEFT_BLOCKS))
-        a.compare("rax", 1)
-        a.jump_if("jne", "whole")
-        a.load("rax", At(base="rbx", distance=OF_EARLIER))
-        pitches = (("r14", self.pitch), ("r15", self.result), ("r11", self.residual or 0))
-        for register, pitch in pitches:
-            a.move("rcx", "rax")
-            a.multiply("rcx", pitch)
-            a.subtract(register, "rcx")
-        a.label("whole")
-
-    def _multiply(self, a: TileAssembler) -> None:
-        """The block's rows by the panel: sums in tiles 0 to 3.
-
-        rsi, r10: its upper and lower rows; rax: from one to the next; rcx, rdx: the panel.
-        """
-        for tile in range(4):
-            a.zero_tile(tile)
-        a.move("rsi", "r14")
-        a.move("r10", "r14")
-        a.add("r10", ROWS // 2 * (self.pitch or CACHE_LINE))
-        a.set("rax", self.pitch or CACHE_LINE)
-        a.move("rcx", "r12")
-        a.set("rdx", CACHE_LINE)
-        a.move("r9", "r12")
-        a.add("r9", self.panel_bytes)
-        with a.stepped("step", "rcx", PANEL_STEP_BYTES, "r9"):
-            a.load_tile(4, At(base="rsi", index="rax"))
-            a.load_tile(6, At(base="rcx", index="rdx"))
-            a.multiply_tiles("tdpbf16ps", 0, 4, 6)
-            a.load_tile(7, At(base="rcx", index="rdx", distance=TILE_BYTES))
-            a.multiply_tiles("tdpbf16ps", 1, 4, 7)
-            a.load_tile(5, At(base="r10", index="rax"))
-            a.multiply_tiles("tdpbf16ps", 2, 5, 6)
-            a.multiply_tiles("tdpbf16ps", 3, 5, 7)
-            for register in ("rsi", "r10"):
-                a.add(register, CACHE_LINE if self.pitch else ROWS * CACHE_LINE)
-
-    def _finish(self, a: TileAssembler, constants: Constants) -> None:
-        """Bias, residual, activation and rounding of the block's sums.
-
-        rcx: a row of them; rax: constants.
-        """
-        a.set("rdx", WIDTH * WORD)
-        for tile in range(4):
-            down, along = divmod(tile, 2)
-            distance = down * ROWS // 2 * WIDTH * WORD + along * CACHE_LINE
-            a.store_tile(At(base="r13", index="rdx", distance=distance), tile)
-        constants.begin(a)
-        a.move("rcx", "r13")
-        a.store_number(kept(LEFT_ROWS), ROWS // UNROLLED)
-        with a.counted("rows", kept(LEFT_ROWS)):
-            for row in range(UNROLLED):
-                for v in BIASES:
-                    x = SUMS + 2 * row + v
-                    distance = row * WIDTH * WORD + v * CACHE_LINE
-                    a.vector("vaddps", x, v, At(base="rcx", distance=distance))
-                    if self.residual is not None:
-                        at = row * self.residual + v * CACHE_LINE // 2
-                        a.load_bfloat16(SPARE, At(base="r11", distance=at))
-                        a.vector("vaddps", x, x, SPARE)
-                    activate(a, self.activation, constants, x, SPARE)
-                    at = row * self.result + v * CACHE_LINE // 2
-                    a.store_bfloat16(At(base="r15", distance=at), x)
-            a.add("rcx", UNROLLED * WIDTH * WORD)
-            a.add("r15", UNROLLED * self.result)
-            a.add("r11", UNROLLED * (self.residual or 0))
-
-
-@functools.lru_cache(256)
-def _machine_code(blocks: _Blocks) -> code.MachineCode:
-    constants, tiles = Constants(AVX512), configuration([16] * 8, [CACHE_LINE] * 8)
-    return code.MachineCode(blocks.written(constants, tiles).code(), constants, tiles)
