@@ -348,6 +348,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
     *_x86("linear", "{}", "gemm.x86"),
+    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
     *_cpu("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", gamma=True),
     *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),

@@ -31,6 +31,7 @@ from tessella.kernels.shared.amx_blocks import (
     COPIED,
     DIRECT,
     FRAMED,
+    PANEL_STEP_BYTES,
     PLACE,
     ROWS,
     SIZE,
@@ -44,8 +45,7 @@ from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, pix
 from tessella.operations.problem import Problem
 
 MOST_ROWS = 256  # of an item
-# of an item's rows: half of the first cache, and some of the second, of processors that have tiles
-PART_BYTES = (3 * 2**13, 2**18, 2**20)
+PART_BYTES = (2**20, 2**18)  # of an item's rows, of 2 MB that the second cache has where tiles are
 FEW_ITEMS = 4
 MOST_THREADS = 64
 
@@ -60,7 +60,7 @@ def fits(problem: Problem) -> str | None:
         return "one group"
     if weight.shape[0] < WIDTH or x.shape[1] % STEP:
         return f"{WIDTH} channels at least, those of the input by {STEP}"
-    if (ROWS if _is_flat(problem) else 1) > _pixels(problem) or _rows(problem) < ROWS:
+    if _pixels(problem) < ROWS:
         return f"{ROWS} pixels at least"
     images = (x, y, problem.epilogue.residual)
     if max(m.extent for m in images if m is not None) > MAX_BYTES:
@@ -74,10 +74,9 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     rows = list(dict.fromkeys(max(ROWS, min(MOST_ROWS, n)) for n in parts))
     if _is_flat(problem):
         return tuple({"rows": n, "way": DIRECT} for n in rows)
-    found: list[Config] = [{"rows": n, "way": COPIED} for n in rows]
     if may_be_framed(problem):
-        found = [{"rows": MOST_ROWS, "way": FRAMED}, *found[:1]]
-    return tuple(found)
+        return ({"rows": MOST_ROWS, "way": FRAMED},)
+    return tuple({"rows": n, "way": COPIED} for n in rows)
 
 
 def _is_flat(problem: Problem) -> bool:
@@ -107,10 +106,6 @@ def _row_bytes(problem: Problem) -> int:
 def _pixels(problem: Problem) -> int:
     """Of all images' results."""
     return problem.output.shape[0] * math.prod(problem.output.shape[2:])
-
-
-def _rows(problem: Problem) -> int:
-    return _pixels(problem)
 
 
 def workspace_bytes(problem: Problem, **config: int) -> int:
@@ -146,6 +141,9 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
         seen=x.shape[1] * SIZE,
         taps=tuple(r * line + s for r in down for s in along),
         most_rows=config["rows"],
+        ahead=math.ceil(
+            PANEL_STEP_BYTES / CACHE_LINE / math.ceil(min(rows, config["rows"]) / ROWS)
+        ),
         together=math.ceil(len(panels.begins) / math.ceil(FEW_ITEMS / items)),
         pitches=(pixel_bytes(x), pixel_bytes(y), residual and pixel_bytes(residual)),
         activation=problem.epilogue.activation,
