@@ -203,8 +203,8 @@ class Blocks:
     def _copy(self, a: TileAssembler) -> None:
         """The item's rows to the workspace, unless they are those of the item before.
 
-        rbx: the item; rsi: a pixel's places; rdx: its row, and rcx in it; r8: the image; r9: rows of a block that
-        are left; r10: blocks, or pixels, that are left.
+        rbx: the item; rsi: a pixel's places; rdx: its row, and rcx in it; r8: the image; r9: rows
+        of a block that are left; r10: blocks, or pixels, that are left.
         """
         a.move("rdx", "r13")
         a.add("rdx", _COPIES)
@@ -293,16 +293,15 @@ class Blocks:
         a.move("rcx", "r12")
         a.move("r9", "r12")
         a.load("r8", kept(AHEAD_AT))
-        done = 0
-        for tap, first, steps, rows in self._loops(constants is not None):
+        loops = self._loops(constants is not None)
+        for number, (tap, first, steps, rows) in enumerate(loops):
             if not first:
                 a.load("rsi", kept(BLOCK_ROWS))
                 if tap:
                     a.add("rsi", tap * self.pitch)
             a.add("r9", steps * PANEL_STEP_BYTES)
-            with a.stepped(f"{name} {done}", "rcx", PANEL_STEP_BYTES, "r9"):
+            with a.stepped(f"{name} {number}", "rcx", PANEL_STEP_BYTES, "r9"):
                 self._step(a, rows, constants)
-            done += 1
         a.store(kept(AHEAD_AT), "r8")
 
     def _loops(self, finishes: bool) -> list[tuple[int, int, int, int]]:
