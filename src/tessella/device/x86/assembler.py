@@ -404,16 +404,27 @@ class Assembler:
         self._code.append(0xD8)
 
     def store_half(self, to: At, source: int) -> None:
-        """The lower 16 bytes of a vector (AVX2)."""
-        assert not self._wide, "written for AVX2 alone"
-        text = f"vmovdqu XMMWORD PTR {to},xmm{source}"
-        self._vector(text, XF3, M0F, 0x7F, source, 0, to, short=True)
+        """The lower half of a vector's bytes: 16 (AVX2) or 32."""
+        name, prefix = ("vmovdqu8", XF2) if self._wide else ("vmovdqu", XF3)
+        half = "ymm" if self._wide else "xmm"
+        text = f"{name} {half.upper()[0]}MMWORD PTR {to},{half}{source}"
+        self._vector(text, prefix, M0F, 0x7F, source, 0, to, short=True)
+
+    def store_upper_half(self, to: At, source: int) -> None:
+        """The upper 32 bytes of a vector (AVX-512)."""
+        self._require_avx512()
+        text = f"vextracti32x8 YMMWORD PTR {to},zmm{source},0x1"
+        self._vector(text, X66, M0F3A, 0x3B, source, 0, to)
+        self._code.append(1)
 
     def store_quarter(self, to: At, source: int) -> None:
-        """The lower 8 bytes of a vector (AVX2)."""
-        assert not self._wide, "written for AVX2 alone"
-        text = f"vmovq QWORD PTR {to},xmm{source}"
-        self._vector(text, X66, M0F, 0xD6, source, 0, to, short=True)
+        """The lower quarter of a vector's bytes: 8 (AVX2) or 16."""
+        if self._wide:
+            text = f"vmovdqu8 XMMWORD PTR {to},xmm{source}"
+            self._vector(text, XF2, M0F, 0x7F, source, 0, to, quarter=True)
+        else:
+            text = f"vmovq QWORD PTR {to},xmm{source}"
+            self._vector(text, X66, M0F, 0xD6, source, 0, to, short=True)
 
     def shift_left(self, to: int, source: int, bits: int) -> None:
         """Shift each 32 bits of a vector by themselves."""
@@ -433,8 +444,7 @@ class Assembler:
         self._require_avx512()
         text = f"vcvtneps2bf16 ymm{source},zmm{source}"
         self._vector(text, XF3, M0F38, 0x72, source, 0, source)
-        text = f"vmovdqu8 YMMWORD PTR {to},ymm{source}"
-        self._vector(text, XF2, M0F, 0x7F, source, 0, to, short=True)
+        self.store_half(to, source)
 
     def compare_ordered(self, mask: int, one: int, other: int) -> None:
         """Clears the mask's bits where one of the two is a NaN."""
@@ -502,11 +512,13 @@ class Assembler:
         mask: int = 0,
         zero: bool = False,
         short: bool = False,
+        quarter: bool = False,
     ) -> None:
         """EVEX for AVX-512, else VEX; the extra bits of registers stand inverted in both.
 
         Args:
             short: of half the register's bytes.
+            quarter: of a quarter of them (AVX-512).
         """
         if not self._wide:
             assert not mask, "AVX2 has no masks"
@@ -519,7 +531,7 @@ class Assembler:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
         extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
-        length = zero << 7 | (1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
+        length = zero << 7 | (0 if quarter else 1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
         head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
         self._emit(text, head + bytes((opcode,)) + tail)
 

@@ -182,6 +182,11 @@ class Tiles(ABC):
         return self.panels.vectors
 
     @property
+    def places_together(self) -> int:
+        """Pixels whose places lie together, one of the filter after another."""
+        return self.pixels
+
+    @property
     def width(self) -> int:
         """The channels of a tile, those counted twice that are computed twice."""
         return self.vectors * self.isa.lanes
@@ -191,7 +196,7 @@ class Tiles(ABC):
     ) -> code.Launch:
         """The code with its table of items, for a weight that is laid out by panels."""
         bias = self._beside(problem, constants)
-        places = indirection(problem, constants[1], self.pixels)
+        places = indirection(problem, constants[1], self.places_together)
         zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)

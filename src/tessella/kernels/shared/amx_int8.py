@@ -1,0 +1,461 @@
+"""Convolutions of int8 on a CPU with AMX, with scale, bias, residual, activation and rounding.
+
+A block of pixels by 32 channels of the result waits in four tiles, which 64 numbers of each pixel
+at a time are multiplied into. Pixels whose numbers do not lie in a row, as those under a filter of
+several places, are copied to the stack first, for all channels at once. Between the products of a
+block stands what becomes of the sums of the block before: scaling and rounding them takes as long
+as multiplying, and is done in other parts of the processor.
+
+Source: the table of places is that of ``shared.x86_tiles``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tessella.device.packing import packed
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.tiles import ROW_BYTES, ROWS, TileAssembler, configuration
+from tessella.kernels.catalog import Config
+from tessella.kernels.epilogue.x86 import (
+    TEMPORARIES,
+    Constants,
+    load_order,
+    pack_int8,
+    store_packed,
+)
+from tessella.kernels.shared import x86_int8
+from tessella.kernels.shared.x86_ahead import LINE, Ahead
+from tessella.kernels.shared.x86_int8 import Int8Tiles
+from tessella.kernels.shared.x86_tiles import (
+    BASE,
+    BIAS,
+    CALL_RESIDUAL,
+    CALL_RESULT,
+    COLUMN,
+    COUNT,
+    FEW_ITEMS,
+    LEFT,
+    LEFT_PANELS,
+    OWN_ITEM,
+    PANEL,
+    PANELS,
+    PLACES,
+    RESIDUAL,
+    RESULT,
+    STACK,
+    WEIGHT,
+    WORD,
+    ZEROS,
+    kept,
+    pixel_bytes,
+)
+from tessella.operations.problem import Problem
+
+TILE_BYTES = ROWS * ROW_BYTES
+BUFFER_BYTES = 2**18  # of pixels that one thread takes at a time: they stay in the second cache
+MOST_BUFFER_BYTES = 2**20  # on the stack, where one block of pixels is more than that
+MOST_COPIES = 512  # vectors of a pixel, which are written out
+UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
+LOOP = 4
+MOST_LINES = 16  # of weights, asked for in each step
+
+# on the stack, behind what all tiles keep: numbers, the tiles' former configuration, sums
+MORE = range(len(STACK) * code.NUMBER, (len(STACK) + 9) * code.NUMBER, code.NUMBER)
+NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, STEPS_LEFT, STEP, END = MORE
+FORMER, SUMS = 192, 256
+AHEAD = Ahead(pointer="r14", step=kept(STEP), end=kept(END))
+ORDER = 31  # the vector for packing
+A_TILES, B_TILES = 4, 6  # the first of each; sums are the first four
+
+
+def fits(problem: Problem) -> str | None:
+    if why := x86_int8.fits(problem):
+        return why
+    x, weight = problem["input"], problem["weight"]
+    taps = math.prod(weight.shape[2:])
+    if _is_direct(problem):
+        return None
+    if taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
+        return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
+    if 2 * ROWS * _row_bytes(problem) > MOST_BUFFER_BYTES:
+        return "32 pixels are more than the stack should hold"
+    return None
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    lanes = code.require_instructions().lanes
+    return ({"vectors": min(2, problem["weight"].shape[0] // lanes)},)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
+    problem.require_constants(constants)
+    config = x86_int8.one_of(configs(problem), config)
+    x, pixels = problem["input"], math.prod(problem.output.shape[2:])
+    rows, blocks = _rows(pixels)
+    per_panel = math.ceil(pixels / (rows * blocks)) * _steps(problem)  # steps of the products
+    weight_lines = _steps(problem) * config["vectors"] * TILE_BYTES // LINE
+    tiles = _Tiles.of(
+        problem,
+        config["vectors"],
+        rows * blocks,
+        tile_rows=rows,
+        steps=_steps(problem),
+        channels=x.shape[1],
+        stride=pixel_bytes(x) if _is_direct(problem) else _row_bytes(problem),
+        is_direct=_is_direct(problem),
+        lines=min(MOST_LINES, math.ceil(weight_lines / per_panel)),
+        signed=False,
+        **x86_int8.epilogue_of(problem, constants),
+    )
+    tiles = replace(tiles, rest=0)  # the last block begins earlier
+    return tiles.bound(problem, constants, _weight(constants[1], tiles))
+
+
+def _is_direct(problem: Problem) -> bool:
+    """Whether a pixel's numbers lie as tiles read them."""
+    weight, a = problem["weight"], problem.attrs
+    plain = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
+    return plain and weight.shape[2:] == (1, 1) and weight.shape[1] % ROW_BYTES == 0
+
+
+def _steps(problem: Problem) -> int:
+    return math.ceil(math.prod(problem["weight"].shape[1:]) / ROW_BYTES)
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Of a pixel that was copied: rows that lie a power of two apart take each other's place in the
+    first cache.
+    """
+    made = _steps(problem) * ROW_BYTES
+    return made + ROW_BYTES if made % 1024 == 0 else made
+
+
+def _rows(pixels: int) -> tuple[int, int]:
+    """The rows of a tile and the tiles of a block: so many that few pixels are computed twice."""
+    if pixels <= ROWS:
+        return pixels, 1
+    most = min(ROWS, pixels // 2)
+    return min(
+        range(most, most // 2, -1),
+        key=lambda rows: (math.ceil(pixels / (2 * rows)) * (rows + 2), -rows),
+    ), 2
+
+
+def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
+    """[K, C, R, S] → [panels, steps, vectors, 16 words, 16 channels, 4]: as tiles are loaded."""
+    panels = tiles.panels
+
+    def pack(w: torch.Tensor) -> torch.Tensor:
+        rows = panels.laid_out(w.permute(0, 2, 3, 1).reshape(w.shape[0], -1))
+        rows = torch.nn.functional.pad(rows, (0, tiles.steps * ROW_BYTES - rows.shape[1]))
+        shape = (len(panels.begins), panels.vectors, panels.lanes, tiles.steps, ROWS, WORD)
+        return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+    return packed(weight, ("conv2d.amx_int8", panels), pack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tiles(Int8Tiles):
+    """Blocks of one or two tiles of pixels by one or two of channels.
+
+    Attributes:
+        tile_rows: pixels of a tile.
+        steps: of 64 numbers of a pixel.
+        channels: of the image.
+        stride: bytes from a pixel to the next, in the image or on the stack.
+        is_direct: tiles are read from the image.
+        lines: of weights that are asked for in each step.
+    """
+
+    tile_rows: int
+    steps: int
+    channels: int
+    stride: int
+    is_direct: bool
+    lines: int
+
+    @property
+    def _blocks(self) -> int:
+        """Tiles of pixels."""
+        return self.pixels // self.tile_rows
+
+    @property
+    def _sums_bytes(self) -> int:
+        return self.pixels * self.width * WORD
+
+    @property
+    def _buffer(self) -> int:
+        """Where copied pixels begin on the stack."""
+        return SUMS + self._sums_bytes
+
+    @property
+    def places_together(self) -> int:
+        return 1
+
+    @property
+    def _most_blocks(self) -> int:
+        """Blocks of pixels of an item."""
+        return max(1, BUFFER_BYTES // (self.pixels * self.stride))
+
+    def _items(
+        self,
+        problem: Problem,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        places: torch.Tensor,
+    ) -> npt.NDArray[np.int64]:
+        """As ``Tiles`` has them, but for the last pixels: a block of its own that begins earlier,
+        and computes some again.
+        """
+        assert bias is not None
+        x, y = problem["input"], problem.output
+        pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
+        result, residual = self.pitches
+        whole = pixels // self.pixels
+        wanted = FEW_ITEMS if torch.get_num_threads() > 1 else 1
+        together, most = len(weight), min(whole, self._most_blocks)
+        while most > 1 and y.shape[0] * math.ceil(whole / most) < wanted:
+            most = math.ceil(most / 2)
+        runs = math.ceil(whole / most)
+        while together > 1 and y.shape[0] * runs * math.ceil(len(weight) / together) < wanted:
+            together = math.ceil(together / 2)
+        begins = [(i * most * self.pixels, min(most, whole - i * most)) for i in range(runs)]
+        if pixels % self.pixels:
+            begins.append((pixels - self.pixels, 1))
+        rows = [
+            (
+                n * image,
+                (n * pixels + begin) * result + self.panels.begins[panel] * self.size,
+                (n * pixels + begin) * (residual or 0) + self.panels.begins[panel] * self.size,
+                weight.data_ptr() + panel * weight[0].nbytes,
+                bias.data_ptr() + panel * bias[0].nbytes,
+                places.data_ptr() + begin * self.taps * places.itemsize,
+                count,
+                some,
+                0,
+            )
+            for panel, some in self.panels.together(together)
+            for n in range(y.shape[0])
+            for begin, count in begins
+        ]
+        return np.array(rows, np.int64)
+
+    def written(self, constants: Constants) -> Assembler:
+        """The code.
+
+        rdi: the call; rsi, rax: where the pixels of a block lie, and how far apart; rcx, rdx: its
+        weights and a row of them; r13, r12, rbx: of the block before, the result, the residual, and
+        its scale and bias.
+        """
+        constants.pointer = "r15"
+        a = TileAssembler(self.isa)
+        a.enter()
+        a.move("rax", "rsp")
+        buffer = 0 if self.is_direct else self._most_blocks * self.pixels * self.stride + ROW_BYTES
+        a.subtract("rsp", self._buffer + buffer)
+        a.clear_low_bits("rsp", x86_int8.ALIGNED)
+        a.store(kept(CALLER), "rax")
+        constants.begin(a)
+        load_order(a, constants, ORDER)
+        if rest := self.channels % ROW_BYTES:
+            a.set("rax", (1 << rest) - 1)
+            a.mask(1, "rax")
+        rows, bytes_ = [self.tile_rows] * (B_TILES), [ROW_BYTES] * 8
+        shape = configuration([*rows, ROWS, ROWS], bytes_)
+        place = constants.held("tiles", shape.view(torch.float32))
+        with a.configured(place, kept(FORMER)):
+            self._take_item(a)
+            self._item(a, constants)
+            a.jump("next")
+            a.label("done")
+        a.load("rsp", kept(CALLER))
+        a.leave()
+        return a
+
+    def _item(self, a: TileAssembler, constants: Constants) -> None:
+        a.store(kept(OWN_ITEM), "rbx")
+        if not self.is_direct:
+            self._copy_pixels(a)
+        for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS), (NUMBERS, BIAS)):
+            a.load("rcx", At(base="rbx", distance=source))
+            a.store(kept(place), "rcx")
+        a.store_number(kept(COLUMN), 0)
+        a.store_number(kept(IS_FIRST), 1)
+        a.label("panel")
+        a.load(AHEAD.pointer, kept(PANEL))
+        AHEAD.begin(a, self._panel_bytes)
+        a.store_number(AHEAD.step, self.lines * LINE)
+        self._begin_panel(a)
+        a.label("block")
+        self._products(a, constants)
+        for b in range(self._blocks):
+            for v in range(self.vectors):
+                at = SUMS + b * self.tile_rows * self.width * WORD + v * ROW_BYTES
+                a.store_tile(At(base="rsp", index="rbp", distance=at), b * self.vectors + v)
+        a.load("r13", kept(AT_RESULT))
+        a.load("r12", kept(AT_RESIDUAL))
+        a.load("rbx", kept(NUMBERS))
+        AHEAD.pace(a, "asked", "rcx")
+        a.store_number(kept(IS_FIRST), 0)
+        result, residual = self.pitches
+        for place, step in (
+            (AT_RESULT, result),
+            (AT_RESIDUAL, residual or 0),
+            (SOURCE, self.stride),
+        ):
+            a.add_to_stored(kept(place), self.pixels * step)
+        a.add_to_stored(kept(LEFT), -1)
+        a.jump_if("jne", "block")
+        a.add_to_stored(kept(PANEL), self._panel_bytes)
+        a.add_to_stored(kept(NUMBERS), 3 * self.width * WORD)
+        a.add_to_stored(kept(COLUMN), self.width * self.size)
+        a.add_to_stored(kept(LEFT_PANELS), -1)
+        a.jump_if("jne", "panel")
+        for write in self._endings(a, constants):
+            write()
+
+    @property
+    def _panel_bytes(self) -> int:
+        return self.steps * self.vectors * TILE_BYTES
+
+    def _begin_panel(self, a: Assembler) -> None:
+        """The first block under the panel whose distance ``COLUMN`` is."""
+        a.load("r11", kept(OWN_ITEM))
+        for kept_at, base, place in (
+            (AT_RESULT, CALL_RESULT, RESULT),
+            (AT_RESIDUAL, CALL_RESIDUAL, RESIDUAL),
+        ):
+            a.load("rcx", base)
+            a.add_stored("rcx", At(base="r11", distance=place))
+            a.add_stored("rcx", kept(COLUMN))
+            a.store(kept(kept_at), "rcx")
+        if self.is_direct:
+            a.load("rcx", At(base="r11", distance=PLACES))
+            a.load_short("rcx", At(base="rcx"))
+            a.add_stored("rcx", kept(BASE))
+        else:
+            a.move("rcx", "rsp")
+            a.add("rcx", self._buffer)
+        a.store(kept(SOURCE), "rcx")
+        a.load("rcx", At(base="r11", distance=COUNT))
+        a.store(kept(LEFT), "rcx")
+
+    def _copy_pixels(self, a: Assembler) -> None:
+        """Each pixel's numbers under the filter, one place after another, to the stack."""
+        a.load("rbp", At(base="rbx", distance=PLACES))
+        a.load("r9", At(base="rbx", distance=COUNT))
+        a.multiply("r9", self.pixels)
+        a.move("r10", "rsp")
+        a.add("r10", self._buffer)
+        whole, rest = divmod(self.channels, ROW_BYTES)
+        spread = 0
+        with a.counted("copied", "r9"):
+            for tap in range(self.taps):
+                register = ("rax", "rcx", "rdx", "rsi")[tap % 4]
+                a.load_short(register, At(base="rbp", distance=4 * tap))
+                a.load_if_negative(register, kept(ZEROS))
+                a.add_stored(register, kept(BASE))
+                for i in range(whole + (rest > 0)):
+                    source = At(base=register, distance=i * ROW_BYTES)
+                    a.load_vector(spread, source, mask=1 if i == whole else 0)
+                    to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
+                    a.store_vector(At(base="r10", distance=to), spread)
+                    spread = (spread + 1) % 8
+            a.add("rbp", 4 * self.taps)
+            a.add("r10", self.stride)
+
+    def _products(self, a: TileAssembler, constants: Constants) -> None:
+        """All products of a block, and between them the ending of the one before, if there is."""
+        a.load("rsi", kept(SOURCE))
+        a.load("rcx", kept(PANEL))
+        a.set("rax", self.stride)
+        a.set("rdx", ROW_BYTES)
+        a.set("rbp", self.width * WORD)
+        for i in range(self._blocks * self.vectors):
+            a.zero_tile(i)
+        together = min(UNROLLED, self.steps)
+        a.load("r9", kept(IS_FIRST))
+        a.compare("r9", 0)
+        a.jump_if("je", "second")
+        self._steps_and(a, together, [])
+        a.jump("others")
+        a.label("second")
+        self._steps_and(a, together, self._endings(a, constants))
+        a.label("others")
+        times, left = divmod(self.steps - together, LOOP)
+        if times:
+            a.set("r9", times)
+            with a.counted("more", "r9"):
+                self._steps_and(a, LOOP, [])
+        if left:
+            self._steps_and(a, left, [])
+
+    def _steps_and(
+        self, a: TileAssembler, steps: int, between: list[Callable[[], None]]
+    ) -> None:
+        """So many steps, and the pointers behind them; other code in equal parts between them."""
+        slots = steps * self._blocks * self.vectors
+        done = slot = 0
+        for step in range(steps):
+            for i in range(max(self._blocks, self.vectors)):
+                self._load(a, step, i)
+                for block, v in self._ready(i):
+                    sums = block * self.vectors + v
+                    a.multiply_tiles("tdpbssd", sums, A_TILES + block, B_TILES + v)
+                    slot += 1
+                    until = len(between) * slot // slots
+                    for write in between[done:until]:
+                        write()
+                    done = until
+            for line in range(self.lines):
+                a.prefetch(At(base=AHEAD.pointer, distance=line * LINE), cache=2)
+            a.add_stored(AHEAD.pointer, AHEAD.step)
+        a.add("rsi", steps * ROW_BYTES)
+        a.add("rcx", steps * self.vectors * TILE_BYTES)
+
+    def _load(self, a: TileAssembler, step: int, i: int) -> None:
+        if i < self._blocks:
+            at = i * self.tile_rows * self.stride + step * ROW_BYTES
+            a.load_tile(A_TILES + i, At(base="rsi", index="rax", distance=at))
+        if i < self.vectors:
+            at = (step * self.vectors + i) * TILE_BYTES
+            a.load_tile(B_TILES + i, At(base="rcx", index="rdx", distance=at))
+
+    def _ready(self, i: int) -> list[tuple[int, int]]:
+        """The products whose second tile is the one loaded last."""
+        all_ = [(b, v) for b in range(self._blocks) for v in range(self.vectors)]
+        return [(b, v) for b, v in all_ if max(b, v) == i]
+
+    def _endings(self, a: Assembler, constants: Constants) -> list[Callable[[], None]]:
+        """What writes the ending of a block, some pixels each: of two a vector is packed."""
+        pixels = range(self.pixels)
+        together = [pixels[p : p + self.vectors] for p in pixels[:: self.vectors]]
+        return [partial(self._end, a, some, i, constants) for i, some in enumerate(together)]
+
+    def _end(
+        self, a: Assembler, pixels: Sequence[int], number: int, constants: Constants
+    ) -> None:
+        first = number % 2 * 8
+        spare = first + 8 - TEMPORARIES
+        places = [(p, v) for p in pixels for v in range(self.vectors)]
+        for i, (p, v) in enumerate(places):
+            at = SUMS + (p * self.width + v * self.isa.lanes) * WORD
+            self._finish(a, (p, v), first + i, kept(at), spare, constants)
+        if not self.rounds:
+            return
+        relu = self.activation == "relu"
+        made = pack_int8(
+            a, constants, range(first, first + len(places)), ORDER, at_least_zero=relu
+        )
+        store_packed(a, self._of_result(pixels[0], 0), made, self.vectors)
+        if len(pixels) == 2:
+            a.store_upper_half(self._of_result(pixels[1], 0), made)
