@@ -44,8 +44,9 @@ from tessella.kernels.shared.amx_blocks import (
 from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, pixel_bytes
 from tessella.operations.problem import Problem
 
-MOST_ROWS = 256  # of an item
-PART_BYTES = (2**20, 2**18)  # of an item's rows, of 2 MB that the second cache has where tiles are
+MOST_ROWS = 512  # of an item
+SOME_ROWS = (256, 64)
+PART_BYTES = 2**20  # of an item's rows: half of the second cache where tiles are
 FEW_ITEMS = 4
 MOST_THREADS = 64
 
@@ -70,13 +71,11 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """By the rows that a thread takes at a time, and how tiles reach them."""
-    parts = [part // _row_bytes(problem) // ROWS * ROWS for part in PART_BYTES]
-    rows = list(dict.fromkeys(max(ROWS, min(MOST_ROWS, n)) for n in parts))
-    if _is_flat(problem):
-        return tuple({"rows": n, "way": DIRECT} for n in rows)
-    if may_be_framed(problem):
+    if not _is_flat(problem) and may_be_framed(problem):
         return ({"rows": MOST_ROWS, "way": FRAMED},)
-    return tuple({"rows": n, "way": COPIED} for n in rows)
+    most = max(1, PART_BYTES // _row_bytes(problem) // ROWS) * ROWS
+    way = DIRECT if _is_flat(problem) else COPIED
+    return tuple({"rows": n, "way": way} for n in dict.fromkeys(min(n, most) for n in SOME_ROWS))
 
 
 def _is_flat(problem: Problem) -> bool:

@@ -399,9 +399,7 @@ class _Tiles(Int8Tiles):
         if left:
             self._steps_and(a, left, [])
 
-    def _steps_and(
-        self, a: TileAssembler, steps: int, between: list[Callable[[], None]]
-    ) -> None:
+    def _steps_and(self, a: TileAssembler, steps: int, between: list[Callable[[], None]]) -> None:
         """So many steps, and the pointers behind them; other code in equal parts between them."""
         slots = steps * self._blocks * self.vectors
         done = slot = 0
@@ -441,9 +439,7 @@ class _Tiles(Int8Tiles):
         together = [pixels[p : p + self.vectors] for p in pixels[:: self.vectors]]
         return [partial(self._end, a, some, i, constants) for i, some in enumerate(together)]
 
-    def _end(
-        self, a: Assembler, pixels: Sequence[int], number: int, constants: Constants
-    ) -> None:
+    def _end(self, a: Assembler, pixels: Sequence[int], number: int, constants: Constants) -> None:
         first = number % 2 * 8
         spare = first + 8 - TEMPORARIES
         places = [(p, v) for p in pixels for v in range(self.vectors)]
@@ -453,9 +449,7 @@ class _Tiles(Int8Tiles):
         if not self.rounds:
             return
         relu = self.activation == "relu"
-        made = pack_int8(
-            a, constants, range(first, first + len(places)), ORDER, at_least_zero=relu
-        )
+        made = pack_int8(a, constants, range(first, first + len(places)), ORDER, at_least_zero=relu)
         store_packed(a, self._of_result(pixels[0], 0), made, self.vectors)
         if len(pixels) == 2:
             a.store_upper_half(self._of_result(pixels[1], 0), made)
