@@ -40,12 +40,13 @@ WINDOWS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "2×3, askew": ((2, 3), {"padding": (1, 2), "dilation": (3, 1)}),
     "far beside": ((3, 3), {"padding": (5, 5)}),
 }
-# one block, a rest of pixels, of channels, many steps and several items
+# one block, a rest of pixels, of channels, many steps, several items, steps that zeros fill
 SHAPES = [
     ((1, 32, 8, 8), 32),
     ((2, 64, 9, 11), 80),
     ((1, 256, 7, 9), 64),
     ((1, 96, 21, 20), 224),
+    ((2, 19, 9, 8), 48),
 ]
 
 
@@ -124,9 +125,9 @@ def test_slices_and_threads(window: str, threads: int, monkeypatch: pytest.Monke
 
 
 def test_an_infinite_pixel_reaches_those_results_that_see_it() -> None:
-    for window in ("1×1", "3×3", "3×3, by two"):
+    for window, channels in (("1×1", 32), ("1×1", 24), ("3×3", 24), ("3×3, by two", 40)):
         kernel, attrs = WINDOWS[window]
-        p = problem((1, 32, 12, 13), 32, "bfloat16", kernel=kernel, **attrs)
+        p = problem((1, channels, 12, 13), 32, "bfloat16", kernel=kernel, **attrs)
         (x,), constants = drawn(p)
         constants[1].abs_()
         x[0, :, 5, 12] = torch.inf
@@ -222,7 +223,7 @@ def test_what_a_plan_may_not_say() -> None:
         ({"dtype": "float32"}, "bfloat16"),
         ({"groups": 2}, "one group"),
         ({"channels": 24}, "32 channels at least"),
-        ({"shape": (1, 40, 9, 9)}, "by 32"),
+        ({"shape": (1, 12, 9, 9)}, "16 of the input"),
         ({"shape": (1, 32, 5, 5)}, "32 pixels at least"),
         ({"gamma": 2.0}, "gamma"),
     ],

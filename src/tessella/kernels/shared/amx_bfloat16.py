@@ -48,6 +48,7 @@ MOST_ROWS = 512  # of an item
 SOME_ROWS = (256, 64)
 PART_BYTES = 2**20  # of an item's rows: half of the second cache where tiles are
 FEW_ITEMS = 4
+FEW_CHANNELS = 16  # of the image: copies fill them up to 32 with zeros
 MOST_THREADS = 64
 
 
@@ -59,8 +60,8 @@ def fits(problem: Problem) -> str | None:
         return "bfloat16"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] < WIDTH or x.shape[1] % STEP:
-        return f"{WIDTH} channels at least, those of the input by {STEP}"
+    if weight.shape[0] < WIDTH or x.shape[1] < FEW_CHANNELS:
+        return f"{WIDTH} channels at least, {FEW_CHANNELS} of the input"
     if _pixels(problem) < ROWS:
         return f"{ROWS} pixels at least"
     images = (x, y, problem.epilogue.residual)
@@ -71,18 +72,19 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """By the rows that a thread takes at a time, and how tiles reach them."""
-    if not _is_flat(problem) and may_be_framed(problem):
+    flat = problem["weight"].shape[2:] == (1, 1)
+    if not flat and may_be_framed(problem):
         return ({"rows": MOST_ROWS, "way": FRAMED},)
     most = max(1, PART_BYTES // _row_bytes(problem) // ROWS) * ROWS
-    way = DIRECT if _is_flat(problem) else COPIED
+    way = DIRECT if may_be_direct(problem) else COPIED
     return tuple({"rows": n, "way": way} for n in dict.fromkeys(min(n, most) for n in SOME_ROWS))
 
 
-def _is_flat(problem: Problem) -> bool:
-    """Whether a result sees one pixel, and the next result the next one."""
-    a = problem.attrs
+def may_be_direct(problem: Problem) -> bool:
+    """Whether a result sees one pixel of whole steps, and the next result the next one."""
+    x, a = problem["input"], problem.attrs
     still = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
-    return still and problem["weight"].shape[2:] == (1, 1)
+    return still and problem["weight"].shape[2:] == (1, 1) and x.shape[1] % STEP == 0
 
 
 def may_be_framed(problem: Problem) -> bool:
@@ -98,8 +100,9 @@ def _line(problem: Problem) -> int:
 
 
 def _row_bytes(problem: Problem) -> int:
-    """What the filter sees."""
-    return math.prod(problem["weight"].shape[1:]) * SIZE
+    """What the filter sees, with zeros behind each pixel's channels."""
+    _, channels, *filters = problem["weight"].shape
+    return math.prod(filters) * math.ceil(channels / STEP) * CACHE_LINE
 
 
 def _pixels(problem: Problem) -> int:
@@ -122,7 +125,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     config = config or configs(problem)[0]
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
     panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=16), config["way"], 0
-    offered = {FRAMED: may_be_framed(problem), DIRECT: _is_flat(problem), COPIED: True}
+    offered = {FRAMED: may_be_framed(problem), DIRECT: may_be_direct(problem), COPIED: True}
     if not offered.get(way) or config["rows"] % ROWS or not ROWS <= config["rows"] <= MOST_ROWS:
         raise KernelError(
             "no way of AMX's convolution",
@@ -205,7 +208,8 @@ def _weight(weight: torch.Tensor, panels: Panels) -> torch.Tensor:
     channels each."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        rows = panels.laid_out(w.permute(0, 2, 3, 1).flatten(1))
+        filled = torch.nn.functional.pad(w.permute(0, 2, 3, 1), (0, -w.shape[1] % STEP))
+        rows = panels.laid_out(filled.flatten(1))
         shape = (len(panels.begins), 2, WIDTH // 2, rows.shape[1] // STEP, STEP // 2, 2)
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 

@@ -65,7 +65,7 @@ class Blocks:
     @property
     def lines(self) -> int:
         """Of what a place of the filter sees: as many steps."""
-        return self.seen // CACHE_LINE
+        return math.ceil(self.seen / CACHE_LINE)
 
     @property
     def panel_bytes(self) -> int:
@@ -74,7 +74,9 @@ class Blocks:
     @property
     def pitch(self) -> int:
         """Bytes from a row to the next."""
-        return {DIRECT: self.pitches[0], COPIED: CACHE_LINE, FRAMED: self.seen}[self.way]
+        return {DIRECT: self.pitches[0], COPIED: CACHE_LINE, FRAMED: self.lines * CACHE_LINE}[
+            self.way
+        ]
 
     @property
     def step(self) -> int:
@@ -84,7 +86,7 @@ class Blocks:
     @property
     def _block(self) -> int:
         """Bytes from a block's rows to the next one's."""
-        whole = len(self.taps) * self.seen if self.way == COPIED else self.pitch
+        whole = len(self.taps) * self.lines * CACHE_LINE if self.way == COPIED else self.pitch
         return ROWS * whole
 
     @property
@@ -92,10 +94,10 @@ class Blocks:
         """Of a thread: a block's sums, how tiles were configured, what nobody reads, and copies."""
         copied = {
             DIRECT: 0,
-            COPIED: self.most_rows * len(self.taps) * self.seen,
-            FRAMED: (self.most_rows + max(self.taps)) * self.seen,
+            COPIED: self.most_rows * len(self.taps),
+            FRAMED: self.most_rows + max(self.taps),
         }[self.way]
-        return _COPIES + copied
+        return _COPIES + copied * self.lines * CACHE_LINE
 
     def written(self, constants: Constants, tiles: torch.Tensor) -> TileAssembler:
         """The code. A block's sums leave their tiles when it has been multiplied, and are finished
@@ -214,6 +216,9 @@ class Blocks:
         a.compare("rax", "rcx")
         a.jump_if("je", "copied")
         a.store(kept(NUMBER), "rax")
+        if rest := self.seen % CACHE_LINE:
+            a.set("rax", 2**rest - 1)
+            a.mask(1, "rax")
         a.load("rsi", At(base="rbx", distance=OF_PLACES))
         a.load("r8", IMAGE)
         a.add_stored("r8", At(base="rbx", distance=OF_IMAGE))
@@ -245,13 +250,15 @@ class Blocks:
         a.label("copied")
 
     def _copy_pixel(self, a: TileAssembler, to: str, step: int) -> None:
-        """A pixel's channels, or zeros beside the image; both pointers go on."""
+        """A pixel's channels, and zeros behind them, or zeros beside the image; both pointers go
+        on."""
         a.load_short("rax", At(base="rsi"))
         a.load_if_negative("rax", kept(BESIDE))
         a.add("rax", "r8")
         a.add("rsi", WORD)
         for i in range(self.lines):
-            a.load_vector(i % 8, At(base="rax", distance=i * CACHE_LINE))
+            masked = self.seen < (i + 1) * CACHE_LINE
+            a.load_vector(i % 8, At(base="rax", distance=i * CACHE_LINE), mask=int(masked))
             a.store_vector(At(base=to, distance=i * step), i % 8)
         a.add(to, self.lines * step)
 
