@@ -288,7 +288,7 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
-    *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True, gamma=True),
+    *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
@@ -357,7 +357,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    *_x86("linear", "{}", "gemm.x86"),
+    *_x86("linear", "{}", "gemm.x86", version=2),
     *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
     *_int8("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", sliced_out=False),
     *_int8("linear", "avx2_vnni_int8", "gemm.x86_vnni_int8", isa="avx2_vnni", sliced_out=False),
