@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
-from tessella.kernels.catalog import Call, Config
+from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.x86_ahead import Ahead
@@ -126,7 +125,7 @@ def _threads(problem: Problem, tiles: _Tiles) -> int:
     return min(MOST_THREADS, math.ceil(_tiles(problem) / tiles.tiles))
 
 
-def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     tiles = _Tiles.of(problem, config)
     weight, bias = _weight(constants[1], tiles), constants.get(2)
@@ -137,27 +136,22 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     _require_inside(problem, places)
     items = _items(problem, tiles, places)
     table = code.Table(items, weight, bias, zeros, places)
-    made, most = _machine_code(tiles), _threads(problem, tiles)
     has_residual = problem.epilogue.residual is not None
-    needed = workspace_bytes(problem, **config)
 
-    def convolve(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        if workspace.nbytes < needed:
-            raise KernelError(
-                "the workspace is too small",
-                seen=f"{workspace.nbytes} bytes",
-                fix=f"{needed} bytes",
-            )
-        part = workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE
-        added = inputs[1].data_ptr() if has_residual else 0
-        made.run(
-            table, inputs[0].data_ptr(), out.data_ptr(), added, zeros.data_ptr(),
-            weight.data_ptr(), bias.data_ptr(), part, 0,
-            threads=min(most, torch.get_num_threads()),
+    def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
+        added = more[0].data_ptr() if has_residual else 0
+        return (
+            x.data_ptr(), more[-1].data_ptr(), added, zeros.data_ptr(),
+            weight.data_ptr(), bias.data_ptr(),
         )  # fmt: skip
-        return out
 
-    return convolve
+    return code.Launch(
+        _machine_code(tiles),
+        table,
+        numbers,
+        needed=workspace_bytes(problem, **config),
+        parts=_threads(problem, tiles),
+    )
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:

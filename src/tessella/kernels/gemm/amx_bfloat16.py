@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from tessella.kernels.catalog import Call, Config
+from tessella.device.x86 import code
+from tessella.kernels.catalog import Config
 from tessella.kernels.gemm.x86 import as_convolution, refusal, with_filter
 from tessella.kernels.shared import amx_bfloat16
 from tessella.operations.problem import Problem
@@ -24,6 +25,6 @@ def workspace_bytes(problem: Problem, **config: int) -> int:
     return amx_bfloat16.workspace_bytes(as_convolution(problem), **config)
 
 
-def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     return amx_bfloat16.bind(as_convolution(problem), with_filter(constants), **config)

@@ -25,7 +25,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.kernels.catalog import Call, Config
+from tessella.kernels.catalog import Config
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.amx_blocks import (
     COPIED,
@@ -168,7 +168,7 @@ def begins(problem: Problem, blocks: Blocks) -> list[tuple[int, int, int]]:
     return found
 
 
-def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     blocks = blocks_of(problem, config)
     weight, bias = _weight(constants[1], blocks.panels), constants.get(2)
@@ -180,27 +180,20 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     items = make_items(problem, blocks, weight, bias, places)
     _require_inside(problem, blocks, items, weight, bias, places)
     table = code.Table(items, weight, bias, *places, zeros)
-    made, most = machine_code(blocks), _threads(problem, blocks)
-    needed, beside = workspace_bytes(problem, **config), zeros.data_ptr()
+    beside = zeros.data_ptr()
 
-    def convolve(
-        x: torch.Tensor, *added: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor
-    ) -> torch.Tensor:
-        if workspace.nbytes < needed:
-            raise KernelError(
-                "the workspace is too small",
-                seen=f"{workspace.nbytes} bytes",
-                fix=f"{needed} bytes",
-            )
-        part = workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE
-        residual = added[0].data_ptr() if added else 0
-        made.run(
-            table, x.data_ptr(), out.data_ptr(), residual, beside, part, 0,
-            threads=min(most, torch.get_num_threads()),
-        )  # fmt: skip
-        return out
+    def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
+        *residual, out = more
+        added = residual[0].data_ptr() if residual else 0
+        return x.data_ptr(), out.data_ptr(), added, beside
 
-    return convolve
+    return code.Launch(
+        machine_code(blocks),
+        table,
+        numbers,
+        needed=workspace_bytes(problem, **config),
+        parts=_threads(problem, blocks),
+    )
 
 
 def _weight(weight: torch.Tensor, panels: Panels) -> torch.Tensor:
