@@ -14,7 +14,7 @@ from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.kernels.gemm.x86 import as_convolution
-from tessella.kernels.shared import x86_convolution, x86_int8
+from tessella.kernels.shared import amx_int8, x86_convolution, x86_int8
 from tessella.operations import problems
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
@@ -119,7 +119,11 @@ SHAPES: list[tuple[tuple[int, int, int, int], int, dict[str, Any]]] = [
     ((1, 4, 1, 1), 1003, {}),
     ((1, 76, 11, 31), 530, {"stride": (1, 2)}),
     ((1, 1216, 7, 9), 32, {}),
-    ((2, 192, 14, 3), 40, {"kernel": (3, 3), "padding": (1, 1)}),
+    # of AMX: tiles in lines, in every second line, half a line each, of another's copy
+    ((2, 64, 14, 14), 33, {"kernel": (3, 3), "padding": (1, 1)}),
+    ((1, 64, 28, 28), 32, {"stride": (2, 2)}),
+    ((1, 64, 5, 56), 64, {"kernel": (3, 3), "padding": (1, 1)}),
+    ((1, 64, 12, 32), 32, {"kernel": (3, 5), "padding": (2, 2), "dilation": (2, 1)}),
 ]
 
 
@@ -131,7 +135,9 @@ def test_bit_for_bit(
     window: dict[str, Any],
     non_negative: bool,
     form: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(amx_int8, "WINDOW_BYTES", 2**15)  # some lines at a time
     channels = max(channels, code.require_instructions().lanes)
     for out, residual, activation in (
         ("int8", False, "relu"), ("int8", True, None), ("float32", True, "relu"),

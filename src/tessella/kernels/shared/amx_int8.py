@@ -1,8 +1,11 @@
 """Convolutions of int8 on a CPU with AMX, with scale, bias, residual, activation and rounding.
 
 A block of pixels by 32 channels of the result waits in four tiles, which 64 numbers of each pixel
-at a time are multiplied into. Pixels whose numbers do not lie in a row, as those under a filter of
-several places, are copied to the stack first, for all channels at once. Between the products of a
+at a time are multiplied into. A tile's rows lie equally far apart, so that it may hold what one
+place of a filter reads for pixels of one line of the result: they are read from the image, or from
+a copy of some lines with the padding around them. Where lines are no whole tiles, or channels no
+whole rows of a tile, what each pixel reads is copied. Copies lie on the stack, for all channels at
+once. Between the products of a
 block stands what becomes of the sums of the block before: scaling and rounding them takes as long
 as multiplying, and is done in other parts of the processor.
 
@@ -20,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
@@ -48,6 +52,8 @@ from tessella.kernels.shared.x86_tiles import (
     OWN_ITEM,
     PANEL,
     PANELS,
+    HAS_REST,
+    ITEM,
     PLACES,
     RESIDUAL,
     RESULT,
@@ -55,12 +61,16 @@ from tessella.kernels.shared.x86_tiles import (
     WEIGHT,
     WORD,
     ZEROS,
+    indirection,
     kept,
     pixel_bytes,
 )
 from tessella.operations.problem import Problem
 
 TILE_BYTES = ROWS * ROW_BYTES
+WINDOW_BYTES = 2**17  # of lines that are copied
+LARGEST_WINDOW = 40  # steps: all are written out
+LEAST_ROWS = 12  # of a tile of pixels in one line: fewer leave too much of a tile empty
 BUFFER_BYTES = 2**18  # of pixels that one thread takes at a time: they stay in the second cache
 MOST_BUFFER_BYTES = 2**20  # on the stack, where one block of pixels is more than that
 MOST_COPIES = 512  # vectors of a pixel, which are written out
@@ -70,7 +80,7 @@ MOST_LINES = 16  # of weights, asked for in each step
 
 # on the stack, behind what all tiles keep: numbers, the tiles' former configuration, sums
 MORE = range(len(STACK) * code.NUMBER, (len(STACK) + 9) * code.NUMBER, code.NUMBER)
-NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, STEPS_LEFT, STEP, END = MORE
+NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, LEFT_OF_LINE, STEP, END = MORE
 FORMER, SUMS = 192, 256
 AHEAD = Ahead(pointer="r14", step=kept(STEP), end=kept(END))
 ORDER = 31  # the vector for packing
@@ -82,7 +92,7 @@ def fits(problem: Problem) -> str | None:
         return why
     x, weight = problem["input"], problem["weight"]
     taps = math.prod(weight.shape[2:])
-    if _is_direct(problem):
+    if _is_direct(problem) or _window(problem):
         return None
     if taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
         return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
@@ -100,7 +110,14 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     problem.require_constants(constants)
     config = x86_int8.one_of(configs(problem), config)
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
-    rows, blocks = _rows(pixels)
+    direct = _is_direct(problem)
+    window = None if direct else _window(problem)
+    rows, blocks = _rows(pixels) if window is None else (window.rows, 2)
+    stride = pixel_bytes(x) if direct else _row_bytes(problem)
+    if window is None:
+        most = max(1, BUFFER_BYTES // (rows * blocks * stride))
+    else:
+        most = window.most_lines * window.width // (rows * blocks)
     per_panel = math.ceil(pixels / (rows * blocks)) * _steps(problem)  # steps of the products
     weight_lines = _steps(problem) * config["vectors"] * TILE_BYTES // LINE
     tiles = _Tiles.of(
@@ -110,8 +127,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         tile_rows=rows,
         steps=_steps(problem),
         channels=x.shape[1],
-        stride=pixel_bytes(x) if _is_direct(problem) else _row_bytes(problem),
-        is_direct=_is_direct(problem),
+        stride=stride,
+        window=window,
+        copied=window.copied if window else not direct,
+        most_blocks=most,
         lines=min(MOST_LINES, math.ceil(weight_lines / per_panel)),
         signed=False,
         **x86_int8.epilogue_of(problem, constants),
@@ -164,6 +183,105 @@ def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Window:
+    """Tiles of pixels in lines of the result, which read places of the filter one after another.
+
+    Attributes:
+        rows: of a tile.
+        lines: of the result.
+        width: of a line, in pixels.
+        pitch: bytes from a pixel of the image or of its copy to the next.
+        image: pixels of a line of the same, and how many lines.
+        stride: of the filter, down and along.
+        places: distances in bytes of the filter's places.
+        reach: lines that a line of the result reads, from the first to the last.
+        copied: the image has padding, and is copied with it.
+    """
+
+    rows: int
+    lines: int
+    width: int
+    pitch: int
+    image: tuple[int, int]
+    stride: tuple[int, int]
+    places: tuple[int, ...]
+    reach: int
+    copied: bool
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of two tiles in so many lines as ``together`` says."""
+        return max(1, self.width // (2 * self.rows))
+
+    @property
+    def together(self) -> int:
+        """Lines of a block of two tiles."""
+        return 2 if self.width == self.rows else 1
+
+    @property
+    def line_bytes(self) -> int:
+        """From a line of the image to the next."""
+        return self.image[0] * self.pitch
+
+    @property
+    def second(self) -> int:
+        """From the first tile of a block to its second."""
+        if self.together == 2:
+            return self.stride[0] * self.line_bytes
+        return self.rows * self.stride[1] * self.pitch
+
+    def read(self, lines: int) -> int:
+        """Lines of the image that so many of the result read."""
+        return (lines - 1) * self.stride[0] + self.reach
+
+    @property
+    def most_lines(self) -> int:
+        """Lines of the result whose copy an item holds."""
+        most = self.lines
+        while self.copied and most > 2 and self.read(most) * self.line_bytes > WINDOW_BYTES:
+            most -= self.together
+        return most
+
+
+def _window(problem: Problem) -> _Window | None:
+    """How the tiles of a problem lie in lines, or None where they do not."""
+    x, weight, y, a = problem["input"], problem["weight"], problem.output, problem.attrs
+    (lines, width), (r, s) = y.shape[2:], weight.shape[2:]
+    stride, padding, dilation = (
+        tuple(map(int, a[n])) for n in ("stride", "padding", "dilation")
+    )
+    if x.shape[1] % ROW_BYTES or _steps(problem) > LARGEST_WINDOW:
+        return None
+    found = [
+        rows
+        for rows in range(ROWS, LEAST_ROWS - 1, -1)
+        if width % (2 * rows) == 0 or (width == rows and lines % 2 == 0)
+    ]
+    if not found:
+        return None
+    copied = any(padding)
+    pitch = x.shape[1] if copied else pixel_bytes(x)
+    height, along = (n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True))
+    made = _Window(
+        rows=found[0],
+        lines=lines,
+        width=width,
+        pitch=pitch,
+        image=(along, height),
+        stride=(stride[0], stride[1]),
+        places=tuple(
+            (i * dilation[0] * along + j * dilation[1]) * pitch
+            for i in range(r)
+            for j in range(s)
+        ),
+        reach=(r - 1) * dilation[0] + 1,
+        copied=copied,
+    )
+    size = made.read(made.most_lines) * made.line_bytes
+    return None if copied and size > MOST_BUFFER_BYTES else made
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Tiles(Int8Tiles):
     """Blocks of one or two tiles of pixels by one or two of channels.
 
@@ -172,7 +290,9 @@ class _Tiles(Int8Tiles):
         steps: of 64 numbers of a pixel.
         channels: of the image.
         stride: bytes from a pixel to the next, in the image or on the stack.
-        is_direct: tiles are read from the image.
+        window: how tiles lie in lines, or None: what a pixel reads lies in one piece.
+        copied: tiles are read from the stack, else from the image.
+        most_blocks: blocks of pixels of an item.
         lines: of weights that are asked for in each step.
     """
 
@@ -180,7 +300,9 @@ class _Tiles(Int8Tiles):
     steps: int
     channels: int
     stride: int
-    is_direct: bool
+    window: _Window | None
+    copied: bool
+    most_blocks: int
     lines: int
 
     @property
@@ -202,9 +324,35 @@ class _Tiles(Int8Tiles):
         return 1
 
     @property
-    def _most_blocks(self) -> int:
-        """Blocks of pixels of an item."""
-        return max(1, BUFFER_BYTES // (self.pixels * self.stride))
+    def _copied_taps(self) -> int:
+        """Places of the filter that are copied for each pixel."""
+        return 1 if self.window else self.taps
+
+    @property
+    def _buffer_bytes(self) -> int:
+        if not self.copied:
+            return 0
+        if self.window:
+            return self.window.read(self.window.most_lines) * self.window.line_bytes + ROW_BYTES
+        return self.most_blocks * self.pixels * self.stride + ROW_BYTES
+
+    def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
+        """Of a window where each pixel of the image with its padding lies; its first row is what a
+        tile without a copy begins with.
+        """
+        if self.window is None:
+            return super()._indirection(problem, weight)
+        around, image = tuple(problem.attrs["padding"]), problem["input"]
+        grid = replace(image, shape=(1, 1, *reversed(self.window.image)), strides=None)
+        alone = {"stride": (1, 1), "padding": around, "dilation": (1, 1), "groups": 1}
+        asked = replace(
+            problem,
+            inputs=(image, replace(problem["weight"], shape=(1, 1, 1, 1))),
+            outputs=(grid,),
+            attrs=alone,
+            constant=(1,),
+        )
+        return indirection(asked, weight, 1)
 
     def _items(
         self,
@@ -222,9 +370,10 @@ class _Tiles(Int8Tiles):
         result, residual = self.pitches
         whole = pixels // self.pixels
         wanted = FEW_ITEMS if torch.get_num_threads() > 1 else 1
-        together, most = len(weight), min(whole, self._most_blocks)
-        while most > 1 and y.shape[0] * math.ceil(whole / most) < wanted:
-            most = math.ceil(most / 2)
+        together, most = len(weight), min(whole, self.most_blocks)
+        step = 1 if self.window is None else self.window.blocks
+        while most > step and y.shape[0] * math.ceil(whole / most) < wanted:
+            most = math.ceil(most / 2 / step) * step
         runs = math.ceil(whole / most)
         while together > 1 and y.shape[0] * runs * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
@@ -238,16 +387,37 @@ class _Tiles(Int8Tiles):
                 (n * pixels + begin) * (residual or 0) + self.panels.begins[panel] * self.size,
                 weight.data_ptr() + panel * weight[0].nbytes,
                 bias.data_ptr() + panel * bias[0].nbytes,
-                places.data_ptr() + begin * self.taps * places.itemsize,
+                places.data_ptr() + places.itemsize * self._places_of(begin, count)[0],
                 count,
                 some,
-                0,
+                self._places_of(begin, count)[1] // self._copied_taps,
             )
             for panel, some in self.panels.together(together)
             for n in range(y.shape[0])
             for begin, count in begins
         ]
         return np.array(rows, np.int64)
+
+    def _places_of(self, begin: int, blocks: int) -> tuple[int, int]:
+        """The places that an item reads: the first, and how many."""
+        if self.window is None:
+            return begin * self.taps, blocks * self.pixels * self.taps
+        line = begin // self.window.width * self.window.stride[0]
+        lines = self.window.read(blocks * self.pixels // self.window.width)
+        return line * self.window.image[0], lines * self.window.image[0]
+
+    def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
+        """And items that read other places than their blocks need, or more than a copy holds."""
+        place, blocks, read = (table[ITEM.index(at)] for at in (PLACES, COUNT, HAS_REST))
+        spans = read * self._copied_taps * places.itemsize
+        code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
+        wanted = [self._places_of(0, n)[1] // self._copied_taps for n in blocks.tolist()]
+        if int(blocks.max()) > self.most_blocks or read.tolist() != wanted:
+            raise KernelError(
+                "machine code would leave its copy of the image",
+                seen=f"items of {int(blocks.max())} blocks, {int(read.max())} pixels copied",
+                fix="report the problem that it was asked for",
+            )
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
@@ -260,8 +430,7 @@ class _Tiles(Int8Tiles):
         a = TileAssembler(self.isa)
         a.enter()
         a.move("rax", "rsp")
-        buffer = 0 if self.is_direct else self._most_blocks * self.pixels * self.stride + ROW_BYTES
-        a.subtract("rsp", self._buffer + buffer)
+        a.subtract("rsp", self._buffer + self._buffer_bytes)
         a.clear_low_bits("rsp", x86_int8.ALIGNED)
         a.store(kept(CALLER), "rax")
         constants.begin(a)
@@ -283,7 +452,7 @@ class _Tiles(Int8Tiles):
 
     def _item(self, a: TileAssembler, constants: Constants) -> None:
         a.store(kept(OWN_ITEM), "rbx")
-        if not self.is_direct:
+        if self.copied:
             self._copy_pixels(a)
         for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS), (NUMBERS, BIAS)):
             a.load("rcx", At(base="rbx", distance=source))
@@ -307,12 +476,9 @@ class _Tiles(Int8Tiles):
         AHEAD.pace(a, "asked", "rcx")
         a.store_number(kept(IS_FIRST), 0)
         result, residual = self.pitches
-        for place, step in (
-            (AT_RESULT, result),
-            (AT_RESIDUAL, residual or 0),
-            (SOURCE, self.stride),
-        ):
+        for place, step in ((AT_RESULT, result), (AT_RESIDUAL, residual or 0)):
             a.add_to_stored(kept(place), self.pixels * step)
+        self._next_source(a)
         a.add_to_stored(kept(LEFT), -1)
         a.jump_if("jne", "block")
         a.add_to_stored(kept(PANEL), self._panel_bytes)
@@ -322,6 +488,23 @@ class _Tiles(Int8Tiles):
         a.jump_if("jne", "panel")
         for write in self._endings(a, constants):
             write()
+
+    def _next_source(self, a: Assembler) -> None:
+        """To the pixels of the next block: in a window behind the last of a line to the next."""
+        if self.window is None:
+            a.add_to_stored(kept(SOURCE), self.pixels * self.stride)
+            return
+        line = self.window.together * self.window.stride[0] * self.window.line_bytes
+        if self.window.blocks == 1:
+            a.add_to_stored(kept(SOURCE), line)
+            return
+        along = self.pixels * self.window.stride[1] * self.window.pitch
+        a.add_to_stored(kept(SOURCE), along)
+        a.add_to_stored(kept(LEFT_OF_LINE), -1)
+        a.jump_if("jne", "same line")
+        a.add_to_stored(kept(SOURCE), line - self.window.blocks * along)
+        a.store_number(kept(LEFT_OF_LINE), self.window.blocks)
+        a.label("same line")
 
     @property
     def _panel_bytes(self) -> int:
@@ -338,7 +521,7 @@ class _Tiles(Int8Tiles):
             a.add_stored("rcx", At(base="r11", distance=place))
             a.add_stored("rcx", kept(COLUMN))
             a.store(kept(kept_at), "rcx")
-        if self.is_direct:
+        if not self.copied:
             a.load("rcx", At(base="r11", distance=PLACES))
             a.load_short("rcx", At(base="rcx"))
             a.add_stored("rcx", kept(BASE))
@@ -348,18 +531,19 @@ class _Tiles(Int8Tiles):
         a.store(kept(SOURCE), "rcx")
         a.load("rcx", At(base="r11", distance=COUNT))
         a.store(kept(LEFT), "rcx")
+        if self.window:
+            a.store_number(kept(LEFT_OF_LINE), self.window.blocks)
 
     def _copy_pixels(self, a: Assembler) -> None:
         """Each pixel's numbers under the filter, one place after another, to the stack."""
         a.load("rbp", At(base="rbx", distance=PLACES))
-        a.load("r9", At(base="rbx", distance=COUNT))
-        a.multiply("r9", self.pixels)
+        a.load("r9", At(base="rbx", distance=HAS_REST))
         a.move("r10", "rsp")
         a.add("r10", self._buffer)
         whole, rest = divmod(self.channels, ROW_BYTES)
         spread = 0
         with a.counted("copied", "r9"):
-            for tap in range(self.taps):
+            for tap in range(self._copied_taps):
                 register = ("rax", "rcx", "rdx", "rsi")[tap % 4]
                 a.load_short(register, At(base="rbp", distance=4 * tap))
                 a.load_if_negative(register, kept(ZEROS))
@@ -370,19 +554,20 @@ class _Tiles(Int8Tiles):
                     to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
                     a.store_vector(At(base="r10", distance=to), spread)
                     spread = (spread + 1) % 8
-            a.add("rbp", 4 * self.taps)
-            a.add("r10", self.stride)
+            a.add("rbp", 4 * self._copied_taps)
+            a.add("r10", self.window.pitch if self.window else self.stride)
 
     def _products(self, a: TileAssembler, constants: Constants) -> None:
         """All products of a block, and between them the ending of the one before, if there is."""
         a.load("rsi", kept(SOURCE))
         a.load("rcx", kept(PANEL))
-        a.set("rax", self.stride)
+        apart = self.window.stride[1] * self.window.pitch if self.window else self.stride
+        a.set("rax", apart)
         a.set("rdx", ROW_BYTES)
         a.set("rbp", self.width * WORD)
         for i in range(self._blocks * self.vectors):
             a.zero_tile(i)
-        together = min(UNROLLED, self.steps)
+        together = min(LARGEST_WINDOW if self.window else UNROLLED, self.steps)
         a.load("r9", kept(IS_FIRST))
         a.compare("r9", 0)
         a.jump_if("je", "second")
@@ -419,16 +604,28 @@ class _Tiles(Int8Tiles):
             for line in range(self.lines):
                 a.prefetch(At(base=AHEAD.pointer, distance=line * LINE), cache=2)
             a.add_stored(AHEAD.pointer, AHEAD.step)
-        a.add("rsi", steps * ROW_BYTES)
+        a.add("rsi", steps * ROW_BYTES)  # of a window there are no more steps
         a.add("rcx", steps * self.vectors * TILE_BYTES)
 
     def _load(self, a: TileAssembler, step: int, i: int) -> None:
         if i < self._blocks:
-            at = i * self.tile_rows * self.stride + step * ROW_BYTES
+            at = self._distance(step) + i * self._second
             a.load_tile(A_TILES + i, At(base="rsi", index="rax", distance=at))
         if i < self.vectors:
             at = (step * self.vectors + i) * TILE_BYTES
             a.load_tile(B_TILES + i, At(base="rcx", index="rdx", distance=at))
+
+    @property
+    def _second(self) -> int:
+        """The distance of a block's second tile of pixels from the first."""
+        return self.window.second if self.window else self.tile_rows * self.stride
+
+    def _distance(self, step: int) -> int:
+        """What a tile of pixels reads in a step, from the block's begin on."""
+        if self.window is None:
+            return step * ROW_BYTES
+        tap, i = divmod(step, self.channels // ROW_BYTES)
+        return self.window.places[tap] + i * ROW_BYTES
 
     def _ready(self, i: int) -> list[tuple[int, int]]:
         """The products whose second tile is the one loaded last."""
