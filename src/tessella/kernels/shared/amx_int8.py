@@ -49,6 +49,7 @@ from tessella.kernels.shared.x86_tiles import (
     FEW_ITEMS,
     LEFT,
     LEFT_PANELS,
+    MAX_BYTES,
     OWN_ITEM,
     PANEL,
     PANELS,
@@ -71,7 +72,9 @@ TILE_BYTES = ROWS * ROW_BYTES
 WINDOW_BYTES = 2**17  # of lines that are copied
 LARGEST_WINDOW = 40  # steps: all are written out
 LEAST_ROWS = 12  # of a tile of pixels in one line: fewer leave too much of a tile empty
-BUFFER_BYTES = 2**18  # of pixels that one thread takes at a time: they stay in the second cache
+# of pixels that one thread takes at a time: in the second cache, or in the first where weights are
+# read again from the second
+BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
 MOST_BUFFER_BYTES = 2**20  # on the stack, where one block of pixels is more than that
 MOST_COPIES = 512  # vectors of a pixel, which are written out
 UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
@@ -88,13 +91,13 @@ A_TILES, B_TILES = 4, 6  # the first of each; sums are the first four
 
 
 def fits(problem: Problem) -> str | None:
-    if why := x86_int8.fits(problem):
+    if why := x86_int8.refusal(problem):
         return why
     x, weight = problem["input"], problem["weight"]
     taps = math.prod(weight.shape[2:])
     if _is_direct(problem) or _window(problem):
         return None
-    if taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
+    if not _in_lines(problem) and taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
         return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
     if 2 * ROWS * _row_bytes(problem) > MOST_BUFFER_BYTES:
         return "32 pixels are more than the stack should hold"
@@ -115,7 +118,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     rows, blocks = _rows(pixels) if window is None else (window.rows, 2)
     stride = pixel_bytes(x) if direct else _row_bytes(problem)
     if window is None:
-        most = max(1, BUFFER_BYTES // (rows * blocks * stride))
+        few = math.prod(problem["weight"].shape) <= BUFFER_BYTES
+        held = SMALL_BUFFER_BYTES if few else BUFFER_BYTES
+        most = max(1, held // (rows * blocks * stride))
     else:
         most = window.most_lines * window.width // (rows * blocks)
     per_panel = math.ceil(pixels / (rows * blocks)) * _steps(problem)  # steps of the products
@@ -130,6 +135,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         stride=stride,
         window=window,
         copied=window.copied if window else not direct,
+        line=None if direct or window or not _in_lines(problem) else _line(problem),
         most_blocks=most,
         lines=min(MOST_LINES, math.ceil(weight_lines / per_panel)),
         signed=False,
@@ -144,6 +150,51 @@ def _is_direct(problem: Problem) -> bool:
     weight, a = problem["weight"], problem.attrs
     plain = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
     return plain and weight.shape[2:] == (1, 1) and weight.shape[1] % ROW_BYTES == 0
+
+
+def _in_lines(problem: Problem) -> bool:
+    """Whether what a line of the filter reads lies in one piece, of one vector: a picture's do."""
+    x, (_, channels, _, s) = problem["input"], problem["weight"].shape
+    (_, before), (_, apart) = problem.attrs["padding"], problem.attrs["dilation"]
+    dense = pixel_bytes(x) == channels and apart == 1
+    return dense and s * channels <= ROW_BYTES and before < s
+
+
+def _line(problem: Problem) -> tuple[int, int, int]:
+    """Of a filter: its lines, the bytes of each, and those that may lie in front of an image's
+    line.
+    """
+    _, channels, r, s = problem["weight"].shape
+    return r, s * channels, problem.attrs["padding"][1] * channels
+
+
+def _lines_of(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
+    """Where what the lines of the filter read begins, so many bytes later as may lie in front of an
+    image's line, or -1 beside the image; and of a line's bytes a bit for each that is inside.
+
+    int32 [pixels, lines of the filter + 2].
+    """
+    x, y, a = problem["input"], problem.output, problem.attrs
+    names = ("stride", "padding", "dilation")
+    key = (x.shape[2:], y.shape[2:], *(tuple(a[n]) for n in names))
+
+    def made(_: torch.Tensor) -> torch.Tensor:
+        (_, channels, height, width), (lines, columns) = x.shape, y.shape[2:]
+        down, along = (
+            torch.arange(n)[:, None] * a["stride"][i]
+            - a["padding"][i]
+            + torch.arange(k) * a["dilation"][i]
+            for i, (n, k) in enumerate(zip((lines, columns), weight.shape[2:], strict=True))
+        )
+        first = (along[:, 0] + a["padding"][1]) * channels
+        begins = down[:, None] * width * channels + first[:, None]
+        begins = torch.where(((down >= 0) & (down < height))[:, None], begins, -1)
+        inside = ((along >= 0) & (along < width)).repeat_interleave(channels, 1)
+        bits = (inside << torch.arange(inside.shape[1])).sum(1)  # of 64 the last is the sign
+        halves = bits.view(torch.int32).reshape(1, columns, 2).expand(lines, -1, -1)
+        return torch.cat((begins.to(torch.int32), halves), 2).contiguous()
+
+    return packed(weight, ("conv2d.amx_int8 lines", *key), made)
 
 
 def _steps(problem: Problem) -> int:
@@ -292,6 +343,7 @@ class _Tiles(Int8Tiles):
         stride: bytes from a pixel to the next, in the image or on the stack.
         window: how tiles lie in lines, or None: what a pixel reads lies in one piece.
         copied: tiles are read from the stack, else from the image.
+        line: what ``_line`` says where lines of the filter are copied, else None.
         most_blocks: blocks of pixels of an item.
         lines: of weights that are asked for in each step.
     """
@@ -302,6 +354,7 @@ class _Tiles(Int8Tiles):
     stride: int
     window: _Window | None
     copied: bool
+    line: tuple[int, int, int] | None
     most_blocks: int
     lines: int
 
@@ -320,12 +373,10 @@ class _Tiles(Int8Tiles):
         return SUMS + self._sums_bytes
 
     @property
-    def places_together(self) -> int:
-        return 1
-
-    @property
-    def _copied_taps(self) -> int:
-        """Places of the filter that are copied for each pixel."""
+    def _numbers(self) -> int:
+        """Numbers of the table of places for each pixel that is copied."""
+        if self.line is not None:
+            return self.line[0] + 2
         return 1 if self.window else self.taps
 
     @property
@@ -340,8 +391,10 @@ class _Tiles(Int8Tiles):
         """Of a window where each pixel of the image with its padding lies; its first row is what a
         tile without a copy begins with.
         """
+        if self.line is not None:
+            return _lines_of(problem, weight)
         if self.window is None:
-            return super()._indirection(problem, weight)
+            return indirection(problem, weight, 1)
         around, image = tuple(problem.attrs["padding"]), problem["input"]
         grid = replace(image, shape=(1, 1, *reversed(self.window.image)), strides=None)
         alone = {"stride": (1, 1), "padding": around, "dilation": (1, 1), "groups": 1}
@@ -390,7 +443,7 @@ class _Tiles(Int8Tiles):
                 places.data_ptr() + places.itemsize * self._places_of(begin, count)[0],
                 count,
                 some,
-                self._places_of(begin, count)[1] // self._copied_taps,
+                self._places_of(begin, count)[1] // self._numbers,
             )
             for panel, some in self.panels.together(together)
             for n in range(y.shape[0])
@@ -401,17 +454,32 @@ class _Tiles(Int8Tiles):
     def _places_of(self, begin: int, blocks: int) -> tuple[int, int]:
         """The places that an item reads: the first, and how many."""
         if self.window is None:
-            return begin * self.taps, blocks * self.pixels * self.taps
+            return begin * self._numbers, blocks * self.pixels * self._numbers
         line = begin // self.window.width * self.window.stride[0]
         lines = self.window.read(blocks * self.pixels // self.window.width)
         return line * self.window.image[0], lines * self.window.image[0]
 
+    def _reach(self, problem: Problem, places: torch.Tensor) -> int:
+        if self.line is None:
+            return super()._reach(problem, places)
+        lines, nbytes, before = self.line
+        begins, halves = places[..., :lines], places[..., lines:]
+        bits = halves.clone(memory_format=torch.contiguous_format).view(torch.int64)
+        farthest = 0
+        for i in range(nbytes):
+            reads = (bits >> i & 1).bool() & (begins >= 0)
+            if reads.any():
+                found = begins[reads] - before + i
+                farthest = max(farthest, int(found.max()))
+                code.require_inside("image", found.min()[None], torch.ones(1), MAX_BYTES)
+        return farthest + 1 - self.channels
+
     def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
         """And items that read other places than their blocks need, or more than a copy holds."""
         place, blocks, read = (table[ITEM.index(at)] for at in (PLACES, COUNT, HAS_REST))
-        spans = read * self._copied_taps * places.itemsize
+        spans = read * self._numbers * places.itemsize
         code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
-        wanted = [self._places_of(0, n)[1] // self._copied_taps for n in blocks.tolist()]
+        wanted = [self._places_of(0, n)[1] // self._numbers for n in blocks.tolist()]
         if int(blocks.max()) > self.most_blocks or read.tolist() != wanted:
             raise KernelError(
                 "machine code would leave its copy of the image",
@@ -435,7 +503,7 @@ class _Tiles(Int8Tiles):
         a.store(kept(CALLER), "rax")
         constants.begin(a)
         load_order(a, constants, ORDER)
-        if rest := self.channels % ROW_BYTES:
+        if (rest := self.channels % ROW_BYTES) and self.line is None:
             a.set("rax", (1 << rest) - 1)
             a.mask(1, "rax")
         rows, bytes_ = [self.tile_rows] * (B_TILES), [ROW_BYTES] * 8
@@ -540,22 +608,43 @@ class _Tiles(Int8Tiles):
         a.load("r9", At(base="rbx", distance=HAS_REST))
         a.move("r10", "rsp")
         a.add("r10", self._buffer)
+        with a.counted("copied", "r9"):
+            if self.line is None:
+                self._copy_places(a)
+            else:
+                self._copy_lines(a, *self.line)
+            a.add("rbp", 4 * self._numbers)
+            a.add("r10", self.window.pitch if self.window else self.stride)
+
+    def _copy_places(self, a: Assembler) -> None:
+        """A pixel's numbers under each place of the filter."""
         whole, rest = divmod(self.channels, ROW_BYTES)
         spread = 0
-        with a.counted("copied", "r9"):
-            for tap in range(self._copied_taps):
-                register = ("rax", "rcx", "rdx", "rsi")[tap % 4]
-                a.load_short(register, At(base="rbp", distance=4 * tap))
-                a.load_if_negative(register, kept(ZEROS))
-                a.add_stored(register, kept(BASE))
-                for i in range(whole + (rest > 0)):
-                    source = At(base=register, distance=i * ROW_BYTES)
-                    a.load_vector(spread, source, mask=1 if i == whole else 0)
-                    to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
-                    a.store_vector(At(base="r10", distance=to), spread)
-                    spread = (spread + 1) % 8
-            a.add("rbp", 4 * self._copied_taps)
-            a.add("r10", self.window.pitch if self.window else self.stride)
+        for tap in range(self._numbers):
+            source = self._copied_from(a, tap)
+            for i in range(whole + (rest > 0)):
+                place = At(base=source, distance=i * ROW_BYTES)
+                a.load_vector(spread, place, mask=1 if i == whole else 0)
+                to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
+                a.store_vector(At(base="r10", distance=to), spread)
+                spread = (spread + 1) % 8
+
+    def _copy_lines(self, a: Assembler, lines: int, nbytes: int, before: int) -> None:
+        """A pixel's numbers under each line of the filter, zeros for those beside the image."""
+        a.load("rax", At(base="rbp", distance=4 * lines))
+        a.mask(1, "rax")
+        for line in range(lines):
+            source = self._copied_from(a, line)
+            a.load_vector(line % 8, At(base=source, distance=-before), mask=1)
+            a.store_vector(At(base="r10", distance=line * nbytes), line % 8)
+
+    def _copied_from(self, a: Assembler, number: int) -> str:
+        """The register that holds the address of a number of the table."""
+        register = ("rax", "rcx", "rdx", "rsi")[number % 4]
+        a.load_short(register, At(base="rbp", distance=4 * number))
+        a.load_if_negative(register, kept(ZEROS))
+        a.add_stored(register, kept(BASE))
+        return register
 
     def _products(self, a: TileAssembler, constants: Constants) -> None:
         """All products of a block, and between them the ending of the one before, if there is."""

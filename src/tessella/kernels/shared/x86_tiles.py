@@ -36,6 +36,7 @@ BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
 FAR_BYTES = 2**22  # of an image: more come from memory again, less from the third cache
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
+BEFORE_ZEROS = 64  # bytes of zeros in front of those that a place beside the image points to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +183,6 @@ class Tiles(ABC):
         return self.panels.vectors
 
     @property
-    def places_together(self) -> int:
-        """Pixels whose places lie together, one of the filter after another."""
-        return self.pixels
-
-    @property
     def width(self) -> int:
         """The channels of a tile, those counted twice that are computed twice."""
         return self.vectors * self.isa.lanes
@@ -197,11 +193,11 @@ class Tiles(ABC):
         """The code with its table of items, for a weight that is laid out by panels."""
         bias = self._beside(problem, constants)
         places = self._indirection(problem, constants[1])
-        zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
+        zeros = torch.zeros(problem["input"].shape[1] + 2 * BEFORE_ZEROS, dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)
         table, made = code.Table(items, weight, bias, places, zeros), _machine_code(self)
-        beside = zeros.data_ptr()
+        beside = zeros.data_ptr() + BEFORE_ZEROS
 
         def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
             *residual, out = more
@@ -211,7 +207,7 @@ class Tiles(ABC):
         return code.Launch(made, table, numbers)
 
     def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
-        return indirection(problem, weight, self.places_together)
+        return indirection(problem, weight, self.pixels)
 
     def _beside(
         self, problem: Problem, constants: Mapping[int, torch.Tensor]
@@ -297,7 +293,7 @@ class Tiles(ABC):
         pixels = count * self.pixels + rest * self.rest
         written = ((panels - 1) * self.width + self.panels.span) * self.size
         whole = torch.full_like(image, x.shape[1] * x.itemsize)
-        read = int(places.max()) + (written if self.DEPTHWISE else whole)
+        read = self._reach(problem, places) + (written if self.DEPTHWISE else whole)
         code.require_inside("image", image, read, x.extent)
         code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)
         if added is not None:
@@ -309,6 +305,10 @@ class Tiles(ABC):
             spans = panels * bias[0].nbytes
             code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
         self._require_places(table, places)
+
+    def _reach(self, problem: Problem, places: torch.Tensor) -> int:
+        """The farthest pixel that is read, in bytes from the image's first."""
+        return int(places.max())
 
     def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
         """Refuse items, the columns of the table, that would read beside the places."""
