@@ -289,8 +289,15 @@ def test_what_it_leaves_to_others(changes: dict[str, Any], why: str, form: Kerne
 
 
 def test_words_of_four_channels(form: Kernel) -> None:
-    why = form.refusal(problem((1, 18, 9, 9), 32))
-    assert why is None if form.algorithm == "amx_int8" else "input by 4" in str(why)
+    window = {"kernel": (7, 7), "padding": (3, 3), "stride": (2, 2)}
+    for shape, channels in (((2, 3, 23, 21), 70), ((1, 18, 9, 9), 20)):
+        p = problem(shape, channels, **window)
+        if form.algorithm != "amx_int8":
+            assert "input by 4" in str(form.refusal(p))
+            continue
+        assert form.refusal(p) is None
+        given, constants = drawn(p)
+        assert torch.equal(run(form, p, given, constants), right(p, given, constants))
 
 
 @pytest.mark.parametrize("rows", [(1,), (3, 7)])

@@ -28,6 +28,7 @@ from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
 from tessella.device.x86.tiles import ROW_BYTES, ROWS, TileAssembler, configuration
+from tessella.device.x86.tiles import TILES as MOST_TILES
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     TEMPORARIES,
@@ -87,7 +88,8 @@ NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, LEFT_OF_LINE, STEP, E
 FORMER, SUMS = 192, 256
 AHEAD = Ahead(pointer="r14", step=kept(STEP), end=kept(END))
 ORDER = 31  # the vector for packing
-A_TILES, B_TILES = 4, 6  # the first of each; sums are the first four
+FIRST_TILE = 4  # behind those of sums: of pixels, then of weights
+TILES = {4: 1, 2: 2, 1: 2}  # of pixels in a block, by those of channels
 
 
 def fits(problem: Problem) -> str | None:
@@ -95,7 +97,7 @@ def fits(problem: Problem) -> str | None:
         return why
     x, weight = problem["input"], problem["weight"]
     taps = math.prod(weight.shape[2:])
-    if _is_direct(problem) or _window(problem):
+    if _is_direct(problem) or all(_window(problem, tiles) for tiles in TILES.values()):
         return None
     if not _in_lines(problem) and taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
         return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
@@ -106,7 +108,8 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     lanes = code.require_instructions().lanes
-    return ({"vectors": min(2, problem["weight"].shape[0] // lanes)},)
+    channels = problem["weight"].shape[0]
+    return tuple({"vectors": v} for v in TILES if v * lanes <= channels and (v > 1 or channels < 32))
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
@@ -114,8 +117,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     config = x86_int8.one_of(configs(problem), config)
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
     direct = _is_direct(problem)
-    window = None if direct else _window(problem)
-    rows, blocks = _rows(pixels) if window is None else (window.rows, 2)
+    tiles_of_pixels = TILES[config["vectors"]]
+    window = None if direct else _window(problem, tiles_of_pixels)
+    rows, blocks = _rows(pixels, tiles_of_pixels) if window is None else (window.rows, window.tiles)
     stride = pixel_bytes(x) if direct else _row_bytes(problem)
     if window is None:
         few = math.prod(problem["weight"].shape) <= BUFFER_BYTES
@@ -209,15 +213,17 @@ def _row_bytes(problem: Problem) -> int:
     return made + ROW_BYTES if made % 1024 == 0 else made
 
 
-def _rows(pixels: int) -> tuple[int, int]:
-    """The rows of a tile and the tiles of a block: so many that few pixels are computed twice."""
+def _rows(pixels: int, tiles: int) -> tuple[int, int]:
+    """The rows of a tile and the tiles of a block, so many at most, by which few pixels are
+    computed twice.
+    """
     if pixels <= ROWS:
         return pixels, 1
-    most = min(ROWS, pixels // 2)
+    most = min(ROWS, pixels // tiles)
     return min(
         range(most, most // 2, -1),
-        key=lambda rows: (math.ceil(pixels / (2 * rows)) * (rows + 2), -rows),
-    ), 2
+        key=lambda rows: (math.ceil(pixels / (tiles * rows)) * (rows + 2), -rows),
+    ), tiles
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
@@ -238,6 +244,7 @@ class _Window:
     """Tiles of pixels in lines of the result, which read places of the filter one after another.
 
     Attributes:
+        tiles: of a block.
         rows: of a tile.
         lines: of the result.
         width: of a line, in pixels.
@@ -249,6 +256,7 @@ class _Window:
         copied: the image has padding, and is copied with it.
     """
 
+    tiles: int
     rows: int
     lines: int
     width: int
@@ -261,13 +269,13 @@ class _Window:
 
     @property
     def blocks(self) -> int:
-        """Blocks of two tiles in so many lines as ``together`` says."""
-        return max(1, self.width // (2 * self.rows))
+        """In so many lines as ``together`` says."""
+        return max(1, self.width // (self.tiles * self.rows))
 
     @property
     def together(self) -> int:
-        """Lines of a block of two tiles."""
-        return 2 if self.width == self.rows else 1
+        """Lines of a block."""
+        return 2 if self.width < self.tiles * self.rows else 1
 
     @property
     def line_bytes(self) -> int:
@@ -294,7 +302,7 @@ class _Window:
         return most
 
 
-def _window(problem: Problem) -> _Window | None:
+def _window(problem: Problem, tiles: int) -> _Window | None:
     """How the tiles of a problem lie in lines, or None where they do not."""
     x, weight, y, a = problem["input"], problem["weight"], problem.output, problem.attrs
     (lines, width), (r, s) = y.shape[2:], weight.shape[2:]
@@ -306,7 +314,7 @@ def _window(problem: Problem) -> _Window | None:
     found = [
         rows
         for rows in range(ROWS, LEAST_ROWS - 1, -1)
-        if width % (2 * rows) == 0 or (width == rows and lines % 2 == 0)
+        if width % (tiles * rows) == 0 or (width == rows and lines % tiles == 0)
     ]
     if not found:
         return None
@@ -314,6 +322,7 @@ def _window(problem: Problem) -> _Window | None:
     pitch = x.shape[1] if copied else pixel_bytes(x)
     height, along = (n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True))
     made = _Window(
+        tiles=tiles,
         rows=found[0],
         lines=lines,
         width=width,
@@ -334,7 +343,7 @@ def _window(problem: Problem) -> _Window | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tiles(Int8Tiles):
-    """Blocks of one or two tiles of pixels by one or two of channels.
+    """Blocks of one or two tiles of pixels by one, two or four of channels.
 
     Attributes:
         tile_rows: pixels of a tile.
@@ -506,8 +515,9 @@ class _Tiles(Int8Tiles):
         if (rest := self.channels % ROW_BYTES) and self.line is None:
             a.set("rax", (1 << rest) - 1)
             a.mask(1, "rax")
-        rows, bytes_ = [self.tile_rows] * (B_TILES), [ROW_BYTES] * 8
-        shape = configuration([*rows, ROWS, ROWS], bytes_)
+        of_pixels = [self.tile_rows] * (FIRST_TILE + self._blocks)
+        of_weights = [ROWS] * (MOST_TILES - len(of_pixels))
+        shape = configuration([*of_pixels, *of_weights], [ROW_BYTES] * MOST_TILES)
         place = constants.held("tiles", shape.view(torch.float32))
         with a.configured(place, kept(FORMER)):
             self._take_item(a)
@@ -656,6 +666,10 @@ class _Tiles(Int8Tiles):
         a.set("rbp", self.width * WORD)
         for i in range(self._blocks * self.vectors):
             a.zero_tile(i)
+        if self.pitches[1] is not None:
+            a.load("r10", kept(AT_RESIDUAL))
+            for p in range(self.pixels):
+                a.prefetch(At(base="r10", distance=p * self.pitches[1]))
         together = min(LARGEST_WINDOW if self.window else UNROLLED, self.steps)
         a.load("r9", kept(IS_FIRST))
         a.compare("r9", 0)
@@ -684,7 +698,7 @@ class _Tiles(Int8Tiles):
                 self._load(a, step, i)
                 for block, v in self._ready(i):
                     sums = block * self.vectors + v
-                    a.multiply_tiles("tdpbssd", sums, A_TILES + block, B_TILES + v)
+                    a.multiply_tiles("tdpbssd", sums, FIRST_TILE + block, self._of_weights(v))
                     slot += 1
                     until = len(between) * slot // slots
                     for write in between[done:until]:
@@ -699,10 +713,10 @@ class _Tiles(Int8Tiles):
     def _load(self, a: TileAssembler, step: int, i: int) -> None:
         if i < self._blocks:
             at = self._distance(step) + i * self._second
-            a.load_tile(A_TILES + i, At(base="rsi", index="rax", distance=at))
+            a.load_tile(FIRST_TILE + i, At(base="rsi", index="rax", distance=at))
         if i < self.vectors:
             at = (step * self.vectors + i) * TILE_BYTES
-            a.load_tile(B_TILES + i, At(base="rcx", index="rdx", distance=at))
+            a.load_tile(self._of_weights(i), At(base="rcx", index="rdx", distance=at))
 
     @property
     def _second(self) -> int:
@@ -716,6 +730,11 @@ class _Tiles(Int8Tiles):
         tap, i = divmod(step, self.channels // ROW_BYTES)
         return self.window.places[tap] + i * ROW_BYTES
 
+    def _of_weights(self, vector: int) -> int:
+        """A tile of weights: there are two or, for four vectors, three."""
+        first = FIRST_TILE + self._blocks
+        return first + vector % (MOST_TILES - first)
+
     def _ready(self, i: int) -> list[tuple[int, int]]:
         """The products whose second tile is the one loaded last."""
         all_ = [(b, v) for b in range(self._blocks) for v in range(self.vectors)]
@@ -724,7 +743,8 @@ class _Tiles(Int8Tiles):
     def _endings(self, a: Assembler, constants: Constants) -> list[Callable[[], None]]:
         """What writes the ending of a block, some pixels each: of two a vector is packed."""
         pixels = range(self.pixels)
-        together = [pixels[p : p + self.vectors] for p in pixels[:: self.vectors]]
+        some = 2 if self.vectors == 2 else 1
+        together = [pixels[p : p + some] for p in pixels[::some]]
         return [partial(self._end, a, some, i, constants) for i, some in enumerate(together)]
 
     def _end(
