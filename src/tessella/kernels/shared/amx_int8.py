@@ -77,6 +77,7 @@ LEAST_ROWS = 12  # of a tile of pixels in one line: fewer leave too much of a ti
 # read again from the second
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
 MOST_BUFFER_BYTES = 2**20  # on the stack, where one block of pixels is more than that
+MOST_WEIGHT_BYTES = 2**20
 MOST_COPIES = 512  # vectors of a pixel, which are written out
 UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
 LOOP = 4
@@ -437,6 +438,8 @@ class _Tiles(Int8Tiles):
         while most > step and y.shape[0] * math.ceil(whole / most) < wanted:
             most = math.ceil(most / 2 / step) * step
         runs = math.ceil(whole / most)
+        if y.shape[0] * runs > 1:  # weights stay in the second cache from one item to the next
+            together = max(1, min(together, MOST_WEIGHT_BYTES // weight[0].nbytes))
         while together > 1 and y.shape[0] * runs * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
         begins = [(i * most * self.pixels, min(most, whole - i * most)) for i in range(runs)]
