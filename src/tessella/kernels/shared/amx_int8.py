@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,6 @@ from tessella.kernels.shared.x86_tiles import (
     FEW_ITEMS,
     LEFT,
     LEFT_PANELS,
-    MAX_BYTES,
     OWN_ITEM,
     PANEL,
     PANELS,
@@ -72,7 +72,7 @@ from tessella.operations.problem import Problem
 TILE_BYTES = ROWS * ROW_BYTES
 WINDOW_BYTES = 2**17  # of lines that are copied
 LARGEST_WINDOW = 40  # steps: all are written out
-LEAST_ROWS = 12  # of a tile of pixels in one line: fewer leave too much of a tile empty
+LEAST_ROWS = 8  # of a tile of pixels in one line: fewer leave too much of a tile empty
 # of pixels that one thread takes at a time: in the second cache, or in the first where weights are
 # read again from the second
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
@@ -96,11 +96,15 @@ TILES = {4: 1, 2: 2, 1: 2}  # of pixels in a block, by those of channels
 def fits(problem: Problem) -> str | None:
     if why := x86_int8.refusal(problem):
         return why
-    x, weight = problem["input"], problem["weight"]
-    taps = math.prod(weight.shape[2:])
     if _is_direct(problem) or all(_window(problem, tiles) for tiles in TILES.values()):
         return None
-    if not _in_lines(problem) and taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
+    return _copies(problem)
+
+
+def _copies(problem: Problem) -> str | None:
+    """Why what each pixel reads cannot be copied, or None."""
+    taps = math.prod(problem["weight"].shape[2:])
+    if taps * math.ceil(problem["input"].shape[1] / ROW_BYTES) > MOST_COPIES:
         return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
     if 2 * ROWS * _row_bytes(problem) > MOST_BUFFER_BYTES:
         return "32 pixels are more than the stack should hold"
@@ -108,39 +112,48 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    lanes = code.require_instructions().lanes
-    channels = problem["weight"].shape[0]
-    return tuple({"vectors": v} for v in TILES if v * lanes <= channels and (v > 1 or channels < 32))
+    """Blocks by their vectors of channels; and by lines or not where that computes some twice."""
+    lanes, channels = code.require_instructions().lanes, problem["weight"].shape[0]
+    made: list[Config] = []
+    for vectors, tiles in TILES.items():
+        if vectors * lanes > channels or (vectors == 1 and channels >= 2 * lanes):
+            continue
+        window = None if _is_direct(problem) else _window(problem, tiles)
+        if window is not None:
+            made.append({"vectors": vectors, "lines": True})
+        if window is None or (not window.is_exact and _copies(problem) is None):
+            made.append({"vectors": vectors, "lines": False})
+    return tuple(made)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     config = x86_int8.one_of(configs(problem), config)
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
-    direct = _is_direct(problem)
-    tiles_of_pixels = TILES[config["vectors"]]
-    window = None if direct else _window(problem, tiles_of_pixels)
-    rows, blocks = _rows(pixels, tiles_of_pixels) if window is None else (window.rows, window.tiles)
-    stride = pixel_bytes(x) if direct else _row_bytes(problem)
-    if window is None:
+    direct, vectors = _is_direct(problem), config["vectors"]
+    window = _window(problem, TILES[vectors]) if config["lines"] else None
+    if window is not None:
+        rows, blocks, steps, stride = window.rows, window.tiles, _steps(problem), window.along
+        most = window.most_lines // window.together * window.blocks
+    else:
+        rows, blocks = _rows(pixels, TILES[vectors])
+        steps = _steps_in_a_row(problem)
+        stride = pixel_bytes(x) if direct else _row_bytes(problem)
         few = math.prod(problem["weight"].shape) <= BUFFER_BYTES
         held = SMALL_BUFFER_BYTES if few else BUFFER_BYTES
         most = max(1, held // (rows * blocks * stride))
-    else:
-        most = window.most_lines * window.width // (rows * blocks)
-    per_panel = math.ceil(pixels / (rows * blocks)) * _steps(problem)  # steps of the products
-    weight_lines = _steps(problem) * config["vectors"] * TILE_BYTES // LINE
+    per_panel = math.ceil(pixels / (rows * blocks)) * steps  # steps of the products
+    weight_lines = steps * vectors * TILE_BYTES // LINE
     tiles = _Tiles.of(
         problem,
-        config["vectors"],
+        vectors,
         rows * blocks,
         tile_rows=rows,
-        steps=_steps(problem),
+        steps=steps,
         channels=x.shape[1],
         stride=stride,
         window=window,
         copied=window.copied if window else not direct,
-        line=None if direct or window or not _in_lines(problem) else _line(problem),
         most_blocks=most,
         lines=min(MOST_LINES, math.ceil(weight_lines / per_panel)),
         signed=False,
@@ -157,52 +170,14 @@ def _is_direct(problem: Problem) -> bool:
     return plain and weight.shape[2:] == (1, 1) and weight.shape[1] % ROW_BYTES == 0
 
 
-def _in_lines(problem: Problem) -> bool:
-    """Whether what a line of the filter reads lies in one piece, of one vector: a picture's do."""
-    x, (_, channels, _, s) = problem["input"], problem["weight"].shape
-    (_, before), (_, apart) = problem.attrs["padding"], problem.attrs["dilation"]
-    dense = pixel_bytes(x) == channels and apart == 1
-    return dense and s * channels <= ROW_BYTES and before < s
-
-
-def _line(problem: Problem) -> tuple[int, int, int]:
-    """Of a filter: its lines, the bytes of each, and those that may lie in front of an image's
-    line.
-    """
-    _, channels, r, s = problem["weight"].shape
-    return r, s * channels, problem.attrs["padding"][1] * channels
-
-
-def _lines_of(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
-    """Where what the lines of the filter read begins, so many bytes later as may lie in front of an
-    image's line, or -1 beside the image; and of a line's bytes a bit for each that is inside.
-
-    int32 [pixels, lines of the filter + 2].
-    """
-    x, y, a = problem["input"], problem.output, problem.attrs
-    names = ("stride", "padding", "dilation")
-    key = (x.shape[2:], y.shape[2:], *(tuple(a[n]) for n in names))
-
-    def made(_: torch.Tensor) -> torch.Tensor:
-        (_, channels, height, width), (lines, columns) = x.shape, y.shape[2:]
-        down, along = (
-            torch.arange(n)[:, None] * a["stride"][i]
-            - a["padding"][i]
-            + torch.arange(k) * a["dilation"][i]
-            for i, (n, k) in enumerate(zip((lines, columns), weight.shape[2:], strict=True))
-        )
-        first = (along[:, 0] + a["padding"][1]) * channels
-        begins = down[:, None] * width * channels + first[:, None]
-        begins = torch.where(((down >= 0) & (down < height))[:, None], begins, -1)
-        inside = ((along >= 0) & (along < width)).repeat_interleave(channels, 1)
-        bits = (inside << torch.arange(inside.shape[1])).sum(1)  # of 64 the last is the sign
-        halves = bits.view(torch.int32).reshape(1, columns, 2).expand(lines, -1, -1)
-        return torch.cat((begins.to(torch.int32), halves), 2).contiguous()
-
-    return packed(weight, ("conv2d.amx_int8 lines", *key), made)
-
-
 def _steps(problem: Problem) -> int:
+    """Steps of a block in lines, where each line of the filter begins with one."""
+    _, channels, r, s = problem["weight"].shape
+    return r * math.ceil(s * channels / ROW_BYTES)
+
+
+def _steps_in_a_row(problem: Problem) -> int:
+    """Steps of a block of pixels whose numbers lie in one piece."""
     return math.ceil(math.prod(problem["weight"].shape[1:]) / ROW_BYTES)
 
 
@@ -210,7 +185,7 @@ def _row_bytes(problem: Problem) -> int:
     """Of a pixel that was copied: rows that lie a power of two apart take each other's place in the
     first cache.
     """
-    made = _steps(problem) * ROW_BYTES
+    made = _steps_in_a_row(problem) * ROW_BYTES
     return made + ROW_BYTES if made % 1024 == 0 else made
 
 
@@ -229,20 +204,21 @@ def _rows(pixels: int, tiles: int) -> tuple[int, int]:
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     """[K, C, R, S] → [panels, steps, vectors, 16 words, 16 channels, 4]: as tiles are loaded."""
-    panels = tiles.panels
+    panels, pieces = tiles.panels, 1 if tiles.window is None else weight.shape[2]
 
     def pack(w: torch.Tensor) -> torch.Tensor:
         rows = panels.laid_out(w.permute(0, 2, 3, 1).reshape(w.shape[0], -1))
-        rows = torch.nn.functional.pad(rows, (0, tiles.steps * ROW_BYTES - rows.shape[1]))
+        rows = rows.reshape(len(rows), pieces, -1)
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[2] % ROW_BYTES))
         shape = (len(panels.begins), panels.vectors, panels.lanes, tiles.steps, ROWS, WORD)
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 
-    return packed(weight, ("conv2d.amx_int8", panels), pack)
+    return packed(weight, ("conv2d.amx_int8", panels, pieces), pack)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Window:
-    """Tiles of pixels in lines of the result, which read places of the filter one after another.
+    """Tiles of pixels in lines of the result, which read what lies under the filter step by step.
 
     Attributes:
         tiles: of a block.
@@ -252,9 +228,9 @@ class _Window:
         pitch: bytes from a pixel of the image or of its copy to the next.
         image: pixels of a line of the same, and how many lines.
         stride: of the filter, down and along.
-        places: distances in bytes of the filter's places.
+        places: distances in bytes of what each step reads.
         reach: lines that a line of the result reads, from the first to the last.
-        copied: the image has padding, and is copied with it.
+        copied: the image is copied with its padding.
     """
 
     tiles: int
@@ -269,14 +245,24 @@ class _Window:
     copied: bool
 
     @property
-    def blocks(self) -> int:
-        """In so many lines as ``together`` says."""
-        return max(1, self.width // (self.tiles * self.rows))
+    def pixels(self) -> int:
+        """Of a block, which lie one after another in the result."""
+        return self.tiles * self.rows
 
     @property
     def together(self) -> int:
         """Lines of a block."""
-        return 2 if self.width < self.tiles * self.rows else 1
+        return 2 if self.width < self.pixels else 1
+
+    @property
+    def blocks(self) -> int:
+        """In so many lines as ``together`` says; the last of a line may begin earlier."""
+        return math.ceil(self.width / self.pixels)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no pixel is computed twice."""
+        return self.together * self.width == self.blocks * self.pixels
 
     @property
     def line_bytes(self) -> int:
@@ -284,11 +270,14 @@ class _Window:
         return self.image[0] * self.pitch
 
     @property
+    def along(self) -> int:
+        """Bytes from what a pixel of the result reads to what the next one does."""
+        return self.stride[1] * self.pitch
+
+    @property
     def second(self) -> int:
         """From the first tile of a block to its second."""
-        if self.together == 2:
-            return self.stride[0] * self.line_bytes
-        return self.rows * self.stride[1] * self.pitch
+        return self.stride[0] * self.line_bytes if self.together == 2 else self.rows * self.along
 
     def read(self, lines: int) -> int:
         """Lines of the image that so many of the result read."""
@@ -304,42 +293,54 @@ class _Window:
 
 
 def _window(problem: Problem, tiles: int) -> _Window | None:
-    """How the tiles of a problem lie in lines, or None where they do not."""
+    """How the tiles of a problem lie in lines, or None where they do not.
+
+    What a line of the filter reads lies in one piece in the copy of an image, so that its channels
+    need not fill the rows of tiles: zeros are multiplied by what is behind.
+    """
     x, weight, y, a = problem["input"], problem["weight"], problem.output, problem.attrs
-    (lines, width), (r, s) = y.shape[2:], weight.shape[2:]
-    stride, padding, dilation = (
-        tuple(map(int, a[n])) for n in ("stride", "padding", "dilation")
-    )
-    if x.shape[1] % ROW_BYTES or _steps(problem) > LARGEST_WINDOW:
+    (lines, width), (_, channels, r, s) = y.shape[2:], weight.shape
+    stride, padding, dilation = (tuple(map(int, a[n])) for n in ("stride", "padding", "dilation"))
+    fills = channels % ROW_BYTES == 0
+    if not fills and dilation[1] != 1:
         return None
-    found = [
-        rows
-        for rows in range(ROWS, LEAST_ROWS - 1, -1)
-        if width % (tiles * rows) == 0 or (width == rows and lines % tiles == 0)
-    ]
-    if not found:
+    rows = _rows_of_lines(lines, width, tiles)
+    if rows is None or _steps(problem) > LARGEST_WINDOW:
         return None
-    copied = any(padding)
-    pitch = x.shape[1] if copied else pixel_bytes(x)
+    copied = any(padding) or not fills
+    pitch = channels if copied else pixel_bytes(x)
     height, along = (n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True))
+    of_place = (
+        [j * dilation[1] * pitch + k for j in range(s) for k in range(0, channels, ROW_BYTES)]
+        if fills
+        else list(range(0, s * channels, ROW_BYTES))
+    )
     made = _Window(
         tiles=tiles,
-        rows=found[0],
+        rows=rows,
         lines=lines,
         width=width,
         pitch=pitch,
         image=(along, height),
         stride=(stride[0], stride[1]),
-        places=tuple(
-            (i * dilation[0] * along + j * dilation[1]) * pitch
-            for i in range(r)
-            for j in range(s)
-        ),
+        places=tuple(i * dilation[0] * along * pitch + k for i in range(r) for k in of_place),
         reach=(r - 1) * dilation[0] + 1,
         copied=copied,
     )
     size = made.read(made.most_lines) * made.line_bytes
     return None if copied and size > MOST_BUFFER_BYTES else made
+
+
+def _rows_of_lines(lines: int, width: int, tiles: int) -> int | None:
+    """The rows of a tile by which blocks of them fill lines best."""
+    if tiles == 2 and LEAST_ROWS <= width <= ROWS and lines % 2 == 0:
+        return width
+    most = min(ROWS, width // tiles)
+    if most < LEAST_ROWS:
+        return None
+    return min(
+        range(most, LEAST_ROWS - 1, -1), key=lambda r: math.ceil(width / (tiles * r)) * (r + 2)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +354,6 @@ class _Tiles(Int8Tiles):
         stride: bytes from a pixel to the next, in the image or on the stack.
         window: how tiles lie in lines, or None: what a pixel reads lies in one piece.
         copied: tiles are read from the stack, else from the image.
-        line: what ``_line`` says where lines of the filter are copied, else None.
         most_blocks: blocks of pixels of an item.
         lines: of weights that are asked for in each step.
     """
@@ -364,7 +364,6 @@ class _Tiles(Int8Tiles):
     stride: int
     window: _Window | None
     copied: bool
-    line: tuple[int, int, int] | None
     most_blocks: int
     lines: int
 
@@ -385,8 +384,6 @@ class _Tiles(Int8Tiles):
     @property
     def _numbers(self) -> int:
         """Numbers of the table of places for each pixel that is copied."""
-        if self.line is not None:
-            return self.line[0] + 2
         return 1 if self.window else self.taps
 
     @property
@@ -394,15 +391,14 @@ class _Tiles(Int8Tiles):
         if not self.copied:
             return 0
         if self.window:
-            return self.window.read(self.window.most_lines) * self.window.line_bytes + ROW_BYTES
+            lines = self.window.read(self.window.most_lines) * self.window.line_bytes
+            return lines + 2 * ROW_BYTES  # the last step of a line reads as far behind it
         return self.most_blocks * self.pixels * self.stride + ROW_BYTES
 
     def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
         """Of a window where each pixel of the image with its padding lies; its first row is what a
         tile without a copy begins with.
         """
-        if self.line is not None:
-            return _lines_of(problem, weight)
         if self.window is None:
             return indirection(problem, weight, 1)
         around, image = tuple(problem.attrs["padding"]), problem["input"]
@@ -431,10 +427,11 @@ class _Tiles(Int8Tiles):
         x, y = problem["input"], problem.output
         pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
         result, residual = self.pitches
-        whole = pixels // self.pixels
         wanted = FEW_ITEMS if torch.get_num_threads() > 1 else 1
-        together, most = len(weight), min(whole, self.most_blocks)
-        step = 1 if self.window is None else self.window.blocks
+        together, window = len(weight), self.window
+        step = 1 if window is None else window.blocks  # blocks that stay together
+        whole = pixels // self.pixels if window is None else window.lines // window.together * step
+        most = min(whole, self.most_blocks)
         while most > step and y.shape[0] * math.ceil(whole / most) < wanted:
             most = math.ceil(most / 2 / step) * step
         runs = math.ceil(whole / most)
@@ -442,8 +439,9 @@ class _Tiles(Int8Tiles):
             together = max(1, min(together, MOST_WEIGHT_BYTES // weight[0].nbytes))
         while together > 1 and y.shape[0] * runs * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
-        begins = [(i * most * self.pixels, min(most, whole - i * most)) for i in range(runs)]
-        if pixels % self.pixels:
+        counts = [min(most, whole - i * most) for i in range(runs)]
+        begins = [(i * int(self._pixels(most, 0)), count) for i, count in enumerate(counts)]
+        if window is None and pixels % self.pixels:
             begins.append((pixels - self.pixels, 1))
         rows = [
             (
@@ -463,28 +461,18 @@ class _Tiles(Int8Tiles):
         ]
         return np.array(rows, np.int64)
 
+    def _pixels(self, count: Any, rest: Any) -> Any:
+        if self.window is None:
+            return super()._pixels(count, rest)
+        return count // self.window.blocks * self.window.together * self.window.width
+
     def _places_of(self, begin: int, blocks: int) -> tuple[int, int]:
         """The places that an item reads: the first, and how many."""
         if self.window is None:
             return begin * self._numbers, blocks * self.pixels * self._numbers
         line = begin // self.window.width * self.window.stride[0]
-        lines = self.window.read(blocks * self.pixels // self.window.width)
+        lines = self.window.read(int(self._pixels(blocks, 0)) // self.window.width)
         return line * self.window.image[0], lines * self.window.image[0]
-
-    def _reach(self, problem: Problem, places: torch.Tensor) -> int:
-        if self.line is None:
-            return super()._reach(problem, places)
-        lines, nbytes, before = self.line
-        begins, halves = places[..., :lines], places[..., lines:]
-        bits = halves.clone(memory_format=torch.contiguous_format).view(torch.int64)
-        farthest = 0
-        for i in range(nbytes):
-            reads = (bits >> i & 1).bool() & (begins >= 0)
-            if reads.any():
-                found = begins[reads] - before + i
-                farthest = max(farthest, int(found.max()))
-                code.require_inside("image", found.min()[None], torch.ones(1), MAX_BYTES)
-        return farthest + 1 - self.channels
 
     def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
         """And items that read other places than their blocks need, or more than a copy holds."""
@@ -492,6 +480,8 @@ class _Tiles(Int8Tiles):
         spans = read * self._numbers * places.itemsize
         code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
         wanted = [self._places_of(0, n)[1] // self._numbers for n in blocks.tolist()]
+        if self.window and (blocks % self.window.blocks).any():
+            wanted = []  # a line in part
         if int(blocks.max()) > self.most_blocks or read.tolist() != wanted:
             raise KernelError(
                 "machine code would leave its copy of the image",
@@ -515,7 +505,7 @@ class _Tiles(Int8Tiles):
         a.store(kept(CALLER), "rax")
         constants.begin(a)
         load_order(a, constants, ORDER)
-        if (rest := self.channels % ROW_BYTES) and self.line is None:
+        if rest := self.channels % ROW_BYTES:
             a.set("rax", (1 << rest) - 1)
             a.mask(1, "rax")
         of_pixels = [self.tile_rows] * (FIRST_TILE + self._blocks)
@@ -556,10 +546,7 @@ class _Tiles(Int8Tiles):
         a.load("rbx", kept(NUMBERS))
         AHEAD.pace(a, "asked", "rcx")
         a.store_number(kept(IS_FIRST), 0)
-        result, residual = self.pitches
-        for place, step in ((AT_RESULT, result), (AT_RESIDUAL, residual or 0)):
-            a.add_to_stored(kept(place), self.pixels * step)
-        self._next_source(a)
+        self._next(a)
         a.add_to_stored(kept(LEFT), -1)
         a.jump_if("jne", "block")
         a.add_to_stored(kept(PANEL), self._panel_bytes)
@@ -570,22 +557,41 @@ class _Tiles(Int8Tiles):
         for write in self._endings(a, constants):
             write()
 
-    def _next_source(self, a: Assembler) -> None:
-        """To the pixels of the next block: in a window behind the last of a line to the next."""
-        if self.window is None:
-            a.add_to_stored(kept(SOURCE), self.pixels * self.stride)
+    def _next(self, a: Assembler) -> None:
+        """To the next block; in a window the last of a line may begin earlier, and behind it the
+        next line begins.
+        """
+        window, apart = self.window, self.stride
+        if window is None or window.blocks == 1:
+            line = self.pixels * apart
+            if window is not None:
+                line = window.together * window.stride[0] * window.line_bytes
+            self._move(a, self.pixels, line)
             return
-        line = self.window.together * self.window.stride[0] * self.window.line_bytes
-        if self.window.blocks == 1:
-            a.add_to_stored(kept(SOURCE), line)
-            return
-        along = self.pixels * self.window.stride[1] * self.window.pitch
-        a.add_to_stored(kept(SOURCE), along)
+        last = window.width - (window.blocks - 1) * self.pixels
         a.add_to_stored(kept(LEFT_OF_LINE), -1)
-        a.jump_if("jne", "same line")
-        a.add_to_stored(kept(SOURCE), line - self.window.blocks * along)
-        a.store_number(kept(LEFT_OF_LINE), self.window.blocks)
-        a.label("same line")
+        a.jump_if("je", "next line")
+        if last != self.pixels:
+            a.load("rcx", kept(LEFT_OF_LINE))
+            a.compare("rcx", 1)
+            a.jump_if("je", "last of the line")
+        self._move(a, self.pixels, self.pixels * apart)
+        a.jump("moved")
+        if last != self.pixels:
+            a.label("last of the line")
+            self._move(a, last, last * apart)
+            a.jump("moved")
+        a.label("next line")
+        line = window.stride[0] * window.line_bytes
+        self._move(a, self.pixels, line - (window.width - self.pixels) * apart)
+        a.store_number(kept(LEFT_OF_LINE), window.blocks)
+        a.label("moved")
+
+    def _move(self, a: Assembler, pixels: int, source: int) -> None:
+        result, residual = self.pitches
+        a.add_to_stored(kept(AT_RESULT), pixels * result)
+        a.add_to_stored(kept(AT_RESIDUAL), pixels * (residual or 0))
+        a.add_to_stored(kept(SOURCE), source)
 
     @property
     def _panel_bytes(self) -> int:
@@ -622,10 +628,7 @@ class _Tiles(Int8Tiles):
         a.move("r10", "rsp")
         a.add("r10", self._buffer)
         with a.counted("copied", "r9"):
-            if self.line is None:
-                self._copy_places(a)
-            else:
-                self._copy_lines(a, *self.line)
+            self._copy_places(a)
             a.add("rbp", 4 * self._numbers)
             a.add("r10", self.window.pitch if self.window else self.stride)
 
@@ -642,15 +645,6 @@ class _Tiles(Int8Tiles):
                 a.store_vector(At(base="r10", distance=to), spread)
                 spread = (spread + 1) % 8
 
-    def _copy_lines(self, a: Assembler, lines: int, nbytes: int, before: int) -> None:
-        """A pixel's numbers under each line of the filter, zeros for those beside the image."""
-        a.load("rax", At(base="rbp", distance=4 * lines))
-        a.mask(1, "rax")
-        for line in range(lines):
-            source = self._copied_from(a, line)
-            a.load_vector(line % 8, At(base=source, distance=-before), mask=1)
-            a.store_vector(At(base="r10", distance=line * nbytes), line % 8)
-
     def _copied_from(self, a: Assembler, number: int) -> str:
         """The register that holds the address of a number of the table."""
         register = ("rax", "rcx", "rdx", "rsi")[number % 4]
@@ -663,8 +657,7 @@ class _Tiles(Int8Tiles):
         """All products of a block, and between them the ending of the one before, if there is."""
         a.load("rsi", kept(SOURCE))
         a.load("rcx", kept(PANEL))
-        apart = self.window.stride[1] * self.window.pitch if self.window else self.stride
-        a.set("rax", apart)
+        a.set("rax", self.stride)
         a.set("rdx", ROW_BYTES)
         a.set("rbp", self.width * WORD)
         for i in range(self._blocks * self.vectors):
@@ -730,8 +723,7 @@ class _Tiles(Int8Tiles):
         """What a tile of pixels reads in a step, from the block's begin on."""
         if self.window is None:
             return step * ROW_BYTES
-        tap, i = divmod(step, self.channels // ROW_BYTES)
-        return self.window.places[tap] + i * ROW_BYTES
+        return self.window.places[step]
 
     def _of_weights(self, vector: int) -> int:
         """A tile of weights: there are two or, for four vectors, three."""

@@ -36,7 +36,6 @@ BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
 FAR_BYTES = 2**22  # of an image: more come from memory again, less from the third cache
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
-BEFORE_ZEROS = 64  # bytes of zeros in front of those that a place beside the image points to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +192,11 @@ class Tiles(ABC):
         """The code with its table of items, for a weight that is laid out by panels."""
         bias = self._beside(problem, constants)
         places = self._indirection(problem, constants[1])
-        zeros = torch.zeros(problem["input"].shape[1] + 2 * BEFORE_ZEROS, dtype=torch.float32)
+        zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)
         table, made = code.Table(items, weight, bias, places, zeros), _machine_code(self)
-        beside = zeros.data_ptr() + BEFORE_ZEROS
+        beside = zeros.data_ptr()
 
         def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
             *residual, out = more
@@ -290,10 +289,10 @@ class Tiles(ABC):
         table = torch.from_numpy(items).T
         image, result, residual, panel, begin, _, count, panels, rest = table
         x, y, added = problem["input"], problem.output, problem.epilogue.residual
-        pixels = count * self.pixels + rest * self.rest
+        pixels = self._pixels(count, rest)
         written = ((panels - 1) * self.width + self.panels.span) * self.size
         whole = torch.full_like(image, x.shape[1] * x.itemsize)
-        read = self._reach(problem, places) + (written if self.DEPTHWISE else whole)
+        read = int(places.max()) + (written if self.DEPTHWISE else whole)
         code.require_inside("image", image, read, x.extent)
         code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)
         if added is not None:
@@ -306,14 +305,14 @@ class Tiles(ABC):
             code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
         self._require_places(table, places)
 
-    def _reach(self, problem: Problem, places: torch.Tensor) -> int:
-        """The farthest pixel that is read, in bytes from the image's first."""
-        return int(places.max())
+    def _pixels(self, count: Any, rest: Any) -> Any:
+        """The pixels of so many tiles and perhaps the rest."""
+        return count * self.pixels + rest * self.rest
 
     def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
         """Refuse items, the columns of the table, that would read beside the places."""
         place, count, rest = (table[ITEM.index(at)] for at in (PLACES, COUNT, HAS_REST))
-        spans = (count * self.pixels + rest * self.rest) * self.taps * places.itemsize
+        spans = self._pixels(count, rest) * self.taps * places.itemsize
         code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
 
     @abstractmethod
