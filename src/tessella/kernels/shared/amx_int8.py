@@ -231,6 +231,8 @@ class _Window:
         places: distances in bytes of what each step reads.
         reach: lines that a line of the result reads, from the first to the last.
         copied: the image is copied with its padding.
+        before: pixels of padding in front of a line of the image, and behind it, where lines of the
+            image lie in one piece; else None, and each pixel is copied.
     """
 
     tiles: int
@@ -243,6 +245,7 @@ class _Window:
     places: tuple[int, ...]
     reach: int
     copied: bool
+    before: int | None
 
     @property
     def pixels(self) -> int:
@@ -326,6 +329,7 @@ def _window(problem: Problem, tiles: int) -> _Window | None:
         places=tuple(i * dilation[0] * along * pitch + k for i in range(r) for k in of_place),
         reach=(r - 1) * dilation[0] + 1,
         copied=copied,
+        before=padding[1] if pixel_bytes(x) == channels else None,
     )
     size = made.read(made.most_lines) * made.line_bytes
     return None if copied and size > MOST_BUFFER_BYTES else made
@@ -625,6 +629,11 @@ class _Tiles(Int8Tiles):
         """Each pixel's numbers under the filter, one place after another, to the stack."""
         a.load("rbp", At(base="rbx", distance=PLACES))
         a.load("r9", At(base="rbx", distance=HAS_REST))
+        if self.window and self.window.before is not None:
+            a.move("r10", "rsp")
+            a.add("r10", self._buffer)
+            self._copy_lines(a, self.window, self.window.before)
+            return
         a.move("r10", "rsp")
         a.add("r10", self._buffer)
         with a.counted("copied", "r9"):
@@ -644,6 +653,48 @@ class _Tiles(Int8Tiles):
                 to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
                 a.store_vector(At(base="r10", distance=to), spread)
                 spread = (spread + 1) % 8
+
+    def _copy_lines(self, a: Assembler, window: _Window, before: int) -> None:
+        """Lines of the image, with zeros around them; stores that go too far are covered later."""
+        zero, around, pixels = 0, before * window.pitch, window.image[0]
+        whole, rest = divmod((pixels - 2 * before) * window.pitch, ROW_BYTES)
+        a.vector("vxorps", zero, zero, zero)
+        if rest:
+            a.set("rax", (1 << rest) - 1)
+            a.mask(2, "rax")
+        a.label("line")
+        a.move("rcx", "r10")
+        a.load_short("rsi", At(base="rbp", distance=4 * before))
+        a.compare("rsi", 0)
+        a.jump_if("jl", "beside")
+        a.add_stored("rsi", kept(BASE))
+        for i in range(0, around, ROW_BYTES):
+            a.store_vector(At(base="r10", distance=i), zero)
+        a.add("rcx", around)
+        if whole:
+            a.set("rdx", whole)
+            with a.counted("piece", "rdx"):
+                a.load_vector(1, At(base="rsi"))
+                a.store_vector(At(base="rcx"), 1)
+                a.add("rsi", ROW_BYTES)
+                a.add("rcx", ROW_BYTES)
+        if rest:
+            a.load_vector(1, At(base="rsi"), mask=2)
+            a.store_vector(At(base="rcx"), 1)
+            a.add("rcx", rest)
+        for i in range(0, around, ROW_BYTES):
+            a.store_vector(At(base="rcx", distance=i), zero)
+        a.jump("line copied")
+        a.label("beside")
+        a.set("rdx", math.ceil(window.line_bytes / ROW_BYTES))
+        with a.counted("zeros", "rdx"):
+            a.store_vector(At(base="rcx"), zero)
+            a.add("rcx", ROW_BYTES)
+        a.label("line copied")
+        a.add("rbp", 4 * pixels)
+        a.add("r10", window.line_bytes)
+        a.subtract("r9", pixels)
+        a.jump_if("jne", "line")
 
     def _copied_from(self, a: Assembler, number: int) -> str:
         """The register that holds the address of a number of the table."""
