@@ -264,6 +264,26 @@ def test_a_table_that_leads_out_of_a_tensor_is_refused(
         form.load().bind(p, drawn(p)[1])
 
 
+@pytest.mark.parametrize(("column", "by"), [(6, 1), (6, -1), (8, 1), (8, -8)])
+def test_items_whose_copy_is_not_that_of_their_blocks_are_refused(
+    column: int, by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (why := code.refusal("amx_int8")) is not None:
+        pytest.skip(why)
+    built = amx_int8._Tiles._items
+
+    def moved(self: Any, *args: Any) -> Any:
+        table = built(self, *args)
+        table[0, column] += by
+        return table
+
+    monkeypatch.setattr(amx_int8._Tiles, "_items", moved)
+    for width in (40, 7):  # of lines, and of pixels that are copied one by one
+        p = problem((1, 16, 8, width), 32, kernel=(3, 3), padding=(1, 1))
+        with pytest.raises(KernelError, match="would leave its"):
+            amx_int8.bind(p, drawn(p)[1])
+
+
 @pytest.mark.parametrize(
     "config", [{"vectors": 1, "pixels": 50}, {"vectors": 3, "pixels": 4}, {"depth": 4}]
 )
