@@ -28,7 +28,7 @@ from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
-from tessella.device.x86.tiles import ROW_BYTES, ROWS, TileAssembler, configuration
+from tessella.device.x86.tiles import ROW_BYTES, ROWS, TileAssembler, configuration, require_tiles
 from tessella.device.x86.tiles import TILES as MOST_TILES
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
@@ -128,6 +128,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
+    require_tiles()
     config = x86_int8.one_of(configs(problem), config)
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
     direct, vectors = _is_direct(problem), config["vectors"]
