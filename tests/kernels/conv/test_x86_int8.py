@@ -14,7 +14,7 @@ from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.kernels.gemm.x86 import as_convolution
-from tessella.kernels.shared import x86_convolution, x86_int8
+from tessella.kernels.shared import amx_int8, x86_convolution, x86_int8
 from tessella.operations import problems
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
@@ -119,7 +119,13 @@ SHAPES: list[tuple[tuple[int, int, int, int], int, dict[str, Any]]] = [
     ((1, 4, 1, 1), 1003, {}),
     ((1, 76, 11, 31), 530, {"stride": (1, 2)}),
     ((1, 1216, 7, 9), 32, {}),
-    ((2, 192, 14, 3), 40, {"kernel": (3, 3), "padding": (1, 1)}),
+    ((2, 4, 23, 21), 24, {"kernel": (7, 7), "padding": (3, 3), "stride": (2, 2)}),
+    ((1, 16, 6, 7), 16, {"kernel": (3, 4), "padding": (5, 2)}),  # 64 bits, lines far outside
+    # of AMX: tiles in lines, in every second line, half a line each, of another's copy
+    ((2, 64, 14, 14), 33, {"kernel": (3, 3), "padding": (1, 1)}),
+    ((1, 64, 28, 28), 32, {"stride": (2, 2)}),
+    ((1, 64, 5, 56), 64, {"kernel": (3, 3), "padding": (1, 1)}),
+    ((1, 64, 12, 32), 32, {"kernel": (3, 5), "padding": (2, 2), "dilation": (2, 1)}),
 ]
 
 
@@ -131,7 +137,9 @@ def test_bit_for_bit(
     window: dict[str, Any],
     non_negative: bool,
     form: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(amx_int8, "WINDOW_BYTES", 2**15)  # some lines at a time
     channels = max(channels, code.require_instructions().lanes)
     for out, residual, activation in (
         ("int8", False, "relu"), ("int8", True, None), ("float32", True, "relu"),
@@ -256,6 +264,26 @@ def test_a_table_that_leads_out_of_a_tensor_is_refused(
         form.load().bind(p, drawn(p)[1])
 
 
+@pytest.mark.parametrize(("column", "by"), [(6, 1), (6, -1), (8, 1), (8, -8)])
+def test_items_whose_copy_is_not_that_of_their_blocks_are_refused(
+    column: int, by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (why := code.refusal("amx_int8")) is not None:
+        pytest.skip(why)
+    built = amx_int8._Tiles._items
+
+    def moved(self: Any, *args: Any) -> Any:
+        table = built(self, *args)
+        table[0, column] += by
+        return table
+
+    monkeypatch.setattr(amx_int8._Tiles, "_items", moved)
+    for width in (40, 7):  # of lines, and of pixels that are copied one by one
+        p = problem((1, 16, 8, width), 32, kernel=(3, 3), padding=(1, 1))
+        with pytest.raises(KernelError, match="would leave its"):
+            amx_int8.bind(p, drawn(p)[1])
+
+
 @pytest.mark.parametrize(
     "config", [{"vectors": 1, "pixels": 50}, {"vectors": 3, "pixels": 4}, {"depth": 4}]
 )
@@ -270,7 +298,6 @@ def test_tiles_that_a_stranger_names_are_refused(config: dict[str, int], form: K
     [
         ({"groups": 2}, "one group"),
         ({"channels": 7}, "channels at least"),
-        ({"shape": (1, 18, 9, 9)}, "input by 4"),
         ({"shape": (0, 16, 9, 9)}, "nothing to make"),
         ({"out": "float16"}, "makes int8 or float32"),
         ({"shape": (1, 8192, 3, 3), "kernel": (3, 3)}, "at most 65536 products"),
@@ -279,6 +306,18 @@ def test_tiles_that_a_stranger_names_are_refused(config: dict[str, int], form: K
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str, form: Kernel) -> None:
     given = {"shape": (1, 32, 9, 9), "channels": 32, **changes}
     assert why in str(form.refusal(problem(**given)))
+
+
+def test_words_of_four_channels(form: Kernel) -> None:
+    window = {"kernel": (7, 7), "padding": (3, 3), "stride": (2, 2)}
+    for shape, channels in (((2, 3, 23, 21), 70), ((1, 18, 9, 9), 20)):
+        p = problem(shape, channels, **window)
+        if form.algorithm != "amx_int8":
+            assert "input by 4" in str(form.refusal(p))
+            continue
+        assert form.refusal(p) is None
+        given, constants = drawn(p)
+        assert torch.equal(run(form, p, given, constants), right(p, given, constants))
 
 
 @pytest.mark.parametrize("rows", [(1,), (3, 7)])

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tessella.core.errors import KernelError
 from tessella.device.x86.assembler import M0F38, NONE, X66, XF2, XF3, Assembler, At
 
 TILES, ROWS, ROW_BYTES = 8, 16, 64  # palette 1
@@ -43,6 +44,20 @@ def permitted() -> bool:
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.argtypes, call.restype = (ctypes.c_long,) * 3, ctypes.c_long
     return bool(call(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
+
+
+def require_tiles() -> None:
+    """Ask for tiles before code on them is made: without leave it ends the process.
+
+    Raises:
+        KernelError: Linux does not let this process use them.
+    """
+    if not permitted():
+        raise KernelError(
+            "this process may not use the tiles of AMX",
+            seen="Linux refused their state",
+            fix="choose another algorithm, or a kernel from Linux 5.16 on",
+        )
 
 
 def configuration(rows: Sequence[int], row_bytes: Sequence[int]) -> torch.Tensor:

@@ -10,7 +10,12 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, At
-from tessella.device.x86.tiles import CONFIGURATION_BYTES, TileAssembler, configuration
+from tessella.device.x86.tiles import (
+    CONFIGURATION_BYTES,
+    TileAssembler,
+    configuration,
+    require_tiles,
+)
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared.x86_tiles import CACHE_LINE, Panels, kept
 
@@ -388,5 +393,6 @@ _COPIES = _NOBODY + WIDTH * SIZE
 @functools.lru_cache(256)
 def machine_code(blocks: Blocks) -> code.MachineCode:
     """The machine code of some blocks, which is the same for all weights."""
+    require_tiles()
     constants, tiles = Constants(AVX512, "r10"), configuration([16] * 8, [CACHE_LINE] * 8)
     return code.MachineCode(blocks.written(constants, tiles).code(), constants, tiles)

@@ -1,8 +1,11 @@
 """Convolutions of int8 on a CPU with AMX, with scale, bias, residual, activation and rounding.
 
 A block of pixels by 32 channels of the result waits in four tiles, which 64 numbers of each pixel
-at a time are multiplied into. Pixels whose numbers do not lie in a row, as those under a filter of
-several places, are copied to the stack first, for all channels at once. Between the products of a
+at a time are multiplied into. A tile's rows lie equally far apart, so that it may hold what one
+place of a filter reads for pixels of one line of the result: they are read from the image, or from
+a copy of some lines with the padding around them. Where lines are no whole tiles, or channels no
+whole rows of a tile, what each pixel reads is copied. Copies lie on the stack, for all channels at
+once. Between the products of a
 block stands what becomes of the sums of the block before: scaling and rounding them takes as long
 as multiplying, and is done in other parts of the processor.
 
@@ -15,15 +18,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At
-from tessella.device.x86.tiles import ROW_BYTES, ROWS, TileAssembler, configuration
+from tessella.device.x86.tiles import ROW_BYTES, ROWS, TileAssembler, configuration, require_tiles
+from tessella.device.x86.tiles import TILES as MOST_TILES
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     TEMPORARIES,
@@ -48,6 +54,8 @@ from tessella.kernels.shared.x86_tiles import (
     OWN_ITEM,
     PANEL,
     PANELS,
+    HAS_REST,
+    ITEM,
     PLACES,
     RESIDUAL,
     RESULT,
@@ -55,14 +63,21 @@ from tessella.kernels.shared.x86_tiles import (
     WEIGHT,
     WORD,
     ZEROS,
+    indirection,
     kept,
     pixel_bytes,
 )
 from tessella.operations.problem import Problem
 
 TILE_BYTES = ROWS * ROW_BYTES
-BUFFER_BYTES = 2**18  # of pixels that one thread takes at a time: they stay in the second cache
+WINDOW_BYTES = 2**17  # of lines that are copied
+LARGEST_WINDOW = 40  # steps: all are written out
+LEAST_ROWS = 8  # of a tile of pixels in one line: fewer leave too much of a tile empty
+# of pixels that one thread takes at a time: in the second cache, or in the first where weights are
+# read again from the second
+BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
 MOST_BUFFER_BYTES = 2**20  # on the stack, where one block of pixels is more than that
+MOST_WEIGHT_BYTES = 2**20
 MOST_COPIES = 512  # vectors of a pixel, which are written out
 UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
 LOOP = 4
@@ -70,21 +85,26 @@ MOST_LINES = 16  # of weights, asked for in each step
 
 # on the stack, behind what all tiles keep: numbers, the tiles' former configuration, sums
 MORE = range(len(STACK) * code.NUMBER, (len(STACK) + 9) * code.NUMBER, code.NUMBER)
-NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, STEPS_LEFT, STEP, END = MORE
+NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, LEFT_OF_LINE, STEP, END = MORE
 FORMER, SUMS = 192, 256
 AHEAD = Ahead(pointer="r14", step=kept(STEP), end=kept(END))
 ORDER = 31  # the vector for packing
-A_TILES, B_TILES = 4, 6  # the first of each; sums are the first four
+FIRST_TILE = 4  # behind those of sums: of pixels, then of weights
+TILES = {4: 1, 2: 2, 1: 2}  # of pixels in a block, by those of channels
 
 
 def fits(problem: Problem) -> str | None:
-    if why := x86_int8.fits(problem):
+    if why := x86_int8.refusal(problem):
         return why
-    x, weight = problem["input"], problem["weight"]
-    taps = math.prod(weight.shape[2:])
-    if _is_direct(problem):
+    if _is_direct(problem) or all(_window(problem, tiles) for tiles in TILES.values()):
         return None
-    if taps * math.ceil(x.shape[1] / ROW_BYTES) > MOST_COPIES:
+    return _copies(problem)
+
+
+def _copies(problem: Problem) -> str | None:
+    """Why what each pixel reads cannot be copied, or None."""
+    taps = math.prod(problem["weight"].shape[2:])
+    if taps * math.ceil(problem["input"].shape[1] / ROW_BYTES) > MOST_COPIES:
         return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
     if 2 * ROWS * _row_bytes(problem) > MOST_BUFFER_BYTES:
         return "32 pixels are more than the stack should hold"
@@ -92,26 +112,50 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    lanes = code.require_instructions().lanes
-    return ({"vectors": min(2, problem["weight"].shape[0] // lanes)},)
+    """Blocks by their vectors of channels; and by lines or not where that computes some twice."""
+    lanes, channels = code.require_instructions().lanes, problem["weight"].shape[0]
+    made: list[Config] = []
+    for vectors, tiles in TILES.items():
+        if vectors * lanes > channels or (vectors == 1 and channels >= 2 * lanes):
+            continue
+        window = None if _is_direct(problem) else _window(problem, tiles)
+        if window is not None:
+            made.append({"vectors": vectors, "lines": True})
+        if window is None or (not window.is_exact and _copies(problem) is None):
+            made.append({"vectors": vectors, "lines": False})
+    return tuple(made)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
+    require_tiles()
     config = x86_int8.one_of(configs(problem), config)
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
-    rows, blocks = _rows(pixels)
-    per_panel = math.ceil(pixels / (rows * blocks)) * _steps(problem)  # steps of the products
-    weight_lines = _steps(problem) * config["vectors"] * TILE_BYTES // LINE
+    direct, vectors = _is_direct(problem), config["vectors"]
+    window = _window(problem, TILES[vectors]) if config["lines"] else None
+    if window is not None:
+        rows, blocks, steps, stride = window.rows, window.tiles, _steps(problem), window.along
+        most = window.most_lines // window.together * window.blocks
+    else:
+        rows, blocks = _rows(pixels, TILES[vectors])
+        steps = _steps_in_a_row(problem)
+        stride = pixel_bytes(x) if direct else _row_bytes(problem)
+        few = math.prod(problem["weight"].shape) <= BUFFER_BYTES
+        held = SMALL_BUFFER_BYTES if few else BUFFER_BYTES
+        most = max(1, held // (rows * blocks * stride))
+    per_panel = math.ceil(pixels / (rows * blocks)) * steps  # steps of the products
+    weight_lines = steps * vectors * TILE_BYTES // LINE
     tiles = _Tiles.of(
         problem,
-        config["vectors"],
+        vectors,
         rows * blocks,
         tile_rows=rows,
-        steps=_steps(problem),
+        steps=steps,
         channels=x.shape[1],
-        stride=pixel_bytes(x) if _is_direct(problem) else _row_bytes(problem),
-        is_direct=_is_direct(problem),
+        stride=stride,
+        window=window,
+        copied=window.copied if window else not direct,
+        most_blocks=most,
         lines=min(MOST_LINES, math.ceil(weight_lines / per_panel)),
         signed=False,
         **x86_int8.epilogue_of(problem, constants),
@@ -128,6 +172,13 @@ def _is_direct(problem: Problem) -> bool:
 
 
 def _steps(problem: Problem) -> int:
+    """Steps of a block in lines, where each line of the filter begins with one."""
+    _, channels, r, s = problem["weight"].shape
+    return r * math.ceil(s * channels / ROW_BYTES)
+
+
+def _steps_in_a_row(problem: Problem) -> int:
+    """Steps of a block of pixels whose numbers lie in one piece."""
     return math.ceil(math.prod(problem["weight"].shape[1:]) / ROW_BYTES)
 
 
@@ -135,44 +186,180 @@ def _row_bytes(problem: Problem) -> int:
     """Of a pixel that was copied: rows that lie a power of two apart take each other's place in the
     first cache.
     """
-    made = _steps(problem) * ROW_BYTES
+    made = _steps_in_a_row(problem) * ROW_BYTES
     return made + ROW_BYTES if made % 1024 == 0 else made
 
 
-def _rows(pixels: int) -> tuple[int, int]:
-    """The rows of a tile and the tiles of a block: so many that few pixels are computed twice."""
+def _rows(pixels: int, tiles: int) -> tuple[int, int]:
+    """The rows of a tile and the tiles of a block, so many at most, by which few pixels are
+    computed twice.
+    """
     if pixels <= ROWS:
         return pixels, 1
-    most = min(ROWS, pixels // 2)
+    most = min(ROWS, pixels // tiles)
     return min(
         range(most, most // 2, -1),
-        key=lambda rows: (math.ceil(pixels / (2 * rows)) * (rows + 2), -rows),
-    ), 2
+        key=lambda rows: (math.ceil(pixels / (tiles * rows)) * (rows + 2), -rows),
+    ), tiles
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     """[K, C, R, S] → [panels, steps, vectors, 16 words, 16 channels, 4]: as tiles are loaded."""
-    panels = tiles.panels
+    panels, pieces = tiles.panels, 1 if tiles.window is None else weight.shape[2]
 
     def pack(w: torch.Tensor) -> torch.Tensor:
         rows = panels.laid_out(w.permute(0, 2, 3, 1).reshape(w.shape[0], -1))
-        rows = torch.nn.functional.pad(rows, (0, tiles.steps * ROW_BYTES - rows.shape[1]))
+        rows = rows.reshape(len(rows), pieces, -1)
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[2] % ROW_BYTES))
         shape = (len(panels.begins), panels.vectors, panels.lanes, tiles.steps, ROWS, WORD)
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 
-    return packed(weight, ("conv2d.amx_int8", panels), pack)
+    return packed(weight, ("conv2d.amx_int8", panels, pieces), pack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """Tiles of pixels in lines of the result, which read what lies under the filter step by step.
+
+    Attributes:
+        tiles: of a block.
+        rows: of a tile.
+        lines: of the result.
+        width: of a line, in pixels.
+        pitch: bytes from a pixel of the image or of its copy to the next.
+        image: pixels of a line of the same, and how many lines.
+        stride: of the filter, down and along.
+        places: distances in bytes of what each step reads.
+        reach: lines that a line of the result reads, from the first to the last.
+        copied: the image is copied with its padding.
+        before: pixels of padding in front of a line of the image, and behind it, where lines of the
+            image lie in one piece; else None, and each pixel is copied.
+    """
+
+    tiles: int
+    rows: int
+    lines: int
+    width: int
+    pitch: int
+    image: tuple[int, int]
+    stride: tuple[int, int]
+    places: tuple[int, ...]
+    reach: int
+    copied: bool
+    before: int | None
+
+    @property
+    def pixels(self) -> int:
+        """Of a block, which lie one after another in the result."""
+        return self.tiles * self.rows
+
+    @property
+    def together(self) -> int:
+        """Lines of a block."""
+        return 2 if self.width < self.pixels else 1
+
+    @property
+    def blocks(self) -> int:
+        """In so many lines as ``together`` says; the last of a line may begin earlier."""
+        return math.ceil(self.width / self.pixels)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no pixel is computed twice."""
+        return self.together * self.width == self.blocks * self.pixels
+
+    @property
+    def line_bytes(self) -> int:
+        """From a line of the image to the next."""
+        return self.image[0] * self.pitch
+
+    @property
+    def along(self) -> int:
+        """Bytes from what a pixel of the result reads to what the next one does."""
+        return self.stride[1] * self.pitch
+
+    @property
+    def second(self) -> int:
+        """From the first tile of a block to its second."""
+        return self.stride[0] * self.line_bytes if self.together == 2 else self.rows * self.along
+
+    def read(self, lines: int) -> int:
+        """Lines of the image that so many of the result read."""
+        return (lines - 1) * self.stride[0] + self.reach
+
+    @property
+    def most_lines(self) -> int:
+        """Lines of the result whose copy an item holds."""
+        most = self.lines
+        while self.copied and most > 2 and self.read(most) * self.line_bytes > WINDOW_BYTES:
+            most -= self.together
+        return most
+
+
+def _window(problem: Problem, tiles: int) -> _Window | None:
+    """How the tiles of a problem lie in lines, or None where they do not.
+
+    What a line of the filter reads lies in one piece in the copy of an image, so that its channels
+    need not fill the rows of tiles: zeros are multiplied by what is behind.
+    """
+    x, weight, y, a = problem["input"], problem["weight"], problem.output, problem.attrs
+    (lines, width), (_, channels, r, s) = y.shape[2:], weight.shape
+    stride, padding, dilation = (tuple(map(int, a[n])) for n in ("stride", "padding", "dilation"))
+    fills = channels % ROW_BYTES == 0
+    if not fills and dilation[1] != 1:
+        return None
+    rows = _rows_of_lines(lines, width, tiles)
+    if rows is None or _steps(problem) > LARGEST_WINDOW:
+        return None
+    copied = any(padding) or not fills
+    pitch = channels if copied else pixel_bytes(x)
+    height, along = (n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True))
+    of_place = (
+        [j * dilation[1] * pitch + k for j in range(s) for k in range(0, channels, ROW_BYTES)]
+        if fills
+        else list(range(0, s * channels, ROW_BYTES))
+    )
+    made = _Window(
+        tiles=tiles,
+        rows=rows,
+        lines=lines,
+        width=width,
+        pitch=pitch,
+        image=(along, height),
+        stride=(stride[0], stride[1]),
+        places=tuple(i * dilation[0] * along * pitch + k for i in range(r) for k in of_place),
+        reach=(r - 1) * dilation[0] + 1,
+        copied=copied,
+        before=padding[1] if pixel_bytes(x) == channels else None,
+    )
+    size = made.read(made.most_lines) * made.line_bytes
+    return None if copied and size > MOST_BUFFER_BYTES else made
+
+
+def _rows_of_lines(lines: int, width: int, tiles: int) -> int | None:
+    """The rows of a tile by which blocks of them fill lines best."""
+    if tiles == 2 and LEAST_ROWS <= width <= ROWS and lines % 2 == 0:
+        return width
+    most = min(ROWS, width // tiles)
+    if most < LEAST_ROWS:
+        return None
+    return min(
+        range(most, LEAST_ROWS - 1, -1), key=lambda r: math.ceil(width / (tiles * r)) * (r + 2)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Tiles(Int8Tiles):
-    """Blocks of one or two tiles of pixels by one or two of channels.
+    """Blocks of one or two tiles of pixels by one, two or four of channels.
 
     Attributes:
         tile_rows: pixels of a tile.
         steps: of 64 numbers of a pixel.
         channels: of the image.
         stride: bytes from a pixel to the next, in the image or on the stack.
-        is_direct: tiles are read from the image.
+        window: how tiles lie in lines, or None: what a pixel reads lies in one piece.
+        copied: tiles are read from the stack, else from the image.
+        most_blocks: blocks of pixels of an item.
         lines: of weights that are asked for in each step.
     """
 
@@ -180,7 +367,9 @@ class _Tiles(Int8Tiles):
     steps: int
     channels: int
     stride: int
-    is_direct: bool
+    window: _Window | None
+    copied: bool
+    most_blocks: int
     lines: int
 
     @property
@@ -198,13 +387,36 @@ class _Tiles(Int8Tiles):
         return SUMS + self._sums_bytes
 
     @property
-    def places_together(self) -> int:
-        return 1
+    def _numbers(self) -> int:
+        """Numbers of the table of places for each pixel that is copied."""
+        return 1 if self.window else self.taps
 
     @property
-    def _most_blocks(self) -> int:
-        """Blocks of pixels of an item."""
-        return max(1, BUFFER_BYTES // (self.pixels * self.stride))
+    def _buffer_bytes(self) -> int:
+        if not self.copied:
+            return 0
+        if self.window:
+            lines = self.window.read(self.window.most_lines) * self.window.line_bytes
+            return lines + 2 * ROW_BYTES  # the last step of a line reads as far behind it
+        return self.most_blocks * self.pixels * self.stride + ROW_BYTES
+
+    def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
+        """Of a window where each pixel of the image with its padding lies; its first row is what a
+        tile without a copy begins with.
+        """
+        if self.window is None:
+            return indirection(problem, weight, 1)
+        around, image = tuple(problem.attrs["padding"]), problem["input"]
+        grid = replace(image, shape=(1, 1, *reversed(self.window.image)), strides=None)
+        alone = {"stride": (1, 1), "padding": around, "dilation": (1, 1), "groups": 1}
+        asked = replace(
+            problem,
+            inputs=(image, replace(problem["weight"], shape=(1, 1, 1, 1))),
+            outputs=(grid,),
+            attrs=alone,
+            constant=(1,),
+        )
+        return indirection(asked, weight, 1)
 
     def _items(
         self,
@@ -220,16 +432,21 @@ class _Tiles(Int8Tiles):
         x, y = problem["input"], problem.output
         pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
         result, residual = self.pitches
-        whole = pixels // self.pixels
         wanted = FEW_ITEMS if torch.get_num_threads() > 1 else 1
-        together, most = len(weight), min(whole, self._most_blocks)
-        while most > 1 and y.shape[0] * math.ceil(whole / most) < wanted:
-            most = math.ceil(most / 2)
+        together, window = len(weight), self.window
+        step = 1 if window is None else window.blocks  # blocks that stay together
+        whole = pixels // self.pixels if window is None else window.lines // window.together * step
+        most = min(whole, self.most_blocks)
+        while most > step and y.shape[0] * math.ceil(whole / most) < wanted:
+            most = math.ceil(most / 2 / step) * step
         runs = math.ceil(whole / most)
+        if y.shape[0] * runs > 1:  # weights stay in the second cache from one item to the next
+            together = max(1, min(together, MOST_WEIGHT_BYTES // weight[0].nbytes))
         while together > 1 and y.shape[0] * runs * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
-        begins = [(i * most * self.pixels, min(most, whole - i * most)) for i in range(runs)]
-        if pixels % self.pixels:
+        counts = [min(most, whole - i * most) for i in range(runs)]
+        begins = [(i * int(self._pixels(most, 0)), count) for i, count in enumerate(counts)]
+        if window is None and pixels % self.pixels:
             begins.append((pixels - self.pixels, 1))
         rows = [
             (
@@ -238,16 +455,44 @@ class _Tiles(Int8Tiles):
                 (n * pixels + begin) * (residual or 0) + self.panels.begins[panel] * self.size,
                 weight.data_ptr() + panel * weight[0].nbytes,
                 bias.data_ptr() + panel * bias[0].nbytes,
-                places.data_ptr() + begin * self.taps * places.itemsize,
+                places.data_ptr() + places.itemsize * self._places_of(begin, count)[0],
                 count,
                 some,
-                0,
+                self._places_of(begin, count)[1] // self._numbers,
             )
             for panel, some in self.panels.together(together)
             for n in range(y.shape[0])
             for begin, count in begins
         ]
         return np.array(rows, np.int64)
+
+    def _pixels(self, count: Any, rest: Any) -> Any:
+        if self.window is None:
+            return super()._pixels(count, rest)
+        return count // self.window.blocks * self.window.together * self.window.width
+
+    def _places_of(self, begin: int, blocks: int) -> tuple[int, int]:
+        """The places that an item reads: the first, and how many."""
+        if self.window is None:
+            return begin * self._numbers, blocks * self.pixels * self._numbers
+        line = begin // self.window.width * self.window.stride[0]
+        lines = self.window.read(int(self._pixels(blocks, 0)) // self.window.width)
+        return line * self.window.image[0], lines * self.window.image[0]
+
+    def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
+        """And items that read other places than their blocks need, or more than a copy holds."""
+        place, blocks, read = (table[ITEM.index(at)] for at in (PLACES, COUNT, HAS_REST))
+        spans = read * self._numbers * places.itemsize
+        code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
+        wanted = [self._places_of(0, n)[1] // self._numbers for n in blocks.tolist()]
+        if self.window and (blocks % self.window.blocks).any():
+            wanted = []  # a line in part
+        if int(blocks.max()) > self.most_blocks or read.tolist() != wanted:
+            raise KernelError(
+                "machine code would leave its copy of the image",
+                seen=f"items of {int(blocks.max())} blocks, {int(read.max())} pixels copied",
+                fix="report the problem that it was asked for",
+            )
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
@@ -260,8 +505,7 @@ class _Tiles(Int8Tiles):
         a = TileAssembler(self.isa)
         a.enter()
         a.move("rax", "rsp")
-        buffer = 0 if self.is_direct else self._most_blocks * self.pixels * self.stride + ROW_BYTES
-        a.subtract("rsp", self._buffer + buffer)
+        a.subtract("rsp", self._buffer + self._buffer_bytes)
         a.clear_low_bits("rsp", x86_int8.ALIGNED)
         a.store(kept(CALLER), "rax")
         constants.begin(a)
@@ -269,8 +513,9 @@ class _Tiles(Int8Tiles):
         if rest := self.channels % ROW_BYTES:
             a.set("rax", (1 << rest) - 1)
             a.mask(1, "rax")
-        rows, bytes_ = [self.tile_rows] * (B_TILES), [ROW_BYTES] * 8
-        shape = configuration([*rows, ROWS, ROWS], bytes_)
+        of_pixels = [self.tile_rows] * (FIRST_TILE + self._blocks)
+        of_weights = [ROWS] * (MOST_TILES - len(of_pixels))
+        shape = configuration([*of_pixels, *of_weights], [ROW_BYTES] * MOST_TILES)
         place = constants.held("tiles", shape.view(torch.float32))
         with a.configured(place, kept(FORMER)):
             self._take_item(a)
@@ -283,7 +528,7 @@ class _Tiles(Int8Tiles):
 
     def _item(self, a: TileAssembler, constants: Constants) -> None:
         a.store(kept(OWN_ITEM), "rbx")
-        if not self.is_direct:
+        if self.copied:
             self._copy_pixels(a)
         for place, source in ((PANEL, WEIGHT), (LEFT_PANELS, PANELS), (NUMBERS, BIAS)):
             a.load("rcx", At(base="rbx", distance=source))
@@ -306,13 +551,7 @@ class _Tiles(Int8Tiles):
         a.load("rbx", kept(NUMBERS))
         AHEAD.pace(a, "asked", "rcx")
         a.store_number(kept(IS_FIRST), 0)
-        result, residual = self.pitches
-        for place, step in (
-            (AT_RESULT, result),
-            (AT_RESIDUAL, residual or 0),
-            (SOURCE, self.stride),
-        ):
-            a.add_to_stored(kept(place), self.pixels * step)
+        self._next(a)
         a.add_to_stored(kept(LEFT), -1)
         a.jump_if("jne", "block")
         a.add_to_stored(kept(PANEL), self._panel_bytes)
@@ -322,6 +561,42 @@ class _Tiles(Int8Tiles):
         a.jump_if("jne", "panel")
         for write in self._endings(a, constants):
             write()
+
+    def _next(self, a: Assembler) -> None:
+        """To the next block; in a window the last of a line may begin earlier, and behind it the
+        next line begins.
+        """
+        window, apart = self.window, self.stride
+        if window is None or window.blocks == 1:
+            line = self.pixels * apart
+            if window is not None:
+                line = window.together * window.stride[0] * window.line_bytes
+            self._move(a, self.pixels, line)
+            return
+        last = window.width - (window.blocks - 1) * self.pixels
+        a.add_to_stored(kept(LEFT_OF_LINE), -1)
+        a.jump_if("je", "next line")
+        if last != self.pixels:
+            a.load("rcx", kept(LEFT_OF_LINE))
+            a.compare("rcx", 1)
+            a.jump_if("je", "last of the line")
+        self._move(a, self.pixels, self.pixels * apart)
+        a.jump("moved")
+        if last != self.pixels:
+            a.label("last of the line")
+            self._move(a, last, last * apart)
+            a.jump("moved")
+        a.label("next line")
+        line = window.stride[0] * window.line_bytes
+        self._move(a, self.pixels, line - (window.width - self.pixels) * apart)
+        a.store_number(kept(LEFT_OF_LINE), window.blocks)
+        a.label("moved")
+
+    def _move(self, a: Assembler, pixels: int, source: int) -> None:
+        result, residual = self.pitches
+        a.add_to_stored(kept(AT_RESULT), pixels * result)
+        a.add_to_stored(kept(AT_RESIDUAL), pixels * (residual or 0))
+        a.add_to_stored(kept(SOURCE), source)
 
     @property
     def _panel_bytes(self) -> int:
@@ -338,7 +613,7 @@ class _Tiles(Int8Tiles):
             a.add_stored("rcx", At(base="r11", distance=place))
             a.add_stored("rcx", kept(COLUMN))
             a.store(kept(kept_at), "rcx")
-        if self.is_direct:
+        if not self.copied:
             a.load("rcx", At(base="r11", distance=PLACES))
             a.load_short("rcx", At(base="rcx"))
             a.add_stored("rcx", kept(BASE))
@@ -348,30 +623,87 @@ class _Tiles(Int8Tiles):
         a.store(kept(SOURCE), "rcx")
         a.load("rcx", At(base="r11", distance=COUNT))
         a.store(kept(LEFT), "rcx")
+        if self.window:
+            a.store_number(kept(LEFT_OF_LINE), self.window.blocks)
 
     def _copy_pixels(self, a: Assembler) -> None:
         """Each pixel's numbers under the filter, one place after another, to the stack."""
         a.load("rbp", At(base="rbx", distance=PLACES))
-        a.load("r9", At(base="rbx", distance=COUNT))
-        a.multiply("r9", self.pixels)
+        a.load("r9", At(base="rbx", distance=HAS_REST))
+        if self.window and self.window.before is not None:
+            a.move("r10", "rsp")
+            a.add("r10", self._buffer)
+            self._copy_lines(a, self.window, self.window.before)
+            return
         a.move("r10", "rsp")
         a.add("r10", self._buffer)
+        with a.counted("copied", "r9"):
+            self._copy_places(a)
+            a.add("rbp", 4 * self._numbers)
+            a.add("r10", self.window.pitch if self.window else self.stride)
+
+    def _copy_places(self, a: Assembler) -> None:
+        """A pixel's numbers under each place of the filter."""
         whole, rest = divmod(self.channels, ROW_BYTES)
         spread = 0
-        with a.counted("copied", "r9"):
-            for tap in range(self.taps):
-                register = ("rax", "rcx", "rdx", "rsi")[tap % 4]
-                a.load_short(register, At(base="rbp", distance=4 * tap))
-                a.load_if_negative(register, kept(ZEROS))
-                a.add_stored(register, kept(BASE))
-                for i in range(whole + (rest > 0)):
-                    source = At(base=register, distance=i * ROW_BYTES)
-                    a.load_vector(spread, source, mask=1 if i == whole else 0)
-                    to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
-                    a.store_vector(At(base="r10", distance=to), spread)
-                    spread = (spread + 1) % 8
-            a.add("rbp", 4 * self.taps)
-            a.add("r10", self.stride)
+        for tap in range(self._numbers):
+            source = self._copied_from(a, tap)
+            for i in range(whole + (rest > 0)):
+                place = At(base=source, distance=i * ROW_BYTES)
+                a.load_vector(spread, place, mask=1 if i == whole else 0)
+                to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
+                a.store_vector(At(base="r10", distance=to), spread)
+                spread = (spread + 1) % 8
+
+    def _copy_lines(self, a: Assembler, window: _Window, before: int) -> None:
+        """Lines of the image, with zeros around them; stores that go too far are covered later."""
+        zero, around, pixels = 0, before * window.pitch, window.image[0]
+        whole, rest = divmod((pixels - 2 * before) * window.pitch, ROW_BYTES)
+        a.vector("vxorps", zero, zero, zero)
+        if rest:
+            a.set("rax", (1 << rest) - 1)
+            a.mask(2, "rax")
+        a.label("line")
+        a.move("rcx", "r10")
+        a.load_short("rsi", At(base="rbp", distance=4 * before))
+        a.compare("rsi", 0)
+        a.jump_if("jl", "beside")
+        a.add_stored("rsi", kept(BASE))
+        for i in range(0, around, ROW_BYTES):
+            a.store_vector(At(base="r10", distance=i), zero)
+        a.add("rcx", around)
+        if whole:
+            a.set("rdx", whole)
+            with a.counted("piece", "rdx"):
+                a.load_vector(1, At(base="rsi"))
+                a.store_vector(At(base="rcx"), 1)
+                a.add("rsi", ROW_BYTES)
+                a.add("rcx", ROW_BYTES)
+        if rest:
+            a.load_vector(1, At(base="rsi"), mask=2)
+            a.store_vector(At(base="rcx"), 1)
+            a.add("rcx", rest)
+        for i in range(0, around, ROW_BYTES):
+            a.store_vector(At(base="rcx", distance=i), zero)
+        a.jump("line copied")
+        a.label("beside")
+        a.set("rdx", math.ceil(window.line_bytes / ROW_BYTES))
+        with a.counted("zeros", "rdx"):
+            a.store_vector(At(base="rcx"), zero)
+            a.add("rcx", ROW_BYTES)
+        a.label("line copied")
+        a.add("rbp", 4 * pixels)
+        a.add("r10", window.line_bytes)
+        a.subtract("r9", pixels)
+        a.jump_if("jne", "line")
+
+    def _copied_from(self, a: Assembler, number: int) -> str:
+        """The register that holds the address of a number of the table."""
+        register = ("rax", "rcx", "rdx", "rsi")[number % 4]
+        a.load_short(register, At(base="rbp", distance=4 * number))
+        a.load_if_negative(register, kept(ZEROS))
+        a.add_stored(register, kept(BASE))
+        return register
 
     def _products(self, a: TileAssembler, constants: Constants) -> None:
         """All products of a block, and between them the ending of the one before, if there is."""
@@ -382,7 +714,11 @@ class _Tiles(Int8Tiles):
         a.set("rbp", self.width * WORD)
         for i in range(self._blocks * self.vectors):
             a.zero_tile(i)
-        together = min(UNROLLED, self.steps)
+        if self.pitches[1] is not None:
+            a.load("r10", kept(AT_RESIDUAL))
+            for p in range(self.pixels):
+                a.prefetch(At(base="r10", distance=p * self.pitches[1]))
+        together = min(LARGEST_WINDOW if self.window else UNROLLED, self.steps)
         a.load("r9", kept(IS_FIRST))
         a.compare("r9", 0)
         a.jump_if("je", "second")
@@ -408,7 +744,7 @@ class _Tiles(Int8Tiles):
                 self._load(a, step, i)
                 for block, v in self._ready(i):
                     sums = block * self.vectors + v
-                    a.multiply_tiles("tdpbssd", sums, A_TILES + block, B_TILES + v)
+                    a.multiply_tiles("tdpbssd", sums, FIRST_TILE + block, self._of_weights(v))
                     slot += 1
                     until = len(between) * slot // slots
                     for write in between[done:until]:
@@ -417,16 +753,32 @@ class _Tiles(Int8Tiles):
             for line in range(self.lines):
                 a.prefetch(At(base=AHEAD.pointer, distance=line * LINE), cache=2)
             a.add_stored(AHEAD.pointer, AHEAD.step)
-        a.add("rsi", steps * ROW_BYTES)
+        a.add("rsi", steps * ROW_BYTES)  # of a window there are no more steps
         a.add("rcx", steps * self.vectors * TILE_BYTES)
 
     def _load(self, a: TileAssembler, step: int, i: int) -> None:
         if i < self._blocks:
-            at = i * self.tile_rows * self.stride + step * ROW_BYTES
-            a.load_tile(A_TILES + i, At(base="rsi", index="rax", distance=at))
+            at = self._distance(step) + i * self._second
+            a.load_tile(FIRST_TILE + i, At(base="rsi", index="rax", distance=at))
         if i < self.vectors:
             at = (step * self.vectors + i) * TILE_BYTES
-            a.load_tile(B_TILES + i, At(base="rcx", index="rdx", distance=at))
+            a.load_tile(self._of_weights(i), At(base="rcx", index="rdx", distance=at))
+
+    @property
+    def _second(self) -> int:
+        """The distance of a block's second tile of pixels from the first."""
+        return self.window.second if self.window else self.tile_rows * self.stride
+
+    def _distance(self, step: int) -> int:
+        """What a tile of pixels reads in a step, from the block's begin on."""
+        if self.window is None:
+            return step * ROW_BYTES
+        return self.window.places[step]
+
+    def _of_weights(self, vector: int) -> int:
+        """A tile of weights: there are two or, for four vectors, three."""
+        first = FIRST_TILE + self._blocks
+        return first + vector % (MOST_TILES - first)
 
     def _ready(self, i: int) -> list[tuple[int, int]]:
         """The products whose second tile is the one loaded last."""
@@ -436,7 +788,8 @@ class _Tiles(Int8Tiles):
     def _endings(self, a: Assembler, constants: Constants) -> list[Callable[[], None]]:
         """What writes the ending of a block, some pixels each: of two a vector is packed."""
         pixels = range(self.pixels)
-        together = [pixels[p : p + self.vectors] for p in pixels[:: self.vectors]]
+        some = 2 if self.vectors == 2 else 1
+        together = [pixels[p : p + some] for p in pixels[::some]]
         return [partial(self._end, a, some, i, constants) for i, some in enumerate(together)]
 
     def _end(self, a: Assembler, pixels: Sequence[int], number: int, constants: Constants) -> None:

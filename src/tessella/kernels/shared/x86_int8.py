@@ -74,6 +74,13 @@ ALIGNED = 6  # bits of an address that are 0: vectors do not cross the cache's l
 
 
 def fits(problem: Problem) -> str | None:
+    if problem["weight"].shape[1] % WORD:
+        return f"channels of the input by {WORD}"
+    return refusal(problem)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why no layer of int8 in machine code takes a problem, however many channels its input has."""
     x, weight, y = problem["input"], problem["weight"], problem.output
     epilogue = problem.epilogue
     residual = epilogue.residual
@@ -91,8 +98,8 @@ def fits(problem: Problem) -> str | None:
     if problem.attrs["groups"] != 1:
         return "one group"
     lanes = code.require_instructions().lanes
-    if weight.shape[0] < lanes or weight.shape[1] % WORD:
-        return f"{lanes} channels at least, those of the input by {WORD}"
+    if weight.shape[0] < lanes:
+        return f"{lanes} channels at least"
     images = [m for m in (x, y, residual) if m is not None]
     if any(m.pixel_pitch is None for m in images):
         return "a pixel's channels must lie together"
