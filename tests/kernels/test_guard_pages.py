@@ -123,6 +123,7 @@ def images() -> Iterator[Problem]:
         ((1, 20, 13, 11), 40, {"kernel": (5, 3), "padding": (2, 0), "stride": (2, 2)}),
         ((1, 32, 9, 10), 48, three),
         ((1, 64, 3, 3), 67, {}),
+        ((1, 32, 6, 7), 37, {}),
         ((1, 64, 5, 21), 33, {**three, "stride": (2, 1)}),
         ((2, 40, 9, 7), 40, {**three, "groups": 40}),
         ((1, 24, 11, 6), 24, {**three, "groups": 24, "stride": (2, 2)}),
@@ -130,6 +131,7 @@ def images() -> Iterator[Problem]:
         p = convolution(shape, channels, activation="silu", **window)
         added = convolution(shape, channels, residual=True, **window)
         yield from (p, replace(added, dying=(RESIDUALS,)), sliced(added), in_int8(added))
+        yield in_bfloat16(sliced(added))
     for op, window in pools.WINDOWS.values():
         for channels in (20, 43):
             yield pools.problem(op, (2, channels, 9, 14), window)
@@ -151,6 +153,11 @@ def sliced(p: Problem) -> Problem:
     return replace(p, inputs=(part(x), weight, bias, part(residual)), outputs=(part(p.output),))
 
 
+def in_bfloat16(p: Problem) -> Problem:
+    inputs = [None if m is None else replace(m, dtype="bfloat16") for m in p.inputs]
+    return replace(p, inputs=tuple(inputs), outputs=(replace(p.output, dtype="bfloat16"),))
+
+
 def in_int8(p: Problem) -> Problem:
     """The same of codes, which makes codes."""
     x, weight, bias, residual = p.inputs
@@ -168,13 +175,19 @@ def in_int8(p: Problem) -> Problem:
 
 
 def products() -> Iterator[Problem]:
-    for rows, channels, made in (((1,), 40, 48), ((3, 7), 772, 91), ((5,), 8, 1000)):
+    for rows, channels, made in (
+        ((1,), 40, 48),
+        ((3, 7), 772, 91),
+        ((3, 11), 32, 91),
+        ((5,), 8, 1000),
+    ):
         for dtype in ("float32", "int8"):
             x, weight = (TensorMeta(shape=s, dtype=dtype) for s in ((*rows, channels),
                                                                    (made, channels)))  # fmt: skip
             vector = TensorMeta(shape=(made,), dtype="float32")
             if dtype == "float32":
-                yield problems.linear(x, weight, vector, activation="gelu", constant=(1, 2))
+                p = problems.linear(x, weight, vector, activation="gelu", constant=(1, 2))
+                yield from (p, in_bfloat16(p))
             else:
                 yield problems.linear(x, weight, vector, None, vector, constant=(1, 2, 4))
 
