@@ -49,7 +49,7 @@ SOME_ROWS = (256, 64)
 PART_BYTES = 2**20  # of an item's rows: half of the second cache where tiles are
 FEW_ITEMS = 4
 FEW_CHANNELS = 16  # of the image: copies fill them up to 32 with zeros
-MOST_THREADS = 64
+MOST_THREADS = 16  # have a part of the workspace, which may be 2 MB
 
 
 def fits(problem: Problem) -> str | None:
