@@ -46,6 +46,8 @@ from tessella.operations.problem import Problem
 
 MOST_ROWS = 512  # of an item
 SOME_ROWS = (256, 64)
+# of all weights, which few rows read more often: more come from memory, where a search's do not
+FEW_WEIGHT_BYTES = 2**18
 PART_BYTES = 2**20  # of an item's rows: half of the second cache where tiles are
 FEW_ITEMS = 4
 FEW_CHANNELS = 16  # of the image: copies fill them up to 32 with zeros
@@ -77,7 +79,9 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         return ({"rows": MOST_ROWS, "way": FRAMED},)
     most = max(1, PART_BYTES // _row_bytes(problem) // ROWS) * ROWS
     way = DIRECT if may_be_direct(problem) else COPIED
-    return tuple({"rows": n, "way": way} for n in dict.fromkeys(min(n, most) for n in SOME_ROWS))
+    is_small = problem["weight"].nbytes <= FEW_WEIGHT_BYTES
+    rows = dict.fromkeys(min(n, most) for n in SOME_ROWS[: 1 + is_small])
+    return tuple({"rows": n, "way": way} for n in rows)
 
 
 def may_be_direct(problem: Problem) -> bool:
