@@ -128,6 +128,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     x, y, residual = problem["input"], problem.output, problem.epilogue.residual
     config = config or configs(problem)[0]
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
+    added = None if residual is None else pixel_bytes(residual)
     panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=16), config["way"], 0
     offered = {FRAMED: may_be_framed(problem), DIRECT: may_be_direct(problem), COPIED: True}
     if not offered.get(way) or config["rows"] % ROWS or not ROWS <= config["rows"] <= MOST_ROWS:
@@ -151,7 +152,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
             PANEL_STEP_BYTES / CACHE_LINE / math.ceil(min(rows, config["rows"]) / ROWS)
         ),
         together=math.ceil(len(panels.begins) / math.ceil(FEW_ITEMS / items)),
-        pitches=(pixel_bytes(x), pixel_bytes(y), residual and pixel_bytes(residual)),
+        pitches=(pixel_bytes(x), pixel_bytes(y), added),
         activation=problem.epilogue.activation,
     )
 
