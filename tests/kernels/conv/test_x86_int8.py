@@ -14,7 +14,7 @@ from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.kernels.gemm.x86 import as_convolution
-from tessella.kernels.shared import amx_int8, x86_convolution, x86_int8
+from tessella.kernels.shared import amx_int8, amx_window, x86_convolution, x86_int8
 from tessella.operations import problems
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
@@ -139,7 +139,7 @@ def test_bit_for_bit(
     form: Kernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(amx_int8, "WINDOW_BYTES", 2**15)  # some lines at a time
+    monkeypatch.setattr(amx_window, "WINDOW_BYTES", 2**15)  # some lines at a time
     channels = max(channels, code.require_instructions().lanes)
     for out, residual, activation in (
         ("int8", False, "relu"), ("int8", True, None), ("float32", True, "relu"),
@@ -223,9 +223,7 @@ def test_what_no_int8_holds_saturates(form: Kernel) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 5])
-def test_slices_and_threads(
-    threads: int, form: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_and_threads(threads: int, form: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing beside a slice is written, whoever writes it."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     p = problem((2, 32, 20, 19), 40, kernel=(3, 3), padding=(1, 1), residual=True)

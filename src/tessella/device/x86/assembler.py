@@ -530,7 +530,9 @@ class Assembler:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
         extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
-        length = zero << 7 | (0 if quarter else 1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
+        length = (
+            zero << 7 | (0 if quarter else 1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
+        )
         head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
         self._emit(text, head + bytes((opcode,)) + tail)
 
