@@ -416,7 +416,8 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # between floating numbers and int8 or fp8
     *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
-    *_x86("quantize", "{}", "quant.x86"),
+    *_x86("quantize dequantize", "{}", "quant.x86"),
+    *_x86("quantize", "{}_picture", "quant.x86_picture"),
     *_aten("quantize dequantize", "quant.aten"),
     *_gpu(
         f"pointwise {_ACTIVATIONS} softplus {_FUNCTIONS} {_SUMS} maximum minimum to batch_norm"
