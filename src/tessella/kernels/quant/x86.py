@@ -1,7 +1,7 @@
 """``quantize`` from float32 to int8 by one scale, and back, on a CPU with AVX-512 or AVX2.
 
-torch divides, rounds, clamps and converts in four passes (200,000 numbers 120 µs, here 40), and back
-in two.
+torch divides, rounds, clamps and converts in four passes (200,000 numbers 120 µs, here 40); back it
+takes two.
 """
 
 from __future__ import annotations
