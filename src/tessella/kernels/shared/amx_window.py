@@ -20,7 +20,7 @@ from tessella.operations.problem import Problem
 WINDOW_BYTES = 2**17  # of lines that are copied
 LARGEST_WINDOW = 40  # steps: all are written out
 LEAST_ROWS = 8  # of a tile of pixels in one line: fewer leave too much of a tile empty
-MOST_BUFFER_BYTES = 2**20  # on the stack, where what one block needs is more than that
+MOST_BUFFER_BYTES = 2**18  # on the stack of a thread, which somebody may have made small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Window:
     def most_lines(self) -> int:
         """Lines of the result whose copy an item holds."""
         most = self.lines
-        while self.copied and most > 2 and self.read(most) * self.line_bytes > WINDOW_BYTES:
+        while self.copied and most > self.together and self.read(most) * self.line_bytes > WINDOW_BYTES:
             most -= self.together
         return most
 
