@@ -97,7 +97,11 @@ class Window:
     def most_lines(self) -> int:
         """Lines of the result whose copy an item holds."""
         most = self.lines
-        while self.copied and most > self.together and self.read(most) * self.line_bytes > WINDOW_BYTES:
+        while (
+            self.copied
+            and most > self.together
+            and self.read(most) * self.line_bytes > WINDOW_BYTES
+        ):
             most -= self.together
         return most
 
