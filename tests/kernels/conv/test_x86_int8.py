@@ -307,6 +307,17 @@ def test_what_it_leaves_to_others(changes: dict[str, Any], why: str, form: Kerne
     assert why in str(form.refusal(problem(**given)))
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel", "why"),
+    [((1, 1024, 9, 9), (3, 3), "the stack should hold"), ((1, 4, 60, 60), (23, 23), "at most 512")],
+)
+def test_what_amx_would_copy_too_much_of(
+    shape: tuple[int, int, int, int], kernel: tuple[int, int], why: str, form: Kernel
+) -> None:
+    refused = form.refusal(problem(shape, 32, kernel=kernel, dilation=(1, 2)))
+    assert why in str(refused) if form.algorithm == "amx_int8" else refused is None
+
+
 def test_words_of_four_channels(form: Kernel) -> None:
     window = {"kernel": (7, 7), "padding": (3, 3), "stride": (2, 2)}
     for shape, channels in (((2, 3, 23, 21), 70), ((1, 18, 9, 9), 20)):
