@@ -90,6 +90,7 @@ def asked() -> Iterator[tuple[Problem, Tensors]]:
     drawn = [*images(), *products(), *programs()]
     yield from ((p, [None if m is None else numbers(m) for m in p.inputs]) for p in drawn)
     yield quantization(16 * 1024 + 5)
+    yield from others()
     for case in (
         attentions.Case(dtype="float32", fused=True, queries=19, width=32),
         attentions.Case(dtype="float32", queries=7, keys=17, width=32, value_width=96,
@@ -217,6 +218,19 @@ def quantization(count: int) -> tuple[Problem, Tensors]:
         attrs={"axis": 0, "dtype": "int8"}, constant=(1,),
     )  # fmt: skip
     return p, [numbers(x), torch.tensor(0.02), None]
+
+
+def others() -> Iterator[tuple[Problem, Tensors]]:
+    """The way back, and a picture in planes."""
+    p, (_, scale, _) = quantization(1029)
+    back = replace(
+        p, op="dequantize", inputs=(p.output, *p.inputs[1:]), outputs=(p["input"],),
+        attrs={"axis": 0, "dtype": "float32"},
+    )  # fmt: skip
+    yield back, [numbers(p.output), scale, None]
+    image = TensorMeta(shape=(2, 3, 7, 9), dtype="float32")
+    made = replace(image, dtype="int8", format="channels_last")
+    yield replace(p, inputs=(image, *p.inputs[1:]), outputs=(made,)), [numbers(image), scale, None]
 
 
 def numbers(meta: TensorMeta) -> torch.Tensor:

@@ -53,3 +53,40 @@ def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
     p = problem((2, 8, 4, 4), "channels_last")
     mixed = replace(p, outputs=(replace(p.output, format="contiguous"),))
     assert "one format" in str(refusal(mixed))
+
+
+@pytest.mark.parametrize("count", [32, 4096 + 45])
+def test_each_integer_becomes_its_number(count: int, isa: InstructionSet) -> None:
+    p = problem((count,))
+    p = replace(
+        p, op="dequantize", inputs=(p.output, *p.inputs[1:]), outputs=(p["input"],),
+        attrs={"axis": 0, "dtype": "float32"},
+    )  # fmt: skip
+    row = catalog.kernel(f"dequantize.{isa.name}")
+    assert row.refusal(p) is None
+    x = torch.arange(count).sub(128).to(torch.int8)
+    scale = torch.tensor(0.0371)
+    out = row.load().bind(p, {1: scale})(x, out=torch.empty(count))
+    assert torch.equal(out, x.float() * scale)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 3, 4, 4), (2, 3, 67, 129), (3, 3, 5, 7)])
+def test_pictures_in_planes_become_pixels(
+    shape: tuple[int, ...], threads: int, isa: InstructionSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    p = problem(shape)
+    p = replace(p, outputs=(replace(p.output, format="channels_last"),))
+    row = catalog.kernel(f"quantize.{isa.name}_picture")
+    assert row.refusal(p) is None
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 60
+    x.view(-1)[:6] = torch.tensor([3e9, -3e9, torch.inf, -torch.inf, 127.5, 0.375])
+    scale, count = torch.tensor(0.75), x.numel()
+    memory = torch.full((count + 128,), 99, dtype=torch.int8)
+    out = memory[64 : 64 + count].view(shape[0], *shape[2:], 3).permute(0, 3, 1, 2)
+    row.load().bind(p, {1: scale})(x, out=out)
+    assert torch.equal(out, torch.div(x, scale).round().clamp(-128, 127).to(torch.int8))
+    assert (memory[:64] == 99).all()
+    assert (memory[64 + count :] == 99).all()
+    assert "three channels" in str(row.refusal(problem((1, 4, 8, 8))))

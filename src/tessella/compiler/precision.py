@@ -77,8 +77,9 @@ def assign(
     """What ``precision`` for the network and ``precisions`` for single nodes come to.
 
     ``int8`` and ``fp8`` are for layers whose products fill tensor cores: one group, and 16 input
-    channels or more; on a CPU with VNNI or AMX for those on pictures, too. What else there is computes in float16 on a GPU, in float32 on a CPU. A file
-    that rounds by itself has chosen its layers: without a calibration they are those.
+    channels or more; on a CPU with VNNI or AMX ``int8`` is for those on pictures, too. What else
+    there is computes in float16 on a GPU, in float32 on a CPU. A file that rounds by itself has
+    chosen its layers: without a calibration they are those.
 
     Raises:
         UsageError: an unknown node or precision, a node that cannot be int8, fp8 or sparse, or no

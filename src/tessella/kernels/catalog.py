@@ -84,7 +84,8 @@ class Kernel:
         unproven: compiled, but never run on a GPU in its present form, so that it might hang: it
             takes part only where its algorithm is asked for by name.
         sparse: it takes layers whose constant weight is 2:4 sparse, and no others.
-        isa: the instruction set that its machine code is of, which must be the processor's widest.
+        isa: the instruction set that its machine code is of: the one of the processor's widest
+            vectors, or one that extends it (``device.x86.code.EXTENDED``).
     """
 
     id: str
@@ -418,7 +419,8 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # between floating numbers and int8 or fp8
     *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
-    *_x86("quantize", "{}", "quant.x86"),
+    *_x86("quantize dequantize", "{}", "quant.x86"),
+    *_x86("quantize", "{}_picture", "quant.x86_picture"),
     *_aten("quantize dequantize", "quant.aten"),
     *_gpu(
         f"pointwise {_ACTIVATIONS} softplus {_FUNCTIONS} {_SUMS} maximum minimum to batch_norm"

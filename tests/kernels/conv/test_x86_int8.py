@@ -14,7 +14,7 @@ from tessella.device.x86.assembler import AVX2, InstructionSet
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Kernel
 from tessella.kernels.gemm.x86 import as_convolution
-from tessella.kernels.shared import amx_int8, x86_convolution, x86_int8
+from tessella.kernels.shared import amx_int8, amx_window, x86_convolution, x86_int8
 from tessella.operations import problems
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
@@ -139,7 +139,7 @@ def test_bit_for_bit(
     form: Kernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(amx_int8, "WINDOW_BYTES", 2**15)  # some lines at a time
+    monkeypatch.setattr(amx_window, "WINDOW_BYTES", 2**15)  # some lines at a time
     channels = max(channels, code.require_instructions().lanes)
     for out, residual, activation in (
         ("int8", False, "relu"), ("int8", True, None), ("float32", True, "relu"),
@@ -223,9 +223,7 @@ def test_what_no_int8_holds_saturates(form: Kernel) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 5])
-def test_slices_and_threads(
-    threads: int, form: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_and_threads(threads: int, form: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing beside a slice is written, whoever writes it."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     p = problem((2, 32, 20, 19), 40, kernel=(3, 3), padding=(1, 1), residual=True)
@@ -268,6 +266,7 @@ def test_a_table_that_leads_out_of_a_tensor_is_refused(
 def test_items_whose_copy_is_not_that_of_their_blocks_are_refused(
     column: int, by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(code, "instructions", lambda: HERE)  # whatever was narrowed before
     if (why := code.refusal("amx_int8")) is not None:
         pytest.skip(why)
     built = amx_int8._Tiles._items
@@ -306,6 +305,17 @@ def test_tiles_that_a_stranger_names_are_refused(config: dict[str, int], form: K
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str, form: Kernel) -> None:
     given = {"shape": (1, 32, 9, 9), "channels": 32, **changes}
     assert why in str(form.refusal(problem(**given)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "why"),
+    [((1, 1024, 9, 9), (3, 3), "the stack should hold"), ((1, 4, 60, 60), (23, 23), "at most 512")],
+)
+def test_what_amx_would_copy_too_much_of(
+    shape: tuple[int, int, int, int], kernel: tuple[int, int], why: str, form: Kernel
+) -> None:
+    refused = form.refusal(problem(shape, 32, kernel=kernel, dilation=(1, 2)))
+    assert why in str(refused) if form.algorithm == "amx_int8" else refused is None
 
 
 def test_words_of_four_channels(form: Kernel) -> None:

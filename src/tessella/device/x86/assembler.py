@@ -56,6 +56,7 @@ VECTOR = {
     "vpdpbusd": (X66, M0F38, 0x50),
     "vpxord": (X66, M0F, 0xEF),
     "vpermd": (X66, M0F38, 0x36),
+    "vpshufb": (X66, M0F38, 0x00),
 }
 ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord")
 FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees

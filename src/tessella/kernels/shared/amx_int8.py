@@ -1,13 +1,10 @@
 """Convolutions of int8 on a CPU with AMX, with scale, bias, residual, activation and rounding.
 
-A block of pixels by 32 channels of the result waits in four tiles, which 64 numbers of each pixel
-at a time are multiplied into. A tile's rows lie equally far apart, so that it may hold what one
-place of a filter reads for pixels of one line of the result: they are read from the image, or from
-a copy of some lines with the padding around them. Where lines are no whole tiles, or channels no
-whole rows of a tile, what each pixel reads is copied. Copies lie on the stack, for all channels at
-once. Between the products of a
-block stands what becomes of the sums of the block before: scaling and rounding them takes as long
-as multiplying, and is done in other parts of the processor.
+A block of pixels by up to 64 channels of the result waits in four tiles, which 64 numbers of each
+pixel at a time are multiplied into. Tiles of pixels are read from an image or from lines of it
+(``amx_window``), else what each pixel reads is copied to the stack first, for all channels at once.
+Between the products of a block stands what becomes of the sums of the block before: scaling and
+rounding them takes as long as multiplying, and is done in other parts of the processor.
 
 Source: the table of places is that of ``shared.x86_tiles``.
 """
@@ -39,6 +36,18 @@ from tessella.kernels.epilogue.x86 import (
     store_packed,
 )
 from tessella.kernels.shared import x86_int8
+from tessella.kernels.shared.amx_window import (
+    LARGEST_WINDOW,
+    MOST_BUFFER_BYTES,
+    Window,
+    copy_lines,
+    places_of_image,
+    row_bytes,
+    rows_of_pixels,
+    steps_in_a_row,
+    steps_of,
+    window_of,
+)
 from tessella.kernels.shared.x86_ahead import LINE, Ahead
 from tessella.kernels.shared.x86_int8 import Int8Tiles
 from tessella.kernels.shared.x86_tiles import (
@@ -49,13 +58,13 @@ from tessella.kernels.shared.x86_tiles import (
     COLUMN,
     COUNT,
     FEW_ITEMS,
+    HAS_REST,
+    ITEM,
     LEFT,
     LEFT_PANELS,
     OWN_ITEM,
     PANEL,
     PANELS,
-    HAS_REST,
-    ITEM,
     PLACES,
     RESIDUAL,
     RESULT,
@@ -70,13 +79,9 @@ from tessella.kernels.shared.x86_tiles import (
 from tessella.operations.problem import Problem
 
 TILE_BYTES = ROWS * ROW_BYTES
-WINDOW_BYTES = 2**17  # of lines that are copied
-LARGEST_WINDOW = 40  # steps: all are written out
-LEAST_ROWS = 8  # of a tile of pixels in one line: fewer leave too much of a tile empty
 # of pixels that one thread takes at a time: in the second cache, or in the first where weights are
 # read again from the second
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
-MOST_BUFFER_BYTES = 2**20  # on the stack, where one block of pixels is more than that
 MOST_WEIGHT_BYTES = 2**20
 MOST_COPIES = 512  # vectors of a pixel, which are written out
 UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
@@ -96,7 +101,7 @@ TILES = {4: 1, 2: 2, 1: 2}  # of pixels in a block, by those of channels
 def fits(problem: Problem) -> str | None:
     if why := x86_int8.refusal(problem):
         return why
-    if _is_direct(problem) or all(_window(problem, tiles) for tiles in TILES.values()):
+    if _is_direct(problem) or all(window_of(problem, tiles) for tiles in TILES.values()):
         return None
     return _copies(problem)
 
@@ -106,7 +111,7 @@ def _copies(problem: Problem) -> str | None:
     taps = math.prod(problem["weight"].shape[2:])
     if taps * math.ceil(problem["input"].shape[1] / ROW_BYTES) > MOST_COPIES:
         return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
-    if 2 * ROWS * _row_bytes(problem) > MOST_BUFFER_BYTES:
+    if 2 * ROWS * row_bytes(problem) > MOST_BUFFER_BYTES:
         return "32 pixels are more than the stack should hold"
     return None
 
@@ -118,7 +123,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     for vectors, tiles in TILES.items():
         if vectors * lanes > channels or (vectors == 1 and channels >= 2 * lanes):
             continue
-        window = None if _is_direct(problem) else _window(problem, tiles)
+        window = None if _is_direct(problem) else window_of(problem, tiles)
         if window is not None:
             made.append({"vectors": vectors, "lines": True})
         if window is None or (not window.is_exact and _copies(problem) is None):
@@ -132,14 +137,14 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     config = x86_int8.one_of(configs(problem), config)
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
     direct, vectors = _is_direct(problem), config["vectors"]
-    window = _window(problem, TILES[vectors]) if config["lines"] else None
+    window = window_of(problem, TILES[vectors]) if config["lines"] else None
     if window is not None:
-        rows, blocks, steps, stride = window.rows, window.tiles, _steps(problem), window.along
+        rows, blocks, steps, stride = window.rows, window.tiles, steps_of(problem), window.along
         most = window.most_lines // window.together * window.blocks
     else:
-        rows, blocks = _rows(pixels, TILES[vectors])
-        steps = _steps_in_a_row(problem)
-        stride = pixel_bytes(x) if direct else _row_bytes(problem)
+        rows, blocks = rows_of_pixels(pixels, TILES[vectors])
+        steps = steps_in_a_row(problem)
+        stride = pixel_bytes(x) if direct else row_bytes(problem)
         few = math.prod(problem["weight"].shape) <= BUFFER_BYTES
         held = SMALL_BUFFER_BYTES if few else BUFFER_BYTES
         most = max(1, held // (rows * blocks * stride))
@@ -171,38 +176,6 @@ def _is_direct(problem: Problem) -> bool:
     return plain and weight.shape[2:] == (1, 1) and weight.shape[1] % ROW_BYTES == 0
 
 
-def _steps(problem: Problem) -> int:
-    """Steps of a block in lines, where each line of the filter begins with one."""
-    _, channels, r, s = problem["weight"].shape
-    return r * math.ceil(s * channels / ROW_BYTES)
-
-
-def _steps_in_a_row(problem: Problem) -> int:
-    """Steps of a block of pixels whose numbers lie in one piece."""
-    return math.ceil(math.prod(problem["weight"].shape[1:]) / ROW_BYTES)
-
-
-def _row_bytes(problem: Problem) -> int:
-    """Of a pixel that was copied: rows that lie a power of two apart take each other's place in the
-    first cache.
-    """
-    made = _steps_in_a_row(problem) * ROW_BYTES
-    return made + ROW_BYTES if made % 1024 == 0 else made
-
-
-def _rows(pixels: int, tiles: int) -> tuple[int, int]:
-    """The rows of a tile and the tiles of a block, so many at most, by which few pixels are
-    computed twice.
-    """
-    if pixels <= ROWS:
-        return pixels, 1
-    most = min(ROWS, pixels // tiles)
-    return min(
-        range(most, most // 2, -1),
-        key=lambda rows: (math.ceil(pixels / (tiles * rows)) * (rows + 2), -rows),
-    ), tiles
-
-
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     """[K, C, R, S] → [panels, steps, vectors, 16 words, 16 channels, 4]: as tiles are loaded."""
     panels, pieces = tiles.panels, 1 if tiles.window is None else weight.shape[2]
@@ -215,137 +188,6 @@ def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 
     return packed(weight, ("conv2d.amx_int8", panels, pieces), pack)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Window:
-    """Tiles of pixels in lines of the result, which read what lies under the filter step by step.
-
-    Attributes:
-        tiles: of a block.
-        rows: of a tile.
-        lines: of the result.
-        width: of a line, in pixels.
-        pitch: bytes from a pixel of the image or of its copy to the next.
-        image: pixels of a line of the same, and how many lines.
-        stride: of the filter, down and along.
-        places: distances in bytes of what each step reads.
-        reach: lines that a line of the result reads, from the first to the last.
-        copied: the image is copied with its padding.
-        before: pixels of padding in front of a line of the image, and behind it, where lines of the
-            image lie in one piece; else None, and each pixel is copied.
-    """
-
-    tiles: int
-    rows: int
-    lines: int
-    width: int
-    pitch: int
-    image: tuple[int, int]
-    stride: tuple[int, int]
-    places: tuple[int, ...]
-    reach: int
-    copied: bool
-    before: int | None
-
-    @property
-    def pixels(self) -> int:
-        """Of a block, which lie one after another in the result."""
-        return self.tiles * self.rows
-
-    @property
-    def together(self) -> int:
-        """Lines of a block."""
-        return 2 if self.width < self.pixels else 1
-
-    @property
-    def blocks(self) -> int:
-        """In so many lines as ``together`` says; the last of a line may begin earlier."""
-        return math.ceil(self.width / self.pixels)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether no pixel is computed twice."""
-        return self.together * self.width == self.blocks * self.pixels
-
-    @property
-    def line_bytes(self) -> int:
-        """From a line of the image to the next."""
-        return self.image[0] * self.pitch
-
-    @property
-    def along(self) -> int:
-        """Bytes from what a pixel of the result reads to what the next one does."""
-        return self.stride[1] * self.pitch
-
-    @property
-    def second(self) -> int:
-        """From the first tile of a block to its second."""
-        return self.stride[0] * self.line_bytes if self.together == 2 else self.rows * self.along
-
-    def read(self, lines: int) -> int:
-        """Lines of the image that so many of the result read."""
-        return (lines - 1) * self.stride[0] + self.reach
-
-    @property
-    def most_lines(self) -> int:
-        """Lines of the result whose copy an item holds."""
-        most = self.lines
-        while self.copied and most > 2 and self.read(most) * self.line_bytes > WINDOW_BYTES:
-            most -= self.together
-        return most
-
-
-def _window(problem: Problem, tiles: int) -> _Window | None:
-    """How the tiles of a problem lie in lines, or None where they do not.
-
-    What a line of the filter reads lies in one piece in the copy of an image, so that its channels
-    need not fill the rows of tiles: zeros are multiplied by what is behind.
-    """
-    x, weight, y, a = problem["input"], problem["weight"], problem.output, problem.attrs
-    (lines, width), (_, channels, r, s) = y.shape[2:], weight.shape
-    stride, padding, dilation = (tuple(map(int, a[n])) for n in ("stride", "padding", "dilation"))
-    fills = channels % ROW_BYTES == 0
-    if not fills and dilation[1] != 1:
-        return None
-    rows = _rows_of_lines(lines, width, tiles)
-    if rows is None or _steps(problem) > LARGEST_WINDOW:
-        return None
-    copied = any(padding) or not fills
-    pitch = channels if copied else pixel_bytes(x)
-    height, along = (n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True))
-    of_place = (
-        [j * dilation[1] * pitch + k for j in range(s) for k in range(0, channels, ROW_BYTES)]
-        if fills
-        else list(range(0, s * channels, ROW_BYTES))
-    )
-    made = _Window(
-        tiles=tiles,
-        rows=rows,
-        lines=lines,
-        width=width,
-        pitch=pitch,
-        image=(along, height),
-        stride=(stride[0], stride[1]),
-        places=tuple(i * dilation[0] * along * pitch + k for i in range(r) for k in of_place),
-        reach=(r - 1) * dilation[0] + 1,
-        copied=copied,
-        before=padding[1] if pixel_bytes(x) == channels else None,
-    )
-    size = made.read(made.most_lines) * made.line_bytes
-    return None if copied and size > MOST_BUFFER_BYTES else made
-
-
-def _rows_of_lines(lines: int, width: int, tiles: int) -> int | None:
-    """The rows of a tile by which blocks of them fill lines best."""
-    if tiles == 2 and LEAST_ROWS <= width <= ROWS and lines % 2 == 0:
-        return width
-    most = min(ROWS, width // tiles)
-    if most < LEAST_ROWS:
-        return None
-    return min(
-        range(most, LEAST_ROWS - 1, -1), key=lambda r: math.ceil(width / (tiles * r)) * (r + 2)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +209,7 @@ class _Tiles(Int8Tiles):
     steps: int
     channels: int
     stride: int
-    window: _Window | None
+    window: Window | None
     copied: bool
     most_blocks: int
     lines: int
@@ -401,22 +243,9 @@ class _Tiles(Int8Tiles):
         return self.most_blocks * self.pixels * self.stride + ROW_BYTES
 
     def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
-        """Of a window where each pixel of the image with its padding lies; its first row is what a
-        tile without a copy begins with.
-        """
         if self.window is None:
             return indirection(problem, weight, 1)
-        around, image = tuple(problem.attrs["padding"]), problem["input"]
-        grid = replace(image, shape=(1, 1, *reversed(self.window.image)), strides=None)
-        alone = {"stride": (1, 1), "padding": around, "dilation": (1, 1), "groups": 1}
-        asked = replace(
-            problem,
-            inputs=(image, replace(problem["weight"], shape=(1, 1, 1, 1))),
-            outputs=(grid,),
-            attrs=alone,
-            constant=(1,),
-        )
-        return indirection(asked, weight, 1)
+        return places_of_image(problem, weight, self.window)
 
     def _items(
         self,
@@ -633,7 +462,7 @@ class _Tiles(Int8Tiles):
         if self.window and self.window.before is not None:
             a.move("r10", "rsp")
             a.add("r10", self._buffer)
-            self._copy_lines(a, self.window, self.window.before)
+            copy_lines(a, self.window, self.window.before)
             return
         a.move("r10", "rsp")
         a.add("r10", self._buffer)
@@ -654,48 +483,6 @@ class _Tiles(Int8Tiles):
                 to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
                 a.store_vector(At(base="r10", distance=to), spread)
                 spread = (spread + 1) % 8
-
-    def _copy_lines(self, a: Assembler, window: _Window, before: int) -> None:
-        """Lines of the image, with zeros around them; stores that go too far are covered later."""
-        zero, around, pixels = 0, before * window.pitch, window.image[0]
-        whole, rest = divmod((pixels - 2 * before) * window.pitch, ROW_BYTES)
-        a.vector("vxorps", zero, zero, zero)
-        if rest:
-            a.set("rax", (1 << rest) - 1)
-            a.mask(2, "rax")
-        a.label("line")
-        a.move("rcx", "r10")
-        a.load_short("rsi", At(base="rbp", distance=4 * before))
-        a.compare("rsi", 0)
-        a.jump_if("jl", "beside")
-        a.add_stored("rsi", kept(BASE))
-        for i in range(0, around, ROW_BYTES):
-            a.store_vector(At(base="r10", distance=i), zero)
-        a.add("rcx", around)
-        if whole:
-            a.set("rdx", whole)
-            with a.counted("piece", "rdx"):
-                a.load_vector(1, At(base="rsi"))
-                a.store_vector(At(base="rcx"), 1)
-                a.add("rsi", ROW_BYTES)
-                a.add("rcx", ROW_BYTES)
-        if rest:
-            a.load_vector(1, At(base="rsi"), mask=2)
-            a.store_vector(At(base="rcx"), 1)
-            a.add("rcx", rest)
-        for i in range(0, around, ROW_BYTES):
-            a.store_vector(At(base="rcx", distance=i), zero)
-        a.jump("line copied")
-        a.label("beside")
-        a.set("rdx", math.ceil(window.line_bytes / ROW_BYTES))
-        with a.counted("zeros", "rdx"):
-            a.store_vector(At(base="rcx"), zero)
-            a.add("rcx", ROW_BYTES)
-        a.label("line copied")
-        a.add("rbp", 4 * pixels)
-        a.add("r10", window.line_bytes)
-        a.subtract("r9", pixels)
-        a.jump_if("jne", "line")
 
     def _copied_from(self, a: Assembler, number: int) -> str:
         """The register that holds the address of a number of the table."""

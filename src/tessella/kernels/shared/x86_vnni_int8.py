@@ -1,5 +1,5 @@
-"""Convolutions of int8 on a CPU with VNNI, of 256 or 512 bits: the tiles of ``shared.x86_int8`` with
-one instruction for four products and their sum.
+"""Convolutions of int8 on a CPU with VNNI, of 256 or 512 bits: the tiles of ``shared.x86_int8``,
+with one instruction for four products and their sum.
 """
 
 from __future__ import annotations
