@@ -61,7 +61,7 @@ def test_a_search_leaves_no_packed_weights() -> None:
 
 
 def test_side_by_side_they_share_large_memory_that_goes_with_them() -> None:
-    weights = [torch.randn(33, 70), torch.randn(5), torch.randn(1500, 1500)]
+    weights = [torch.randn(33, 70), torch.randn(5, 2), torch.randn(1500, 1500)]
     with packing.side_by_side():
         made = [packing.packed(w, ("turned",), lambda w: w.t().contiguous()) for w in weights]
         view = packing.packed(weights[0], ("view",), lambda w: w.t())
@@ -73,6 +73,7 @@ def test_side_by_side_they_share_large_memory_that_goes_with_them() -> None:
     assert first.data_ptr() == second.data_ptr()
     alone = packing.packed(weights[0], ("alone",), torch.clone)
     assert alone.untyped_storage().nbytes() == alone.nbytes
-    held = weakref.ref(made[2])
+    held, owner = weakref.ref(made[2]), weakref.ref(weights[0])
     del weights, weight, made, tensor, view, alone
     assert held() is None
+    assert owner() is None

@@ -82,9 +82,17 @@ def packed(
     if layout is None and (key, None) in forms:
         return forms[key, None]
     made = pack(weight)
-    if (shelf := _shelf.get()) is not None:
+    if made.layout == torch.strided and _is_same_memory(made, weight):
+        made = made.detach()  # a view would hold its weight, and the weight's entry the view
+    elif (shelf := _shelf.get()) is not None:
         made = shelf.put(made)
     return forms.setdefault((key, None if layout is None else layout(made)), made)
+
+
+def _is_same_memory(packed: torch.Tensor, weight: torch.Tensor) -> bool:
+    if weight.layout != torch.strided:
+        return False
+    return packed.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
 def with_packed(

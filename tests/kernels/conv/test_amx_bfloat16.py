@@ -231,3 +231,28 @@ def test_what_a_plan_may_not_say() -> None:
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
     given = {"shape": (1, 64, 9, 9), "channels": 64, "dtype": "bfloat16", **changes}
     assert why in str(ROW.refusal(problem(**given)))
+
+
+def test_what_a_filter_sees_far_away_is_not_copied_for_each_thread() -> None:
+    """The dilated layers of a DeepLabV3 would copy 14 times as many rows as they have."""
+    for shape, dilation in (
+        ((1, 2048, 65, 65), 36),
+        ((1, 2048, 33, 33), 18),
+        ((1, 64, 1, 20000), 1),
+    ):
+        pad = (dilation, dilation)
+        p = problem(shape, 256, "bfloat16", kernel=(3, 3), padding=pad, dilation=pad)
+        assert ROW.refusal(p) is None
+        for config in ROW.configs(p):
+            assert ROW.workspace_bytes(p, config) < 20 * 2**20
+
+
+def test_batch_sizes_of_a_linear_layer_share_its_packed_weight() -> None:
+    weight = torch.randn(64, 96).bfloat16()
+    made = []
+    for rows in (32, 64):
+        x, w = (TensorMeta(shape=s, dtype="bfloat16") for s in ((rows, 96), (64, 96)))
+        p = problems.linear(x, w, None, constant=(1,))
+        call = catalog.kernel("linear.amx_bf16").load().bind(p, {1: weight})
+        made.append(call.items._numbers[0][3])  # where the weight lies
+    assert made[0] == made[1]

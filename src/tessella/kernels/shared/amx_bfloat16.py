@@ -95,7 +95,12 @@ def may_be_framed(problem: Problem) -> bool:
     """Whether neighbouring results see neighbouring pixels of a framed image."""
     y, stride = problem.output, tuple(problem.attrs["stride"])
     enough = math.prod((y.shape[2], _line(problem))) >= ROWS
-    return stride == (1, 1) and _line(problem) >= y.shape[3] and enough
+    if stride != (1, 1) or _line(problem) < y.shape[3] or not enough:
+        return False
+    # beside its own rows an item copies those that its last one sees: no more than are its own
+    filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
+    down, along = ((n - 1) * int(d) for n, d in zip(filters, dilation, strict=True))
+    return bool(down * _line(problem) + along <= MOST_ROWS)
 
 
 def _line(problem: Problem) -> int:

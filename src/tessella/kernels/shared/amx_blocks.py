@@ -290,8 +290,8 @@ class Blocks:
     def _multiply(self, a: TileAssembler, name: str, constants: Constants | None) -> None:
         """The block's rows by the panel: sums in tiles 0 to 3.
 
-        r14, rsi: its rows, and those that a place of the filter sees; rax: from one to the next;
-        rcx, rdx: the panel; r9: the end of a loop; r8: what is asked for.
+        rsi: the rows that a place of the filter sees; rax: from one to the next; rcx, rdx: the
+        panel; r9: the end of a loop; r8: what is asked for.
 
         Args:
             constants: of the block before, which is finished; None if there is none.
