@@ -98,7 +98,8 @@ def test_top1_stays_within_half_a_point(
     assert top1(scores) >= top1(right) - 0.5
     assert (scores.argmax(1) == right.argmax(1)).float().mean() >= 0.99
     layers = [s for s in made.program.buckets[0].steps if s.op in ("conv2d", "linear")]
-    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - 1  # all but the first
+    first = kind == "fp8" or onednn.saturates()  # computes in float32
+    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - first
     assert min(calibration.snr_db[kind].values()) > (35 if kind == "int8" else 25)
 
 

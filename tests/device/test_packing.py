@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from tessella.device import packing
@@ -56,3 +58,22 @@ def test_a_search_leaves_no_packed_weights() -> None:
     trials = find(problem, {1: weight}, target="cpu")
     assert {"linear.onednn", "linear.mkl"} <= {t.kernel for t in trials if not t.refused}
     assert weight not in packing._packed
+
+
+def test_side_by_side_they_share_large_memory_that_goes_with_them() -> None:
+    weights = [torch.randn(33, 70), torch.randn(5, 2), torch.randn(1500, 1500)]
+    with packing.side_by_side():
+        made = [packing.packed(w, ("turned",), lambda w: w.t().contiguous()) for w in weights]
+        view = packing.packed(weights[0], ("view",), lambda w: w.t())
+    for weight, tensor in zip(weights, made, strict=True):
+        assert torch.equal(tensor, weight.t())
+        assert tensor.data_ptr() % packing.CACHE_LINE == 0
+    assert view.data_ptr() == weights[0].data_ptr()  # it is no memory of its own
+    first, second, _ = (t.untyped_storage() for t in made)
+    assert first.data_ptr() == second.data_ptr()
+    alone = packing.packed(weights[0], ("alone",), torch.clone)
+    assert alone.untyped_storage().nbytes() == alone.nbytes
+    held, owner = weakref.ref(made[2]), weakref.ref(weights[0])
+    del weights, weight, made, tensor, view, alone
+    assert held() is None
+    assert owner() is None

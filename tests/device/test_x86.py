@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessella.device.x86 import code
+from tessella.device.x86 import code, tiles
 from tessella.device.x86.assembler import (
     AVX2,
     AVX512,
@@ -124,6 +124,9 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
         a.store_bfloat16(place, 20)
         a.load_vector(18, place, 3)
         a.store_vector(place, 31, 7)
+        a.store_half(place, 17)
+        a.store_upper_half(place, 30)
+        a.store_quarter(place, 21)
     for register in REGISTERS[:8]:
         a.mask(6, register)
     for one in (0, 7, 8, 15, 16, 31):
@@ -148,6 +151,61 @@ def test_what_only_avx2_has(tmp_path: Path) -> None:
     assert told_of(a, tmp_path) == a.listing
 
 
+def test_instructions_on_tiles(tmp_path: Path) -> None:
+    a = tiles.TileAssembler()
+    for base in REGISTERS:
+        with a.configured(At(base=base, distance=0x1234), At(base=base, distance=-64)):
+            a.release_tiles()
+        for index in ("rax", "rbp", "rdi"):
+            place = At(base=base, index=index, distance=0x40)
+            a.load_tile(7, place)
+            a.load_tile(0, place, streamed=True)
+            a.store_tile(place, 5)
+    for tile in range(tiles.TILES):
+        a.zero_tile(tile)
+        for name in tiles.PRODUCTS:
+            a.multiply_tiles(name, tile, (tile + 3) % 8, (tile + 5) % 8)
+    assert told_of(a, tmp_path) == a.listing
+
+
+@pytest.mark.skipif(
+    code.refusal("amx_int8") is not None, reason="needs a processor with AMX, and Linux's leave"
+)
+def test_tiles_multiply_and_are_left_as_they_were() -> None:
+    """3 rows of 16 bytes by 5 columns; a configuration of the caller is there afterwards."""
+    x = torch.randint(0, 256, (3, 16), dtype=torch.uint8)
+    w = torch.randint(-128, 128, (16, 5), dtype=torch.int8)
+    words = w.reshape(4, 4, 5).transpose(1, 2).contiguous()
+    out, kept = torch.empty(3, 5, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.uint8)
+    ours = tiles.configuration([3, 3, 4], [20, 16, 20])
+    theirs = tiles.configuration([7], [12])
+    places = (x, words, out, kept, ours, theirs)
+    a, (at_x, at_w, at_out, at_kept, at_ours, at_theirs) = (
+        tiles.TileAssembler(),
+        (t.data_ptr() for t in places),
+    )
+    with a.function():
+        for register, number in (("rax", at_theirs), ("rcx", at_kept), ("rdx", at_ours)):
+            a.set(register, number)
+        before, during = At(base="rcx"), At(base="rcx", distance=64)
+        with a.configured(At(base="rax"), before):
+            with a.configured(At(base="rdx"), during):
+                a.zero_tile(0)
+                for tile, address, stride in ((1, at_x, 16), (2, at_w, 20)):
+                    a.set("r8", address)
+                    a.set("rax", stride)
+                    a.load_tile(tile, At(base="r8", index="rax"))
+                a.multiply_tiles("tdpbusd", 0, 1, 2)
+                a.set("r8", at_out)
+                a.set("rax", 20)
+                a.store_tile(At(base="r8", index="rax"), 0)
+            with a.configured(At(base="rdx"), during):
+                a.release_tiles()
+    code.MachineCode(a.code(), places).run(code.Table([]), threads=1)
+    assert torch.equal(out.long(), x.long() @ w.long())
+    assert torch.equal(kept[1], theirs)  # found by the second of ours, as the first had left it
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -158,6 +216,7 @@ def test_what_only_avx2_has(tmp_path: Path) -> None:
         lambda a: a.store_bfloat16(At(base="rax"), 5),
         lambda a: a.load_vector(5, At(base="rax"), 3),
         lambda a: a.copy_vector(1, 2, 3),
+        lambda a: a.store_upper_half(At(base="rax"), 5),
         *(partial(Assembler.vector, name=n, to=0, one=1, other=2) for n in ONLY_AVX512),
     ],
 )

@@ -12,8 +12,10 @@ from tessella.core.dtype import PRECISIONS, SPARSE, plain_precision
 from tessella.core.errors import UsageError
 from tessella.graph.graph import Graph, Node
 from tessella.graph.value import fixed
+from tessella.kernels.shared import onednn
 from tessella.kernels.sparse.two_four import FOUR
 
+PICTURE_CHANNELS = 8  # fewer are a picture's
 FEWEST_CHANNELS = 16  # of a layer's input: a product of fewer leaves tensor cores empty
 
 
@@ -75,8 +77,9 @@ def assign(
     """What ``precision`` for the network and ``precisions`` for single nodes come to.
 
     ``int8`` and ``fp8`` are for layers whose products fill tensor cores: one group, and 16 input
-    channels or more. What else there is computes in float16 on a GPU, in float32 on a CPU. A file
-    that rounds by itself has chosen its layers: without a calibration they are those.
+    channels or more; on a CPU with VNNI or AMX ``int8`` is for those on pictures, too. What else
+    there is computes in float16 on a GPU, in float32 on a CPU. A file that rounds by itself has
+    chosen its layers: without a calibration they are those.
 
     Raises:
         UsageError: an unknown node or precision, a node that cannot be int8, fp8 or sparse, or no
@@ -91,7 +94,8 @@ def assign(
     _require_fours(pruned, can)
     rounds = any(node.op == "quantize" for node in graph.nodes)  # a file's own
     chosen = small and not (rounds and calibration is None)  # that file has chosen its layers
-    kinds = {name: precision for name, node in can.items() if chosen and _fills(node)}
+    pictures = target == "cpu" and precision == "int8" and not onednn.saturates()
+    kinds = {name: precision for name, node in can.items() if chosen and _fills(node, pictures)}
     kinds = {name: kind for name, kind in kinds.items() if name not in precisions}
     kinds |= {name: kind for name, kind in precisions.items() if kind in DTYPES}
     if kinds and calibration is None:
@@ -122,9 +126,15 @@ def _named(dtype: str) -> str:
     return next(name for name, known in PRECISIONS.items() if known == dtype)
 
 
-def _fills(node: Node) -> bool:
+def _fills(node: Node, pictures: bool) -> bool:
+    """Whether a layer's products fill the units that multiply; or it reads pictures, which may be.
+
+    3 → 64 channels by 7×7, 224×224, on AMX: 161 µs where float32 takes 1,400; without VNNI no gain.
+    """
     channels = fixed(node["weight"].shape[1])
-    return bool(node.attrs.get("groups", 1) == 1) and channels >= FEWEST_CHANNELS
+    is_picture = node.op == "conv2d" and channels < PICTURE_CHANNELS
+    fills = channels >= FEWEST_CHANNELS or (pictures and is_picture)
+    return bool(node.attrs.get("groups", 1) == 1) and fills
 
 
 def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str, Node]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS, is_gpu, is_own, target_of
 from tessella.core.errors import UsageError, WrongDevice
+from tessella.core.processor import widest_allowed
 from tessella.core.record import digest
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def fingerprint(target: str) -> Fingerprint:
     return Fingerprint(
         target=target,
         arch=platform.machine() if target == "reference" else f"{platform.machine()}-{isa}",
-        name=_cpu_name(),
+        name=" as ".join(filter(None, (_cpu_name(), widest_allowed()))),  # other times then
         units=len(os.sched_getaffinity(0)),
         memory_bytes=0,
         libraries=libraries,

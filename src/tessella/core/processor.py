@@ -1,20 +1,41 @@
 """``TESSELLA_ISA``: the widest instruction set of the processor that this process may use.
 
 ``TESSELLA_ISA=avx2`` makes any machine one without AVX-512, as most desktops are: for tests, and to
-build a plan for such a machine on another one.
+build a plan for such a machine on another one. Names between leave out what newer processors of
+either width have.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+from pathlib import Path
 
 from tessella.core.errors import UsageError
 
 VARIABLE = "TESSELLA_ISA"
-# what torch and oneDNN call each set, in variables that they read when they first compute
-_LIBRARIES: dict[str, dict[str, str]] = {
-    "avx512": {},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+CPUINFO = Path("/proc/cpuinfo")
+# what a set of ours needs beside its vectors, in Linux's words
+EXTENSIONS: dict[str, tuple[str, ...]] = {
+    "avx2_vnni": ("avx_vnni",),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx_int8": ("amx_tile", "amx_int8"),
+    "amx_bf16": ("amx_tile", "amx_bf16"),
+}
+# each with the extensions that it allows, and what torch and oneDNN call it, in variables that they
+# read when they first compute
+_SETS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "avx512_amx": (tuple(EXTENSIONS), {}),
+    "avx512_bf16": (("avx512_vnni", "avx512_bf16"), {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}),
+    "avx512_vnni": (("avx512_vnni",), {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}),
+    "avx512": ((), {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
+    "avx2_vnni": (
+        ("avx2_vnni",),
+        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"},
+    ),
+    "avx2": ((), {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
 }
 
 
@@ -27,17 +48,35 @@ def widest_allowed() -> str | None:
     named = os.environ.get(VARIABLE)
     if not named:
         return None
-    if named not in _LIBRARIES:
+    if named not in _SETS:
         raise UsageError(
             f"{VARIABLE} names an instruction set that is not known",
             seen=repr(named),
-            fix=f"set it to one of {', '.join(_LIBRARIES)}, or not at all",
+            fix=f"set it to one of {', '.join(_SETS)}, or not at all",
         )
     return named
+
+
+def may_use(extension: str) -> bool:
+    """Whether the processor has one of ``EXTENSIONS``, and ``TESSELLA_ISA`` allows it."""
+    allowed, _ = _SETS[widest_allowed() or "avx512_amx"]
+    return extension in allowed and flags() >= set(EXTENSIONS[extension])
+
+
+@functools.cache
+def flags() -> frozenset[str]:
+    """What Linux says that the processor can do, in its words; nothing where it says nothing."""
+    try:
+        text = CPUINFO.read_text(errors="replace")
+    except OSError:
+        return frozenset()
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(line[1].split() if line else ())
 
 
 def limit_libraries() -> None:
     """Hand ``TESSELLA_ISA`` on to the libraries, before they compute; a name that is not known is
     left to ``widest_allowed``, as an import is no place for an error."""
-    for variable, value in _LIBRARIES.get(os.environ.get(VARIABLE, ""), {}).items():
+    _, variables = _SETS.get(os.environ.get(VARIABLE, ""), ((), {}))
+    for variable, value in variables.items():
         os.environ.setdefault(variable, value)

@@ -121,7 +121,9 @@ class Binder:
                 )
             scratch = self._scratch(step, row.workspace_bytes(problem, step.config))
             call = row.load().bind(problem, constants, **step.config)
-            if scratch is not None:
+            if scratch is not None and isinstance(call, Launch):
+                call = call.within(scratch)
+            elif scratch is not None:
                 call = functools.partial(call, workspace=scratch)
             made = self._lying(step, row, call, out, lying)
         except ArtifactError:

@@ -84,7 +84,8 @@ class Kernel:
         unproven: compiled, but never run on a GPU in its present form, so that it might hang: it
             takes part only where its algorithm is asked for by name.
         sparse: it takes layers whose constant weight is 2:4 sparse, and no others.
-        isa: the instruction set that its machine code is of, which must be the processor's widest.
+        isa: the instruction set that its machine code is of: the one of the processor's widest
+            vectors, or one that extends it (``device.x86.code.EXTENDED``).
     """
 
     id: str
@@ -248,6 +249,13 @@ def _x86(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, .
     )
 
 
+def _int8(
+    op: str, algorithm: str, module: str, *, isa: str, sliced_out: bool = True
+) -> tuple[Kernel, ...]:
+    """The row of a layer of int8 in machine code."""
+    return _cpu(op, algorithm, module, isa=isa, sliced_out=sliced_out, gamma=True)
+
+
 def _gpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
     return _rows(ops, algorithm, module, "gpu", **flags)
 
@@ -281,11 +289,15 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution
-    *_x86("conv2d", "{}", "shared.x86_convolution", sliced_out=True, gamma=True),
+    *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
-    *_cpu("conv2d", "avx2_winograd", "conv.x86_winograd", isa="avx2", sliced_out=True),
-    *_cpu("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2", sliced_out=True, gamma=True),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
+    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
+    *_int8("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2"),
+    *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
+    *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
+    *_int8("conv2d", "amx_int8", "shared.amx_int8", isa="amx_int8"),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
@@ -346,8 +358,12 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    *_x86("linear", "{}", "gemm.x86"),
-    *_cpu("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", gamma=True),
+    *_x86("linear", "{}", "gemm.x86", version=2),
+    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
+    *_int8("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", sliced_out=False),
+    *_int8("linear", "avx2_vnni_int8", "gemm.x86_vnni_int8", isa="avx2_vnni", sliced_out=False),
+    *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
+    *_int8("linear", "amx_int8", "gemm.amx_int8", isa="amx_int8", sliced_out=False),
     *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
@@ -381,7 +397,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_dot(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
     *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
-    *_cpu(_ATTENTION, "avx2", "attention.x86", isa="avx2", **_NEW),
+    *_x86(_ATTENTION, "{}", "attention.x86", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
     *_x86("lstm gru rnn", "{}", "recurrent.x86", **_NEW),
@@ -403,7 +419,8 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # between floating numbers and int8 or fp8
     *_gpu("quantize dequantize", "tiled", "quant.tiled", version=2),
-    *_cpu("quantize", "avx2", "quant.x86", isa="avx2"),
+    *_x86("quantize dequantize", "{}", "quant.x86"),
+    *_x86("quantize", "{}_picture", "quant.x86_picture"),
     *_aten("quantize dequantize", "quant.aten"),
     *_gpu(
         f"pointwise {_ACTIVATIONS} softplus {_FUNCTIONS} {_SUMS} maximum minimum to batch_norm"

@@ -7,6 +7,7 @@ or two. What a program may not do is asked when it is bound: none runs unchecked
 from __future__ import annotations
 
 from tessella.artifacts.plan import Plan
+from tessella.device.packing import side_by_side
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import Binder
 from tessella.runtime import lifetimes
@@ -30,7 +31,8 @@ class Binders:
             ArtifactError: a step cannot be bound to its kernel, or would overwrite what is needed.
         """
         binder = self.of[batch]
-        made = BoundBucket(binder)
+        with side_by_side():
+            made = BoundBucket(binder)
         problems = [step.problem for step in made.steps]
         lifetimes.check(self.plan.program, binder.bucket, problems)
         del self.of[batch]

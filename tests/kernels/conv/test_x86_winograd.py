@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.device.x86.assembler import AVX2, InstructionSet
+from tessella.device.x86 import code
 from tessella.kernels import catalog
 from tessella.kernels.conv import x86_winograd
 from tessella.kernels.shared import x86_convolution as x86
@@ -21,12 +21,7 @@ from tests.support.problems.direct_convolutions import drawn, exact, problem
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5  # ten times that of plain sums, of the largest result
 
-
-@pytest.fixture(autouse=True)
-def only_avx2(isa: InstructionSet) -> None:
-    if isa != AVX2:
-        pytest.skip("its code has run with AVX2 alone")
-
+pytestmark = pytest.mark.usefixtures("isa")
 
 # whole tiles and parts of one, one tile, panels of one, two and three vectors, several items
 SHAPES = [
@@ -40,7 +35,7 @@ SHAPES = [
 
 
 def refusal(p: Problem) -> str | None:
-    return catalog.kernel("conv2d.avx2_winograd").refusal(p)
+    return catalog.kernel(f"conv2d.{code.require_instructions().name}_winograd").refusal(p)
 
 
 def run(
@@ -99,7 +94,7 @@ def test_slices_and_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert refusal(sliced) is None
     whole_x, whole_residual, whole = (m.empty(CPU).fill_(3) for m in metas)
     whole_x[:, 80:], whole_residual[:, 16:64] = given
-    config = {"vectors": 3, "tiles": 12}
+    config = {"vectors": 3, "tiles": 24}
     for _ in range(5):
         run(sliced, [whole_x[:, 80:], whole_residual[:, 16:64]], constants, config,
             whole[:, 48:96].fill_(7))  # fmt: skip

@@ -75,7 +75,10 @@ def test_these_know_it() -> None:
         *(f"conv{n}d.{by}" for n in (1, 2, 3) for by in (
             "direct", "gemm", "implicit_gemm", "implicit_precomp_gemm",
         )),
-        "conv2d.avx2", "conv2d.avx512", "conv2d.avx2_int8", "linear.avx2_int8",
+        "conv2d.avx2", "conv2d.avx512",
+        *(f"{op}.{by}_int8" for op in ("conv2d", "linear") for by in (
+            "avx2", "avx2_vnni", "avx512_vnni", "amx",
+        )),
         "conv2d.implicit_gemm.sm90", "conv3d.implicit_gemm.sm90", "conv2d.pointwise.sm90",
         "conv2d.direct.sm90",
         "conv2d.implicit_gemm.sm80", "conv2d.direct.sm80",

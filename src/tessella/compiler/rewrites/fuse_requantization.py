@@ -23,6 +23,7 @@ import torch
 
 from tessella.compiler.fitting import has_kernel, is_plain_sixteen_bit, loses_none
 from tessella.compiler.layers import LAYERS
+from tessella.compiler.precision import PICTURE_CHANNELS
 from tessella.compiler.rewrites import pad_channels
 from tessella.compiler.rewrites.lower_quantization import Scheme, scheme_of
 from tessella.core.architectures import is_gpu
@@ -32,7 +33,6 @@ from tessella.graph.value import fixed
 from tessella.kernels.shared import onednn
 from tessella.operations.epilogue import is_gamma
 
-CHANNELS = 8  # fewer are a picture's
 ATTENTION = "scaled_dot_product_attention"
 
 
@@ -118,7 +118,7 @@ def _reads_an_image(node: Node) -> bool:
         node.op == "conv2d"
         and types == {"float32"}
         and node.attrs.get("groups", 1) == 1
-        and fixed(node["weight"].shape[1]) < CHANNELS
+        and fixed(node["weight"].shape[1]) < PICTURE_CHANNELS
         and "dtype" not in node.attrs
         and node.has_only("input", "weight", "bias")
     )
@@ -133,6 +133,6 @@ def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
     weight = graph.constant(node["weight"])
     if target == "cpu" and weight is not None and weight.dtype == torch.int8:
         # beyond it sums of two products leave 16 bits: oneDNN alone multiplies, and does not round
-        is_narrow = int(weight.int().abs().max()) <= onednn.NARROW
-        return is_narrow and has_kernel(rounding, target, graph.constants)
+        is_safe = not onednn.saturates() or int(weight.int().abs().max()) <= onednn.NARROW
+        return is_safe and has_kernel(rounding, target, graph.constants)
     return has_kernel(rounding, target, graph.constants)

@@ -52,8 +52,14 @@ VECTOR = {
     "vfmadd213ps": (X66, M0F38, 0xA8),
     "vfmsub132ps": (X66, M0F38, 0x9A),
     "vdpbf16ps": (XF3, M0F38, 0x52),
+    "vcvtne2ps2bf16": (XF2, M0F38, 0x72),  # the second operand's numbers are the upper ones
+    "vpdpbusd": (X66, M0F38, 0x50),
+    "vpxord": (X66, M0F, 0xEF),
+    "vpermd": (X66, M0F38, 0x36),
+    "vpshufb": (X66, M0F38, 0x00),
 }
-ONLY_AVX512 = ("vdpbf16ps",)
+ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord")
+FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
 CONDITIONS = {"jge": 0x8D, "jl": 0x8C, "je": 0x84, "jne": 0x85}
@@ -365,6 +371,8 @@ class Assembler:
         registers = self._name
         said = f"{registers}{other}" if isinstance(other, int) else f"{self._place} {other}"
         text = f"{name} {registers}{to},{registers}{one},{said}"
+        if name in FIRST_AVX512 and not self._wide:
+            text = "{vex} " + text
         self._vector(text, *VECTOR[name], to, one, other)
 
     def convert(self, name: str, to: int, source: int | At) -> None:
@@ -397,16 +405,27 @@ class Assembler:
         self._code.append(0xD8)
 
     def store_half(self, to: At, source: int) -> None:
-        """The lower 16 bytes of a vector (AVX2)."""
-        assert not self._wide, "written for AVX2 alone"
-        text = f"vmovdqu XMMWORD PTR {to},xmm{source}"
-        self._vector(text, XF3, M0F, 0x7F, source, 0, to, short=True)
+        """The lower half of a vector's bytes: 16 (AVX2) or 32."""
+        name, prefix = ("vmovdqu8", XF2) if self._wide else ("vmovdqu", XF3)
+        half = "ymm" if self._wide else "xmm"
+        text = f"{name} {half.upper()[0]}MMWORD PTR {to},{half}{source}"
+        self._vector(text, prefix, M0F, 0x7F, source, 0, to, short=True)
+
+    def store_upper_half(self, to: At, source: int) -> None:
+        """The upper 32 bytes of a vector (AVX-512)."""
+        self._require_avx512()
+        text = f"vextracti32x8 YMMWORD PTR {to},zmm{source},0x1"
+        self._vector(text, X66, M0F3A, 0x3B, source, 0, to)
+        self._code.append(1)
 
     def store_quarter(self, to: At, source: int) -> None:
-        """The lower 8 bytes of a vector (AVX2)."""
-        assert not self._wide, "written for AVX2 alone"
-        text = f"vmovq QWORD PTR {to},xmm{source}"
-        self._vector(text, X66, M0F, 0xD6, source, 0, to, short=True)
+        """The lower quarter of a vector's bytes: 8 (AVX2) or 16."""
+        if self._wide:
+            text = f"vmovdqu8 XMMWORD PTR {to},xmm{source}"
+            self._vector(text, XF2, M0F, 0x7F, source, 0, to, quarter=True)
+        else:
+            text = f"vmovq QWORD PTR {to},xmm{source}"
+            self._vector(text, X66, M0F, 0xD6, source, 0, to, short=True)
 
     def shift_left(self, to: int, source: int, bits: int) -> None:
         """Shift each 32 bits of a vector by themselves."""
@@ -426,8 +445,7 @@ class Assembler:
         self._require_avx512()
         text = f"vcvtneps2bf16 ymm{source},zmm{source}"
         self._vector(text, XF3, M0F38, 0x72, source, 0, source)
-        text = f"vmovdqu8 YMMWORD PTR {to},ymm{source}"
-        self._vector(text, XF2, M0F, 0x7F, source, 0, to, short=True)
+        self.store_half(to, source)
 
     def compare_ordered(self, mask: int, one: int, other: int) -> None:
         """Clears the mask's bits where one of the two is a NaN."""
@@ -495,29 +513,57 @@ class Assembler:
         mask: int = 0,
         zero: bool = False,
         short: bool = False,
+        quarter: bool = False,
     ) -> None:
         """EVEX for AVX-512, else VEX; the extra bits of registers stand inverted in both.
 
         Args:
             short: of half the register's bytes.
+            quarter: of a quarter of them (AVX-512).
         """
+        if not self._wide:
+            assert not mask, "AVX2 has no masks"
+            self._vex(text, prefix, map, opcode, reg, second, rm, long=not short)
+            return
         if isinstance(rm, At):
             high, middle = 0, NUMBER[rm.base] >> 3
-            tail = _address(reg, rm, scaled=self._wide)
+            tail = _address(reg, rm, scaled=True)
         else:
             high, middle = rm >> 4, rm >> 3 & 1
             tail = bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
-        if self._wide:
-            extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
-            length = zero << 7 | (1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
-            head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
-        else:
-            assert not mask, "AVX2 has no masks"
-            assert max(reg, second, rm if isinstance(rm, int) else 0) < self.instructions.vectors
-            extended = (reg >> 3) << 7 | middle << 5
-            last = (~second & 15) << 3 | (not short) << 2 | prefix
-            head = bytes((0xC4, extended ^ 0xE0 | map, last))
+        extended = (reg >> 3 & 1) << 7 | high << 6 | middle << 5 | (reg >> 4) << 4
+        length = (
+            zero << 7 | (0 if quarter else 1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
+        )
+        head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
         self._emit(text, head + bytes((opcode,)) + tail)
+
+    def _vex(
+        self,
+        text: str,
+        prefix: int,
+        map: int,
+        opcode: int,
+        reg: int,
+        second: int,
+        rm: int | At,
+        *,
+        long: bool,
+    ) -> None:
+        """Three bytes of VEX before the opcode: of AVX2's instructions and those on tiles.
+
+        Args:
+            long: of 32 bytes, not of 16.
+        """
+        if isinstance(rm, At):
+            middle, tail = NUMBER[rm.base] >> 3, _address(reg, rm)
+        else:
+            assert rm < AVX2.vectors
+            middle, tail = rm >> 3, bytes((0xC0 | (reg & 7) << 3 | rm & 7,))
+        assert max(reg, second) < AVX2.vectors
+        extended = (reg >> 3) << 7 | middle << 5
+        last = (~second & 15) << 3 | long << 2 | prefix
+        self._emit(text, bytes((0xC4, extended ^ 0xE0 | map, last, opcode)) + tail)
 
 
 def _address(reg: int, place: At, *, scaled: bool = False) -> bytes:

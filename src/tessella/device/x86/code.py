@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,21 @@ import numpy.typing as npt
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.core.processor import widest_allowed
+from tessella.core.processor import may_use, widest_allowed
+from tessella.device.x86 import tiles
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
+CACHE_LINE = 64  # bytes: at a multiple of it a workspace's parts begin
 NUMBER = 8  # bytes, in tables and in what a function is given
 _COUNTER, _ITEMS, _COUNT, _FIRST = range(4)  # numbers of a call: those of ``run`` come last
+# instruction sets beside those of vectors alone, each with the one that it extends
+EXTENDED = {
+    "avx2_vnni": AVX2,
+    "avx512_vnni": AVX512,
+    "avx512_bf16": AVX512,
+    "amx_int8": AVX512,
+    "amx_bf16": AVX512,
+}
 TORCH = re.compile(r"/libtorch_cpu\.so$")  # it names the OpenMP whose threads it uses
 
 
@@ -31,7 +41,7 @@ def instructions() -> InstructionSet | None:
     """The widest vectors that torch uses here and ``TESSELLA_ISA`` allows, or None if no code of
     ours is written for them."""
     here = {"AVX512": AVX512, "AVX2": AVX2}.get(torch.backends.cpu.get_cpu_capability())
-    return AVX2 if here and widest_allowed() == "avx2" else here
+    return AVX2 if here and (widest_allowed() or "").startswith("avx2") else here
 
 
 def require_instructions() -> InstructionSet:
@@ -42,11 +52,18 @@ def require_instructions() -> InstructionSet:
 
 
 def refusal(isa: str) -> str | None:
-    """Why this machine cannot run code of an instruction set, or None; it can if that is the widest
-    of its own."""
-    here = instructions()
-    if here is None or here.name != isa:
-        return f"needs a processor whose widest vectors are those of {isa}"
+    """Why this machine cannot run code of an instruction set, or None.
+
+    It can if that is the widest of its own, or one of ``EXTENDED`` that extends the widest.
+    """
+    here, extended = instructions(), EXTENDED.get(isa)
+    vectors = isa if extended is None else extended.name
+    if here is None or here.name != vectors:
+        return f"needs a processor whose widest vectors are those of {vectors}"
+    if extended is not None and not may_use(isa):
+        return f"this processor has no {isa}, or TESSELLA_ISA forbids it"
+    if isa.startswith("amx") and not tiles.permitted():
+        return "Linux does not let this process use the tiles of AMX"
     return _refusal()
 
 
@@ -63,7 +80,7 @@ def _refusal() -> str | None:
 
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 (AVX512_BF16)."""
-    return instructions() == AVX512 and bool(torch.cpu._is_avx512_bf16_supported())
+    return instructions() == AVX512 and may_use("avx512_bf16")
 
 
 class MachineCode:
@@ -92,15 +109,26 @@ class MachineCode:
         else:
             self._parallel(self._address, given, threads, 0)
 
-    def ready(self, items: Table, *numbers: int, few: bool) -> Callable[[object], None]:
-        """``run`` with these numbers, as a function that may be called again and again."""
+    def ready(
+        self, items: Table, *numbers: int, most: int | None, counts: bool = False
+    ) -> Callable[[object], None]:
+        """``run`` with these numbers, as a function that may be called again and again.
+
+        Args:
+            most: threads at most.
+            counts: the last number is a counter from 0, too.
+        """
         kind, pack = _call_of(_FIRST + len(numbers))
         given = kind.from_buffer_copy(pack(0, items.address, items.count, *numbers))
-        return functools.partial(self._again, given, items, few)
+        counters = (_COUNTER, _FIRST + len(numbers) - 1) if counts else (_COUNTER,)
+        return functools.partial(self._again, given, items, most, counters)
 
-    def _again(self, given: Any, items: Table, few: bool, _: object) -> None:
-        given[_COUNTER] = 0
-        threads = 1 if few else torch.get_num_threads()
+    def _again(
+        self, given: Any, items: Table, most: int | None, counters: tuple[int, ...], _: object
+    ) -> None:
+        for counter in counters:
+            given[counter] = 0
+        threads = 1 if most == 1 else _threads(most)
         if threads == 1:
             self._alone(given)
         else:
@@ -112,9 +140,13 @@ class Launch:
     """Machine code on tensors: what a kernel is bound to.
 
     Attributes:
-        numbers: what the code is given, of the inputs and ``out`` behind them.
+        numbers: what the code is given, of the inputs and ``out`` behind them; of a workspace also
+            where that begins, and a counter by which threads take parts of it.
         few: it is not worth waking a thread.
         into: the input whose memory the result takes, where no ``out`` is given.
+        needed: bytes of the workspace.
+        parts: of the workspace: more threads than that find none.
+        workspace: where it is always the same one.
     """
 
     made: MachineCode
@@ -122,12 +154,53 @@ class Launch:
     numbers: Callable[..., tuple[int, ...]]
     few: bool = False
     into: int | None = None
+    needed: int = 0
+    parts: int | None = None
+    workspace: torch.Tensor | None = None
 
-    def __call__(self, *inputs: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        *inputs: torch.Tensor,
+        out: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if workspace is not None:
+            self._require(workspace)
         result = self.result(*inputs, out=out)
-        threads = 1 if self.few else torch.get_num_threads()
-        self.made.run(self.items, *self.numbers(*inputs, result), threads=threads)
+        given = self._given(workspace, *inputs, result)
+        self.made.run(self.items, *given, threads=_threads(self._most))
         return result
+
+    def within(self, workspace: torch.Tensor) -> Launch:
+        """The same with a workspace of its own: uint8.
+
+        Raises:
+            KernelError: it is too small.
+        """
+        self._require(workspace)
+        return replace(self, workspace=workspace)
+
+    def _require(self, workspace: torch.Tensor) -> None:
+        if workspace.nbytes < self.needed:
+            raise KernelError(
+                "the workspace is too small",
+                seen=f"{workspace.nbytes} bytes",
+                fix=f"{self.needed} bytes",
+            )
+
+    @property
+    def _most(self) -> int | None:
+        return 1 if self.few else self.parts
+
+    def _given(self, workspace: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[int, ...]:
+        numbers = self.numbers(*tensors)
+        if not self.needed:
+            return numbers
+        workspace = self.workspace if workspace is None else workspace
+        if workspace is None:
+            raise TypeError("asks for a workspace")
+        begin = workspace.data_ptr()
+        return *numbers, begin + -begin % CACHE_LINE, 0
 
     def result(self, *inputs: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Where the result of these inputs lies."""
@@ -141,8 +214,14 @@ class Launch:
         """The call on tensors that stay where they are, ready: their addresses are asked for once,
         which is 1.5 of a call's 2 µs, and more where its code is cold. Not for two threads at once.
         """
-        given = self.numbers(*inputs, self.result(*inputs, out=out))
-        return self.made.ready(self.items, *given, few=self.few)
+        given = self._given(None, *inputs, self.result(*inputs, out=out))
+        counts = self.needed > 0
+        return self.made.ready(self.items, *given, most=self._most, counts=counts)
+
+
+def _threads(most: int | None) -> int:
+    """Torch's, or fewer."""
+    return torch.get_num_threads() if most is None else min(most, torch.get_num_threads())
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""Attention on a CPU with AVX2: a thread takes one head after another, whose keys and values it
-packs once; of some queries at a time the scores never leave the first cache.
+"""Attention on a CPU with AVX-512 or AVX2: a thread takes one head after another, whose keys and
+values it packs once; of some queries at a time the scores never leave the first cache.
 
 Keys are packed in panels of channels by keys, values in panels of keys by channels, so that both
 products read them in order: where heads lie side by side in a row of 9 kB, as behind one product
@@ -23,16 +23,13 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import AVX2, Assembler, At
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import Constants, exponential
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
-ROWS, VECTORS = 6, 2  # queries and vectors of a tile: all registers but four
-LANES, VECTOR = AVX2.lanes, AVX2.vector_bytes
-WIDTH = VECTORS * LANES  # of a panel
-PANEL_BYTES = VECTORS * VECTOR
+ROWS, VECTORS = {AVX512: 12, AVX2: 6}, 2  # queries and vectors of a tile: its sums
 WORD = 4
 UNROLLED = 4  # keys that are multiplied with their values in a round of the loop
 MOST_PART_BYTES = 2**21  # for a thread
@@ -44,10 +41,6 @@ LOWEST = -60.0
 HIDDEN = -3e38  # of a mask, for minus infinity, of which a difference would be no number
 
 AHEAD = 8  # rows: what is read of other layers' results is asked for so long before
-# vectors beside a tile's sums
-KEYS, SPREAD = 12, 14
-# in a softmax so many scores at a time have four vectors each, and all of them the last one
-TOGETHER, LOW = 3, 15
 
 
 def fits(problem: Problem) -> str | None:
@@ -73,9 +66,10 @@ def fits(problem: Problem) -> str | None:
         return "nothing is broadcast"
     if 0 in query.shape or 0 in value.shape:
         return "nothing to make"
+    width = VECTORS * code.require_instructions().lanes
     for channels in (query.shape[3], value.shape[3]):
-        if channels % WIDTH or channels > MOST_CHANNELS:
-            return f"a multiple of {WIDTH} channels a head, up to {MOST_CHANNELS}"
+        if channels % width or channels > MOST_CHANNELS:
+            return f"a multiple of {width} channels a head, up to {MOST_CHANNELS}"
     if _Head.of(problem).part_bytes > MOST_PART_BYTES:
         return f"keys and values of a head in {MOST_PART_BYTES} bytes"
     return None
@@ -178,7 +172,9 @@ def items(rows: Rows, mask: torch.Tensor | None) -> npt.NDArray[np.int64]:
 
 def mask_bytes(mask: torch.Tensor) -> int:
     """Of a row of ``rows_of_mask``."""
-    return math.ceil(mask.shape[3] / WIDTH) * PANEL_BYTES + VECTOR
+    isa = code.require_instructions()
+    panels = math.ceil(mask.shape[3] / (VECTORS * isa.lanes))
+    return (panels * VECTORS + 1) * isa.vector_bytes
 
 
 def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
@@ -186,7 +182,8 @@ def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
     ones, or of zeros where no key is seen: then the result is 0, as torch's.
     """
     # the last panel is filled up with its last key, which must not count where it is hidden
-    shape = (len(mask), panels * WIDTH + LANES)
+    lanes = code.require_instructions().lanes
+    shape = (len(mask), (panels * VECTORS + 1) * lanes)
     rows = torch.full(shape, HIDDEN, dtype=torch.float32, device="cpu")
     of_keys, seen = rows[:, : mask.shape[3]], mask[:, 0, 0]
     if mask.dtype == torch.bool:
@@ -194,7 +191,7 @@ def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
     else:
         torch.clamp(seen, min=HIDDEN, out=of_keys)
         seen = seen != -torch.inf
-    rows[:, -LANES:] = seen.any(1, keepdim=True)
+    rows[:, -lanes:] = seen.any(1, keepdim=True)
     return rows
 
 
@@ -224,7 +221,7 @@ OF_QUERIES, OF_KEYS, OF_VALUES, OF_RESULT, OF_MASK = ITEM
 
 @functools.lru_cache(64)
 def _machine_code(head: _Head) -> code.MachineCode:
-    constants = Constants(AVX2)
+    constants = Constants(head.isa)
     return code.MachineCode(head.written(constants).code(), constants)
 
 
@@ -239,6 +236,7 @@ class _Head:
         is_masked: something is added to them.
     """
 
+    isa: InstructionSet
     queries: int
     keys: int
     channels: int
@@ -253,6 +251,7 @@ class _Head:
         keys, width = problem["value"].shape[2:]
         scale = problem.attrs["scale"]
         return cls(
+            isa=code.require_instructions(),
             queries=queries,
             keys=keys,
             channels=channels,
@@ -263,9 +262,28 @@ class _Head:
         )
 
     @property
+    def vector(self) -> int:
+        """Bytes of a register."""
+        return self.isa.vector_bytes
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile: its sums are the first vectors, and two for a panel's row follow."""
+        return ROWS[self.isa]
+
+    @property
+    def panel(self) -> int:
+        """Numbers of a row of a panel, ``panel_bytes`` long."""
+        return VECTORS * self.isa.lanes
+
+    @property
+    def panel_bytes(self) -> int:
+        return VECTORS * self.vector
+
+    @property
     def panels(self) -> int:
         """Of keys; the last one is filled up with the last key again, whose scores become 0."""
-        return math.ceil(self.keys / WIDTH)
+        return math.ceil(self.keys / self.panel)
 
     @property
     def rounds(self) -> int:
@@ -275,32 +293,32 @@ class _Head:
     # what lies in a thread's part, one behind the other
     @property
     def _values(self) -> int:
-        return self.panels * self.channels * PANEL_BYTES
+        return self.panels * self.channels * self.panel_bytes
 
     @property
     def _value_panel(self) -> int:
-        return self.rounds * UNROLLED * PANEL_BYTES
+        return self.rounds * UNROLLED * self.panel_bytes
 
     @property
     def _queries(self) -> int:
-        return self._values + self.width // WIDTH * self._value_panel
+        return self._values + self.width // self.panel * self._value_panel
 
     @property
     def _scores(self) -> int:
-        return self._queries + ROWS * self.channels * WORD
+        return self._queries + self.rows * self.channels * WORD
 
     @property
     def _row(self) -> int:
         """Bytes of a row of scores."""
-        return self.panels * PANEL_BYTES
+        return self.panels * self.panel_bytes
 
     @property
     def _factors(self) -> int:
-        return self._scores + ROWS * self._row
+        return self._scores + self.rows * self._row
 
     @property
     def part_bytes(self) -> int:
-        return -(-(self._factors + ROWS * VECTOR) // CACHE_LINE) * CACHE_LINE
+        return -(-(self._factors + self.rows * self.vector) // CACHE_LINE) * CACHE_LINE
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
@@ -308,7 +326,7 @@ class _Head:
         rdi: the call; r15: the item; r13: the thread's part; rax: the constants; r12, r14: the
         queries and the step between them; rbp: where their results go.
         """
-        a = Assembler(AVX2)
+        a = Assembler(self.isa)
         with a.function():
             a.set("r13", 1)
             a.fetch_add(TAKEN, "r13")
@@ -325,11 +343,11 @@ class _Head:
         self._row_of(a, "r12", QUERIES, OF_QUERIES)
         a.load("r14", QUERY_STEP)
         self._row_of(a, "rbp", RESULT, OF_RESULT)
-        whole, rest = divmod(self.queries, ROWS)
+        whole, rest = divmod(self.queries, self.rows)
         if whole:
             a.set("rbx", whole)
             with a.counted("rows", "rbx"):
-                self._some_rows(a, "some", ROWS, constants)
+                self._some_rows(a, "some", self.rows, constants)
         if rest:
             self._some_rows(a, "rest", rest, constants)
 
@@ -342,16 +360,16 @@ class _Head:
         a.load("r9", KEY_STEP)
         self._look_ahead(a)
         a.move("rcx", "r13")
-        whole, rest = divmod(self.keys, WIDTH)
+        whole, rest = divmod(self.keys, self.panel)
         if whole:
             a.set("r10", whole)
             with a.counted("key panels", "r10"):
-                self._keys(a, "keys", WIDTH)
-                a.add("rcx", self.channels * PANEL_BYTES - PANEL_BYTES)
+                self._keys(a, "keys", self.panel)
+                a.add("rcx", self.channels * self.panel_bytes - self.panel_bytes)
         if rest:
             self._keys(a, "last keys", rest)
             a.subtract("r8", "r9")
-            self._keys(a, "no keys", WIDTH - rest, moves=False)
+            self._keys(a, "no keys", self.panel - rest, moves=False)
 
     def _keys(self, a: Assembler, name: str, count: int, *, moves: bool = True) -> None:
         a.set("r11", count)
@@ -360,7 +378,7 @@ class _Head:
                 self._ask_for(a, self.channels)
             for channel in range(self.channels):
                 a.load_short("rdx", At(base="r8", distance=channel * WORD))
-                a.store_short(At(base="rcx", distance=channel * PANEL_BYTES), "rdx")
+                a.store_short(At(base="rcx", distance=channel * self.panel_bytes), "rdx")
             a.add("rcx", WORD)
             if moves:
                 a.add("r8", "r9")
@@ -384,22 +402,22 @@ class _Head:
         a.move("rcx", "r13")
         a.add("rcx", self._values)
         places = [
-            v // VECTORS * self._value_panel + v % VECTORS * VECTOR
-            for v in range(self.width // LANES)
+            v // VECTORS * self._value_panel + v % VECTORS * self.vector
+            for v in range(self.width // self.isa.lanes)
         ]
         a.set("r11", self.keys)
         with a.counted("values", "r11"):
             self._ask_for(a, self.width)
             for v, place in enumerate(places):
-                a.load_vector(v % 12, At(base="r8", distance=v * VECTOR))
+                a.load_vector(v % 12, At(base="r8", distance=v * self.vector))
                 a.store_vector(At(base="rcx", distance=place), v % 12)
-            a.add("rcx", PANEL_BYTES)
+            a.add("rcx", self.panel_bytes)
             a.add("r8", "r9")
         a.vector("vxorps", 0, 0, 0)
         for _ in range(self.rounds * UNROLLED - self.keys):
             for place in places:
                 a.store_vector(At(base="rcx", distance=place), 0)
-            a.add("rcx", PANEL_BYTES)
+            a.add("rcx", self.panel_bytes)
 
     def _some_rows(self, a: Assembler, name: str, rows: int, constants: Constants) -> None:
         self._take_queries(a, rows, constants)
@@ -410,15 +428,17 @@ class _Head:
 
     def _take_queries(self, a: Assembler, rows: int, constants: Constants) -> None:
         """The next queries, times the scale."""
-        a.load_vector(15, constants.at(self.scale))
+        a.load_vector(self.isa.vectors - 1, constants.at(self.scale))
         for row in range(rows):
-            for v in range(self.channels // LANES):
-                a.vector("vmulps", v % 12, 15, At(base="r12", distance=v * VECTOR))
-                place = self._queries + row * self.channels * WORD + v * VECTOR
+            for v in range(self.channels // self.isa.lanes):
+                a.vector(
+                    "vmulps", v % 12, self.isa.vectors - 1, At(base="r12", distance=v * self.vector)
+                )
+                place = self._queries + row * self.channels * WORD + v * self.vector
                 a.store_vector(At(base="r13", distance=place), v % 12)
             a.add("r12", "r14")
         a.move("r8", "r12")
-        for _ in range(ROWS):  # the next ones, while these are multiplied
+        for _ in range(self.rows):  # the next ones, while these are multiplied
             for distance in range(0, self.channels * WORD, CACHE_LINE):
                 a.prefetch(At(base="r8", distance=distance))
             a.add("r8", "r14")
@@ -439,26 +459,26 @@ class _Head:
             end = self.channels * WORD
             with a.stepped(f"{name} channels", "rdx", unrolled * WORD, end):
                 for u in range(unrolled):
-                    self._multiply(a, rows, "rcx", u * PANEL_BYTES, "r13", "rdx", [
+                    self._multiply(a, rows, "rcx", u * self.panel_bytes, "r13", "rdx", [
                         self._queries + row * self.channels * WORD + u * WORD
                         for row in range(rows)
                     ])  # fmt: skip
-                a.add("rcx", unrolled * PANEL_BYTES)
+                a.add("rcx", unrolled * self.panel_bytes)
             for row in range(rows):
                 for v in range(VECTORS):
                     i = row * VECTORS + v
                     if self.is_masked:
-                        a.vector("vaddps", i, i, At(base="r9", distance=v * VECTOR))
+                        a.vector("vaddps", i, i, At(base="r9", distance=v * self.vector))
                     a.store_vector(self._score_at("r8", row, v), i)
-            a.add("r8", PANEL_BYTES)
+            a.add("r8", self.panel_bytes)
             if self.is_masked:
-                a.add("r9", PANEL_BYTES)
+                a.add("r9", self.panel_bytes)
 
     def _score_at(self, base: str, row: int, v: int) -> At:
-        return At(base=base, distance=self._scores + row * self._row + v * VECTOR)
+        return At(base=base, distance=self._scores + row * self._row + v * self.vector)
 
     def _factor(self, row: int) -> At:
-        return At(base="r13", distance=self._factors + row * VECTOR)
+        return At(base="r13", distance=self._factors + row * self.vector)
 
     def _zero(self, a: Assembler, rows: int) -> None:
         for i in range(rows * VECTORS):
@@ -469,12 +489,12 @@ class _Head:
     ) -> None:
         """Add to the sums the products of a number of each row and a row of a panel."""
         for v in range(VECTORS):
-            a.load_vector(KEYS + v, At(base=panel, distance=at + v * VECTOR))
+            a.load_vector(self.rows * VECTORS + v, At(base=panel, distance=at + v * self.vector))
         for row in range(rows):
-            spread = SPREAD + row % 2
+            spread = (self.rows + 1) * VECTORS + row % 2
             a.broadcast(spread, At(base=base, index=index, distance=places[row]))
             for v in range(VECTORS):
-                a.vector("vfmadd231ps", row * VECTORS + v, KEYS + v, spread)
+                a.vector("vfmadd231ps", row * VECTORS + v, self.rows * VECTORS + v, spread)
 
     def _exponentiate(self, a: Assembler, name: str, rows: int, constants: Constants) -> None:
         """The scores of each row become e to what they are below its largest, those of no key 0;
@@ -483,20 +503,20 @@ class _Head:
         self._fold(a, f"{name} largest", "vmaxps", rows)
         for row in range(rows):
             a.store_vector(self._factor(row), row)
-        a.load_vector(LOW, constants.at(LOWEST))
+        a.load_vector(self.isa.vectors - 1, constants.at(LOWEST))
         a.move("r8", "r13")
-        whole, rest = divmod(self.keys, WIDTH)
+        whole, rest = divmod(self.keys, self.panel)
         if whole:
             a.set("r10", whole)
             with a.counted(f"{name} powers", "r10"):
-                self._powers(a, rows, constants, WIDTH)
-                a.add("r8", PANEL_BYTES)
+                self._powers(a, rows, constants, self.panel)
+                a.add("r8", self.panel_bytes)
         if rest:
             self._powers(a, rows, constants, rest)
         self._fold(a, f"{name} sums", "vaddps", rows)
-        a.load_vector(LOW, constants.at(1.0))
+        a.load_vector(self.isa.vectors - 1, constants.at(1.0))
         for row in range(rows):
-            a.vector("vdivps", row, LOW, row)
+            a.vector("vdivps", row, self.isa.vectors - 1, row)
             if self.is_masked:  # r9: behind the panels
                 a.vector("vmulps", row, row, At(base="r9"))
             a.store_vector(self._factor(row), row)
@@ -510,7 +530,7 @@ class _Head:
             a.move("r8", "r13")
             a.set("r10", self.panels - 1)
             with a.counted(label, "r10"):
-                a.add("r8", PANEL_BYTES)
+                a.add("r8", self.panel_bytes)
                 for i, place in enumerate(places):
                     a.vector(name, i, i, self._score_at("r8", *place))
         for row in range(rows):
@@ -524,16 +544,17 @@ class _Head:
         for row in range(rows):
             at = self._factor(row)
             a.broadcast(row, at)
-            for lane in range(1, LANES):
-                other = KEYS + lane % 4
+            for lane in range(1, self.isa.lanes):
+                other = self.rows * VECTORS + lane % 4
                 a.broadcast(other, At(base=at.base, distance=at.distance + lane * WORD))
                 a.vector(name, row, row, other)
 
     def _powers(self, a: Assembler, rows: int, constants: Constants, keys: int) -> None:
         """Those of a panel, of which the first ``keys`` are any."""
         places = [(row, v) for row in range(rows) for v in range(VECTORS)]
-        for begin in range(0, len(places), TOGETHER):
-            some = places[begin : begin + TOGETHER]
+        together = self.rows // 2  # each score has four vectors
+        for begin in range(0, len(places), together):
+            some = places[begin : begin + together]
             a.interleave([
                 functools.partial(self._power, constants, keys, row, v, 4 * i)
                 for i, (row, v) in enumerate(some)
@@ -546,12 +567,12 @@ class _Head:
         place, score, power = self._score_at("r8", row, v), first, first + 1
         a.load_vector(score, place)
         a.vector("vsubps", score, score, self._factor(row))
-        a.vector("vmaxps", score, LOW, score)  # a NaN stays
+        a.vector("vmaxps", score, self.isa.vectors - 1, score)  # a NaN stays
         exponential(a, constants, score, power, first + 2, first + 3)
         a.vector("vsubps", score, score, score)  # 0, or a NaN, which the power is not
         a.vector("vaddps", power, power, score)
-        lanes = min(LANES, max(0, keys - v * LANES))
-        if lanes < LANES:
+        lanes = min(self.isa.lanes, max(0, keys - v * self.isa.lanes))
+        if lanes < self.isa.lanes:
             a.vector("vandps", power, power, constants.first(lanes))
         a.store_vector(place, power)
 
@@ -559,19 +580,19 @@ class _Head:
         """rcx: a row of a panel of values; rdx: the distance of its key's score."""
         a.move("rcx", "r13")
         a.add("rcx", self._values)
-        for panel in range(self.width // WIDTH):
+        for panel in range(self.width // self.panel):
             self._zero(a, rows)
             a.set("rdx", 0)
             end = self.rounds * UNROLLED * WORD
             with a.stepped(f"{name} values {panel}", "rdx", UNROLLED * WORD, end):
                 for u in range(UNROLLED):
-                    self._multiply(a, rows, "rcx", u * PANEL_BYTES, "r13", "rdx", [
+                    self._multiply(a, rows, "rcx", u * self.panel_bytes, "r13", "rdx", [
                         self._scores + row * self._row + u * WORD for row in range(rows)
                     ])  # fmt: skip
-                a.add("rcx", UNROLLED * PANEL_BYTES)
+                a.add("rcx", UNROLLED * self.panel_bytes)
             for row in range(rows):
                 for v in range(VECTORS):
                     i = row * VECTORS + v
                     a.vector("vmulps", i, i, self._factor(row))
-                    place = row * self.pitch + (panel * VECTORS + v) * VECTOR
+                    place = row * self.pitch + (panel * VECTORS + v) * self.vector
                     a.store_vector(At(base="rbp", distance=place), i)

@@ -1,5 +1,5 @@
-"""Winograd's F(4, 3) on a CPU with AVX2: 3×3 convolutions of step 1 in float32, with a
-quarter of the products.
+"""Winograd's F(4, 3) on a CPU with AVX-512 or AVX2: 3×3 convolutions of step 1 in float32,
+with a quarter of the products.
 
 A thread takes some tiles of 4×4 results at a time, of any images. It transforms the 6×6 pixels that
 each reads, channel by channel in vectors; multiplies, for each of the 36 places, the tiles' rows of
@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At, InstructionSet
-from tessella.kernels.catalog import Call, Config
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.x86_ahead import Ahead
@@ -49,8 +48,11 @@ READ, MADE = 6, 4  # pixels along a tile's edge
 PLACES, RESULTS = READ**2, MADE**2
 WORTH_TILES = 8  # fewer do not repay four times the weight's bytes
 MOST_THREADS = 8
+# of a panel's words, of which every such one asks for a line: few groups of tiles read a panel
+ASKING = {AVX512: 1, AVX2: 2}
 # of the workspace's part for a thread: about the second cache, and what a third one has for a core
 PART_BYTES = (3 * 2**17, 3 * 2**19)
+WIDE = 4  # vectors
 FILTER = (
     (1 / 4, 0, 0), (-1 / 6, -1 / 6, -1 / 6), (-1 / 6, 1 / 6, -1 / 6), (1 / 24, 1 / 12, 1 / 6),
     (1 / 24, -1 / 12, 1 / 6), (0, 0, 1),
@@ -85,13 +87,17 @@ def outclassed(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """By the tiles that a thread takes: what lies between is in its second cache, or its third."""
+    """By the tiles that a thread takes: what lies between is in its second cache, or its third;
+    and where registers allow, wide panels, which fewer tiles fill."""
     isa = code.require_instructions()
     channels, filters = problem["weight"].shape[1], problem["weight"].shape[0]
     vectors = next(v for v in (*sorted({2, *PIXELS[isa]} - {1}), 1) if _divides(filters, v, isa))
-    pixels, total = PIXELS[isa][vectors], _tiles(problem)
+    total, tried = _tiles(problem), [(vectors, most) for most in PART_BYTES]
+    if isa == AVX512 and _divides(filters, WIDE, isa):
+        tried.append((WIDE, PART_BYTES[-1]))
     found: list[Config] = []
-    for most in PART_BYTES:
+    for vectors, most in tried:
+        pixels = PIXELS[isa][vectors]
         some = max(2 * pixels, most // (PLACES * (channels + filters) * WORD))
         items = math.ceil(total / some)
         tiles = math.ceil(math.ceil(total / items) / pixels) * pixels
@@ -119,7 +125,7 @@ def _threads(problem: Problem, tiles: _Tiles) -> int:
     return min(MOST_THREADS, math.ceil(_tiles(problem) / tiles.tiles))
 
 
-def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     tiles = _Tiles.of(problem, config)
     weight, bias = _weight(constants[1], tiles), constants.get(2)
@@ -130,27 +136,22 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     _require_inside(problem, places)
     items = _items(problem, tiles, places)
     table = code.Table(items, weight, bias, zeros, places)
-    made, most = _machine_code(tiles), _threads(problem, tiles)
     has_residual = problem.epilogue.residual is not None
-    needed = workspace_bytes(problem, **config)
 
-    def convolve(*inputs: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        if workspace.nbytes < needed:
-            raise KernelError(
-                "the workspace is too small",
-                seen=f"{workspace.nbytes} bytes",
-                fix=f"{needed} bytes",
-            )
-        part = workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE
-        added = inputs[1].data_ptr() if has_residual else 0
-        made.run(
-            table, inputs[0].data_ptr(), out.data_ptr(), added, zeros.data_ptr(),
-            weight.data_ptr(), bias.data_ptr(), part, 0,
-            threads=min(most, torch.get_num_threads()),
+    def numbers(x: torch.Tensor, *more: torch.Tensor) -> tuple[int, ...]:
+        added = more[0].data_ptr() if has_residual else 0
+        return (
+            x.data_ptr(), more[-1].data_ptr(), added, zeros.data_ptr(),
+            weight.data_ptr(), bias.data_ptr(),
         )  # fmt: skip
-        return out
 
-    return convolve
+    return code.Launch(
+        _machine_code(tiles),
+        table,
+        numbers,
+        needed=workspace_bytes(problem, **config),
+        parts=_threads(problem, tiles),
+    )
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
@@ -410,7 +411,7 @@ class _Tiles:
                 a.broadcast(of_tile, at)
                 for v in range(self.vectors):
                     a.vector("vfmadd231ps", p * self.vectors + v, sums + v, of_tile)
-            if word % 2 == 0:  # few groups of tiles read a panel
+            if word % ASKING[self.isa] == 0:
                 AHEAD.line(a)
         a.add("rax", UNROLLED * self.width * WORD)
         a.add("rdx", UNROLLED * WORD)

@@ -59,13 +59,14 @@ class Constants:
     def first(self, lanes: int) -> At:
         """Where a vector lies whose first lanes have all bits, and the others none."""
         bits = -(torch.arange(self._isa.lanes) < lanes).to(torch.int32)
-        return self._at(("first", lanes), bits.view(torch.float32))
+        return self.held(("first", lanes), bits.view(torch.float32))
 
     def at(self, number: float) -> At:
         """Where a vector of this number lies."""
-        return self._at(number, torch.tensor(number, dtype=torch.float32))
+        return self.held(number, torch.tensor(number, dtype=torch.float32))
 
-    def _at(self, key: object, vector: torch.Tensor) -> At:
+    def held(self, key: object, vector: torch.Tensor) -> At:
+        """Where these numbers of a vector lie, which have a name."""
         place = self._places.setdefault(key, len(self._places))
         self._table[place] = vector
         return At(base=self.pointer, distance=place * self._isa.vector_bytes)
@@ -89,11 +90,15 @@ def exponential(a: Assembler, constants: Constants, y: int, made: int, n: int, f
     _Vector(a, constants, y, made).exponential(y, made, n, f)
 
 
-def to_integers(a: Assembler, constants: Constants, x: int) -> None:
+def to_integers(a: Assembler, constants: Constants, x: int, *, bounded: bool = False) -> None:
     """Round the numbers of a vector half to even, to int32: of more than 127 that, which int8
     saturates to anyway, since beyond 2³¹ there is none.
+
+    Args:
+        bounded: none is a NaN or leaves int32.
     """
-    a.vector("vminps", x, x, constants.at(127.0))
+    if not bounded:
+        a.vector("vminps", x, x, constants.at(127.0))
     a.convert("vcvtps2dq", x, x)
 
 
@@ -118,6 +123,43 @@ def store_int8(
         a.store_half(to, x)
     else:
         a.store_quarter(to, x)
+
+
+def load_order(a: Assembler, constants: Constants, to: int) -> None:
+    """The vector that ``pack_int8`` needs."""
+    order = torch.arange(16, dtype=torch.int32).reshape(4, 4).t().flatten()
+    a.load_vector(to, constants.held("order", order.view(torch.float32)))
+
+
+def pack_int8(
+    a: Assembler,
+    constants: Constants,
+    vectors: Sequence[int],
+    order: int,
+    *,
+    at_least_zero: bool = False,
+) -> int:
+    """One, two or four vectors of int32 one after the other as int8, saturated, in the lowest bytes
+    of the vector that is returned, the first (AVX-512). All are overwritten.
+
+    Args:
+        order: the vector that ``load_order`` has filled.
+    """
+    x, last = vectors[0], vectors[-1]
+    if len(vectors) == 4:
+        _, last, third, fourth = vectors
+        a.vector("vpackssdw", third, third, fourth)
+    a.vector("vpackssdw", x, x, last)
+    a.vector("vpacksswb", x, x, third if len(vectors) == 4 else x)
+    if at_least_zero:
+        a.vector("vpmaxsb", x, x, constants.at(0.0))
+    a.vector("vpermd", x, order, x)
+    return x
+
+
+def store_packed(a: Assembler, to: At, x: int, vectors: int) -> None:
+    """What ``pack_int8`` has made of so many vectors."""
+    {1: a.store_quarter, 2: a.store_half, 4: a.store_vector}[vectors](to, x)
 
 
 class _Vector:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.shared import x86_convolution
 from tessella.operations.epilogue import NUMBERS
@@ -44,8 +45,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
 
 
 def with_filter(constants: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The constants, the weight as a filter of one place."""
-    return {**constants, 1: constants[1][:, :, None, None]}
+    """The constants, the weight as a filter of one place: the same one for all batch sizes, as its
+    packed forms are found by it."""
+    filters = packed(constants[1], ("as a filter",), lambda w: w.detach()[:, :, None, None])
+    return {**constants, 1: filters}
 
 
 def as_convolution(problem: Problem) -> Problem:

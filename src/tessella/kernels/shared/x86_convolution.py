@@ -24,9 +24,17 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Config
-from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
+from tessella.kernels.epilogue.x86 import (
+    Constants,
+    activate,
+    load_order,
+    pack_int8,
+    store_int8,
+    store_packed,
+    to_integers,
+)
 from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
@@ -60,7 +68,9 @@ AHEAD = Ahead(
     step=kept(len(STACK) * code.NUMBER),
     end=kept((len(STACK) + 1) * code.NUMBER),
 )
-AHEAD_BYTES = 2**17  # twice as many and the second cache does not hold those of now as well
+# of weights: twice as many and the second cache does not hold those of now as well
+AHEAD_BYTES = {AVX512: 2**19, AVX2: 2**17}
+AHEAD_LINES = {AVX512: 2, AVX2: 1}  # in a round, which reads 16 and 6 at most
 KEPT_BYTES = (len(STACK) + 2) * code.NUMBER
 MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
 
@@ -68,8 +78,8 @@ MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums 
 def fits(problem: Problem) -> str | None:
     x, weight, isa = problem["input"], problem["weight"], code.require_instructions()
     if rounds(problem):
-        if isa != AVX2 or problem.epilogue.residual is not None:
-            return "rounds to int8 with AVX2 alone, and adds no residual there"
+        if problem.epilogue.residual is not None:
+            return "adds no residual where it rounds to int8"
         problem = _not_rounded(problem)
     if why := refusal(problem):
         return why
@@ -214,9 +224,9 @@ class _Tiles(Tiles):
 
     @property
     def _asks_ahead(self) -> bool:
-        """Whether the next pass's weights are asked for: AVX2's tiles of few pixels do."""
+        """Whether the next pass's weights are asked for: tiles of few pixels do."""
         has_register = self.pixels <= POINTERS.index(AHEAD.pointer)
-        return self.isa == AVX2 and has_register and self._pass_bytes <= AHEAD_BYTES
+        return has_register and self._pass_bytes <= AHEAD_BYTES[self.isa]
 
     @property
     def _taken(self) -> int:
@@ -286,9 +296,16 @@ class _Tiles(Tiles):
             else:
                 a.vector("vmulps", i, i, constants.at(self.gamma))
                 to_integers(a, constants, i)
-                store_int8(a, self._of_result(p, v), (i,), self._taken)
+                self._store_int8(a, self._of_result(p, v), i, constants)
         if self._asks_ahead:
             AHEAD.pace(a, f"{name} asked", "rax")
+
+    def _store_int8(self, a: Assembler, to: At, x: int, constants: Constants) -> None:
+        if self.isa == AVX2:
+            store_int8(a, to, (x,), self._taken)
+        else:
+            load_order(a, constants, self._taken)
+            store_packed(a, to, pack_int8(a, constants, (x,), self._taken), 1)
 
     def _multiply(self, a: Assembler, label: str, pixels: int, number: int) -> None:
         """The pass's words of the tile's pixels under one tap."""
@@ -297,7 +314,7 @@ class _Tiles(Tiles):
         a.label(label)
         key = "multiply", self.size, self.vectors, self.pixels, pixels, unrolled
         a.once(key, lambda: self._products(a, pixels, unrolled))
-        if self._asks_ahead:
+        for _ in range(AHEAD_LINES[self.isa] if self._asks_ahead else 0):
             AHEAD.line(a)
         a.add("rcx", unrolled * self.width * WORD)
         a.add("rdx", unrolled * WORD)

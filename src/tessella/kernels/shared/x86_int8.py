@@ -1,4 +1,5 @@
-"""Convolutions of int8 on a CPU with AVX2, with scale, bias, residual, activation and rounding.
+"""Convolutions of int8 on a CPU with AVX2 or VNNI, with scale, bias, residual, activation and
+rounding.
 
 A tile of the result waits in registers while words of four channels are multiplied in, uint8 by
 int8 (``vpmaddubsw``), which leaves sums of two products in 16 bits. As many words as these hold,
@@ -8,7 +9,7 @@ saturated before the end. The image's numbers are uint8 as they are where none i
 (``non_negative``), else 128 more, which the sums begin below zero for.
 
 Where registers do not hold both, the 32-bit sums wait on the stack: a wider tile reads its weights
-less often.
+less often. With VNNI (``x86_vnni_int8``) a word's products are added in 32 bits at once.
 
 Source: the table of places is that of ``shared.x86_tiles``.
 """
@@ -16,17 +17,26 @@ Source: the table of places is that of ``shared.x86_tiles``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
-from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At
 from tessella.kernels.catalog import Config
-from tessella.kernels.epilogue.x86 import Constants, activate, store_int8, to_integers
+from tessella.kernels.epilogue.x86 import (
+    Constants,
+    activate,
+    load_order,
+    pack_int8,
+    store_int8,
+    store_packed,
+    to_integers,
+)
 from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
@@ -49,7 +59,7 @@ from tessella.operations.problem import Problem
 
 # tiles whose sums of both widths take all registers, and one whose wide sums wait on the stack
 TILES = ((2, 6), (2, 3), (1, 7))  # vectors, pixels
-LANES = 8
+VNNI_TILES = {AVX512: ((4, 6), (2, 7), (1, 7)), AVX2: ((2, 6), (1, 7))}
 MOST_PRODUCTS = 2**16  # 255 · 128 · 2¹⁶ fits 32 bits
 LONGEST = 8  # words whose sums are added in 16 bits
 LOWEST, HIGHEST = -(2**15), 2**15 - 1  # of 16 bits
@@ -64,6 +74,13 @@ ALIGNED = 6  # bits of an address that are 0: vectors do not cross the cache's l
 
 
 def fits(problem: Problem) -> str | None:
+    if problem["weight"].shape[1] % WORD:
+        return f"channels of the input by {WORD}"
+    return refusal(problem)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why no layer of int8 in machine code takes a problem, however many channels its input has."""
     x, weight, y = problem["input"], problem["weight"], problem.output
     epilogue = problem.epilogue
     residual = epilogue.residual
@@ -80,8 +97,9 @@ def fits(problem: Problem) -> str | None:
         return "the residual is not like the result"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] < LANES or weight.shape[1] % WORD:
-        return f"{LANES} channels at least, those of the input by {WORD}"
+    lanes = code.require_instructions().lanes
+    if weight.shape[0] < lanes:
+        return f"{lanes} channels at least"
     images = [m for m in (x, y, residual) if m is not None]
     if any(m.pixel_pitch is None for m in images):
         return "a pixel's channels must lie together"
@@ -95,34 +113,58 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    channels = problem["weight"].shape[0]
+    return tiles_of(problem, TILES)
+
+
+def tiles_of(problem: Problem, tiles: Sequence[tuple[int, int]]) -> tuple[Config, ...]:
+    """Those tiles whose vectors the result's channels fill."""
+    channels, lanes = problem["weight"].shape[0], code.require_instructions().lanes
     return tuple(
         {"vectors": vectors, "pixels": pixels}
-        for vectors, pixels in TILES
-        if vectors * LANES <= channels
+        for vectors, pixels in tiles
+        if vectors * lanes <= channels
     )
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
-    config = config or dict(configs(problem)[0])
+    return bound(problem, constants, config, configs(problem), vnni=False)
+
+
+def bound(
+    problem: Problem,
+    constants: Mapping[int, torch.Tensor],
+    config: Config,
+    known: Sequence[Config],
+    *,
+    vnni: bool,
+) -> code.Launch:
+    """``bind`` with one of the tiles that are known, by default the first."""
     problem.require_constants(constants)
-    if config not in configs(problem):
-        raise KernelError(
-            "no such tile", seen=config, fix=f"take one of {', '.join(map(str, configs(problem)))}"
-        )
-    x, y, ending = problem["input"], problem.output, problem.epilogue
+    config = one_of(known, config)
     signed = not problem.attr("non_negative")
     tiles = _Tiles.of(
         problem,
         **config,
-        words=x.shape[1] // WORD,
-        chain=_chain(constants[1], SHIFT + 127 if signed else 127),
+        words=problem["input"].shape[1] // WORD,
+        chain=1 if vnni else _chain(constants[1], SHIFT + 127 if signed else 127),
+        vnni=vnni,
         signed=signed,
-        rounds=y.dtype == "int8",
-        beta=float(ending.beta),
-        gamma=float(ending.gamma),
+        **epilogue_of(problem, constants),
     )
     return tiles.bound(problem, constants, _weight(constants[1], tiles))
+
+
+def one_of(known: Sequence[Config], config: Config) -> Config:
+    """The configuration, or the first where none is named.
+
+    Raises:
+        KernelError: it is none that is known.
+    """
+    if config and config not in known:
+        raise KernelError(
+            "no such tile", seen=config, fix=f"take one of {', '.join(map(str, known))}"
+        )
+    return config or known[0]
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
@@ -171,7 +213,93 @@ def _largest(sums: torch.Tensor, count: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tiles(Tiles):
+class Int8Tiles(Tiles):
+    """What becomes of int32 sums: scale, bias, residual, activation, factor and rounding.
+
+    Attributes:
+        signed: the sums begin below zero, since 128 was added to each of the image's numbers.
+        rounds: the result is int8, else float32.
+        bounded: no sum leaves int32 behind scale, bias and residual.
+    """
+
+    signed: bool
+    rounds: bool
+    bounded: bool
+    beta: float
+    gamma: float
+
+    def _beside(self, problem: Problem, constants: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Scale, bias and the sums' beginning (int32) of each panel: [panels, 3, width]."""
+        weight, channels = constants[1], self.panels.channels
+        scale = constants.get(problem.operation.position("scale"))
+        scale = torch.ones(channels, dtype=torch.float32) if scale is None else scale
+        bias = constants.get(2, torch.zeros(channels, dtype=torch.float32))
+        begin = torch.zeros(channels, dtype=torch.int32)
+        if self.signed:
+            begin -= SHIFT * weight.flatten(1).sum(1, dtype=torch.int32)
+        rows = (scale * problem.epilogue.alpha, bias, begin.view(torch.float32))
+        parts = [self.panels.laid_out(r).reshape(-1, self.width) for r in rows]
+        return torch.stack(parts, 1).contiguous()
+
+    def _finish(
+        self, a: Assembler, place: tuple[int, int], x: int, source: int | At, spare: int,
+        constants: Constants,
+    ) -> None:  # fmt: skip
+        """A vector of sums to what is stored of it, but for packing.
+
+        Args:
+            place: its pixel and vector.
+            x: the vector that it becomes.
+            spare: the first of four vectors that hold nothing.
+        """
+        pixel, v = place
+        column = v * self.isa.vector_bytes
+        a.convert("vcvtdq2ps", x, source)
+        a.vector("vmulps", x, x, At(base="rbx", distance=column))
+        a.vector("vaddps", x, x, At(base="rbx", distance=self.width * WORD + column))
+        self._add_residual(a, x, self._of_residual(pixel, v), spare, constants)
+        if self.activation != "relu" or not self.rounds:
+            activate(a, self.activation, constants, x, spare)
+        if self.gamma != 1:
+            a.vector("vmulps", x, x, constants.at(self.gamma))
+        if self.rounds:
+            to_integers(a, constants, x, bounded=self.bounded)
+        else:
+            a.store_vector(self._of_result(pixel, v), x)
+
+    def _add_residual(
+        self, a: Assembler, x: int, added: At | None, spare: int, constants: Constants
+    ) -> None:
+        if added is None or self.beta == 0:
+            return
+        if self.rounds:
+            a.load_int8(spare, added)
+            a.convert("vcvtdq2ps", spare, spare)
+        else:
+            a.load_vector(spare, added)
+        if self.beta != 1:
+            a.vector("vmulps", spare, spare, constants.at(self.beta))
+        a.vector("vaddps", x, x, spare)
+
+
+def epilogue_of(problem: Problem, constants: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+    """What ``Int8Tiles`` wants to know of a problem, but for ``signed``."""
+    ending, scale = problem.epilogue, constants.get(problem.operation.position("scale"))
+    factor = 1.0 if scale is None else float(scale.abs().max())
+    offset = float(constants[2].abs().max()) if 2 in constants else 0.0
+    sums = 2**15 * math.prod(problem["weight"].shape[1:])
+    most = abs(ending.alpha) * factor * sums + offset + 128 * abs(ending.beta)
+    known = ending.activation in (None, "relu", "relu6", "hardswish", "silu")  # none is further off
+    return {
+        "rounds": problem.output.dtype == "int8",
+        "bounded": known and most * max(1.0, ending.gamma) < 2**30,  # a NaN is not
+        "beta": float(ending.beta),
+        "gamma": float(ending.gamma),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tiles(Int8Tiles):
     """Tiles of 32-bit sums, and of 16-bit sums where more than one word is added in these.
 
     The vectors behind the sums are those of the weight, the image's numbers, and a product.
@@ -179,16 +307,12 @@ class _Tiles(Tiles):
     Attributes:
         words: of four channels that a pixel of the image has.
         chain: how many of them are added in 16 bits.
-        signed: the image has numbers below zero.
-        rounds: the result is int8, else float32.
+        vnni: products are added in 32 bits by one instruction.
     """
 
     words: int
     chain: int
-    signed: bool
-    rounds: bool
-    beta: float
-    gamma: float
+    vnni: bool
 
     @property
     def _sums(self) -> int:
@@ -212,19 +336,6 @@ class _Tiles(Tiles):
     def _first_wide(self) -> int:
         """The first vector of the wide sums, where they are in registers."""
         return self._sums if self.chain > 1 and not self._in_memory else 0
-
-    def _beside(self, problem: Problem, constants: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Scale, bias and the sums' beginning (int32) of each panel: [panels, 3, width]."""
-        weight, channels = constants[1], self.panels.channels
-        scale = constants.get(problem.operation.position("scale"))
-        scale = torch.ones(channels, dtype=torch.float32) if scale is None else scale
-        bias = constants.get(2, torch.zeros(channels, dtype=torch.float32))
-        begin = torch.zeros(channels, dtype=torch.int32)
-        if self.signed:
-            begin -= SHIFT * weight.flatten(1).sum(1, dtype=torch.int32)
-        rows = (scale * problem.epilogue.alpha, bias, begin.view(torch.float32))
-        parts = [self.panels.laid_out(r).reshape(-1, self.width) for r in rows]
-        return torch.stack(parts, 1).contiguous()
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
@@ -281,7 +392,7 @@ class _Tiles(Tiles):
         constants.begin(a)
         a.load("rbx", kept(NUMBERS))
         for p in range(pixels):
-            self._finish(a, p, constants)
+            self._finish_pixel(a, p, constants)
         AHEAD.pace(a, f"{name} asked", "rax")
 
     def _begin(self, a: Assembler, pixels: int) -> None:
@@ -291,7 +402,8 @@ class _Tiles(Tiles):
         for v in range(self.vectors):
             first = self._first_wide + v
             if self.signed:
-                a.load_vector(first, At(base="rbx", distance=(2 * self.width + v * LANES) * WORD))
+                column = (2 * self.width + v * self.isa.lanes) * WORD
+                a.load_vector(first, At(base="rbx", distance=column))
             else:
                 a.vector("vxorps", first, first, first)
             for p in range(pixels):
@@ -328,6 +440,9 @@ class _Tiles(Tiles):
                     a.vector("vxorps", number, number, kept(SHIFTS))
                 for v in range(self.vectors):
                     i, made = p * self.vectors + v, product if v < self.vectors - 1 else number
+                    if self.vnni:
+                        a.vector("vpdpbusd", i, number, weights + v)
+                        continue
                     if self.chain > 1 and word == 0:
                         a.vector("vpmaddubsw", i, number, weights + v)
                         continue
@@ -355,43 +470,24 @@ class _Tiles(Tiles):
                 wide = self._first_wide + i
                 a.vector("vpaddd", wide, wide, i)
 
-    def _finish(self, a: Assembler, pixel: int, constants: Constants) -> None:
+    def _finish_pixel(self, a: Assembler, pixel: int, constants: Constants) -> None:
         """A pixel's sums to what is stored."""
         first = 0 if self._in_memory else self._first_wide + pixel * self.vectors
         spare = 0 if self._first_wide else self._sums  # four vectors that hold nothing any more
         for v in range(self.vectors):
-            x, column = first + v, v * LANES * WORD
-            source = self._waiting(pixel * self.vectors + v) if self._in_memory else x
-            a.convert("vcvtdq2ps", x, source)
-            a.vector("vmulps", x, x, At(base="rbx", distance=column))
-            a.vector("vaddps", x, x, At(base="rbx", distance=self.width * WORD + column))
-            self._add_residual(a, x, self._of_residual(pixel, v), spare, constants)
-            if self.activation != "relu" or not self.rounds:
-                activate(a, self.activation, constants, x, spare)
-            if self.gamma != 1:
-                a.vector("vmulps", x, x, constants.at(self.gamma))
-            if self.rounds:
-                to_integers(a, constants, x)
-            else:
-                a.store_vector(self._of_result(pixel, v), x)
-        if self.rounds:
-            at_least_zero = self.activation == "relu"
-            vectors = range(first, first + self.vectors)
-            store_int8(a, self._of_result(pixel, 0), vectors, spare, at_least_zero=at_least_zero)
-
-    def _add_residual(
-        self, a: Assembler, x: int, added: At | None, spare: int, constants: Constants
-    ) -> None:
-        if added is None or self.beta == 0:
+            waiting = self._waiting(pixel * self.vectors + v)
+            source = waiting if self._in_memory else first + v
+            self._finish(a, (pixel, v), first + v, source, spare, constants)
+        if not self.rounds:
             return
-        if self.rounds:
-            a.load_int8(spare, added)
-            a.convert("vcvtdq2ps", spare, spare)
-        else:
-            a.load_vector(spare, added)
-        if self.beta != 1:
-            a.vector("vmulps", spare, spare, constants.at(self.beta))
-        a.vector("vaddps", x, x, spare)
+        at_least_zero, to = self.activation == "relu", self._of_result(pixel, 0)
+        vectors = range(first, first + self.vectors)
+        if self.isa == AVX2:
+            store_int8(a, to, vectors, spare, at_least_zero=at_least_zero)
+            return
+        load_order(a, constants, spare)
+        made = pack_int8(a, constants, vectors, spare, at_least_zero=at_least_zero)
+        store_packed(a, to, made, self.vectors)
 
     def _waiting(self, sums: int) -> At:
         """Where a wide sum waits on the stack."""

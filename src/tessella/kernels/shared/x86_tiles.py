@@ -191,7 +191,7 @@ class Tiles(ABC):
     ) -> code.Launch:
         """The code with its table of items, for a weight that is laid out by panels."""
         bias = self._beside(problem, constants)
-        places = indirection(problem, constants[1], self.pixels)
+        places = self._indirection(problem, constants[1])
         zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
         items = self._items(problem, weight, bias, places)
         self._require_inside(problem, items, weight, bias, places)
@@ -204,6 +204,9 @@ class Tiles(ABC):
             return x.data_ptr(), out.data_ptr(), added, beside
 
         return code.Launch(made, table, numbers)
+
+    def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
+        return indirection(problem, weight, self.pixels)
 
     def _beside(
         self, problem: Problem, constants: Mapping[int, torch.Tensor]
@@ -284,9 +287,9 @@ class Tiles(ABC):
     ) -> None:
         """Refuse a table that leads out of a tensor, whoever wrote it."""
         table = torch.from_numpy(items).T
-        image, result, residual, panel, begin, place, count, panels, rest = table
+        image, result, residual, panel, begin, _, count, panels, rest = table
         x, y, added = problem["input"], problem.output, problem.epilogue.residual
-        pixels = count * self.pixels + rest * self.rest
+        pixels = self._pixels(count, rest)
         written = ((panels - 1) * self.width + self.panels.span) * self.size
         whole = torch.full_like(image, x.shape[1] * x.itemsize)
         read = int(places.max()) + (written if self.DEPTHWISE else whole)
@@ -300,7 +303,16 @@ class Tiles(ABC):
         if bias is not None:
             spans = panels * bias[0].nbytes
             code.require_inside("bias", begin - bias.data_ptr(), spans, bias.nbytes)
-        spans = pixels * self.taps * places.itemsize
+        self._require_places(table, places)
+
+    def _pixels(self, count: Any, rest: Any) -> Any:
+        """The pixels of so many tiles and perhaps the rest."""
+        return count * self.pixels + rest * self.rest
+
+    def _require_places(self, table: torch.Tensor, places: torch.Tensor) -> None:
+        """Refuse items, the columns of the table, that would read beside the places."""
+        place, count, rest = (table[ITEM.index(at)] for at in (PLACES, COUNT, HAS_REST))
+        spans = self._pixels(count, rest) * self.taps * places.itemsize
         code.require_inside("places", place - places.data_ptr(), spans, places.nbytes)
 
     @abstractmethod

@@ -10,6 +10,7 @@ import torch
 
 from tessella.core.architectures import ARCHITECTURES
 from tessella.core.device import fingerprint
+from tessella.core.processor import flags
 from tessella.device.x86 import code
 from tessella.search.kernel_report.record import Chip
 
@@ -19,7 +20,6 @@ INSTRUCTION_SETS = (
     "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "svebf16", "svei8mm",
 )  # fmt: skip
-CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -58,12 +58,7 @@ def gpu(target: str) -> Chip:
 
 
 def _instruction_sets() -> tuple[str, ...]:
-    try:
-        text = CPUINFO.read_text(errors="replace")
-    except OSError:
-        return ()
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    has = set(line[1].split()) if line else set()
+    has = flags()
     return tuple(name for name in INSTRUCTION_SETS if name in has)
 
 

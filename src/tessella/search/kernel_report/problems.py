@@ -385,6 +385,10 @@ def _quantization(gpu: bool) -> Named:
     tokens, scale = _tokens(gpu), _meta()
     codes = replace(tokens, dtype="int8")
     yield "int8", _problem("quantize", tokens, scale, constant=(1,), axis=0, dtype="int8")
+    if not gpu:
+        picture = _meta(1, 3, 224, 224)
+        rounds: dict[str, Any] = {"constant": (1,), "axis": 0, "dtype": "int8"}
+        yield "a picture int8", _problem("quantize", picture, scale, format=LAST, **rounds)
     yield "int8", _problem("dequantize", codes, scale, constant=(1,), axis=0, dtype=tokens.dtype)
 
 

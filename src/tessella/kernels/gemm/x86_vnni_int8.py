@@ -1,0 +1,25 @@
+"""Linear of int8 on a CPU with VNNI: the 1×1 convolution of one image whose pixels are the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tessella.kernels.catalog import Call, Config
+from tessella.kernels.gemm.x86 import as_convolution, refusal, with_filter
+from tessella.kernels.shared import x86_vnni_int8
+from tessella.operations.problem import Problem
+
+
+def fits(problem: Problem) -> str | None:
+    return refusal(problem) or x86_vnni_int8.fits(as_convolution(problem))
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    return x86_vnni_int8.configs(as_convolution(problem))
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+    problem.require_constants(constants)
+    return x86_vnni_int8.bind(as_convolution(problem), with_filter(constants), **config)
