@@ -87,6 +87,9 @@ def test_pictures_in_planes_become_pixels(
     out = memory[64 : 64 + count].view(shape[0], *shape[2:], 3).permute(0, 3, 1, 2)
     row.load().bind(p, {1: scale})(x, out=out)
     assert torch.equal(out, torch.div(x, scale).round().clamp(-128, 127).to(torch.int8))
+    x.view(-1)[0] = torch.nan
+    row.load().bind(p, {1: scale})(x, out=out)
+    assert out[0, 0, 0, 0] == 127  # as where nothing moves
     assert (memory[:64] == 99).all()
     assert (memory[64 + count :] == 99).all()
     assert "three channels" in str(row.refusal(problem((1, 4, 8, 8))))

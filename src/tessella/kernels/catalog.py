@@ -288,16 +288,16 @@ _FUNCTIONS = "clamp exp log sqrt rsqrt reciprocal neg abs erf sin cos"
 _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
-    # convolution
+    # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
-    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
     *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
-    *_int8("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2"),
-    *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
-    *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
     *_int8("conv2d", "amx_int8", "shared.amx_int8", isa="amx_int8"),
+    *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
+    *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
+    *_int8("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2"),
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
@@ -358,12 +358,12 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    *_x86("linear", "{}", "gemm.x86", version=2),
     *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
-    *_int8("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", sliced_out=False),
-    *_int8("linear", "avx2_vnni_int8", "gemm.x86_vnni_int8", isa="avx2_vnni", sliced_out=False),
-    *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
+    *_x86("linear", "{}", "gemm.x86", version=2),
     *_int8("linear", "amx_int8", "gemm.amx_int8", isa="amx_int8", sliced_out=False),
+    *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
+    *_int8("linear", "avx2_vnni_int8", "gemm.x86_vnni_int8", isa="avx2_vnni", sliced_out=False),
+    *_int8("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", sliced_out=False),
     *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),

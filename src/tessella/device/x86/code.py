@@ -62,8 +62,8 @@ def refusal(isa: str) -> str | None:
         return f"needs a processor whose widest vectors are those of {vectors}"
     if extended is not None and not may_use(isa):
         return f"this processor has no {isa}, or TESSELLA_ISA forbids it"
-    if isa.startswith("amx") and not tiles.permitted():
-        return "Linux does not let this process use the tiles of AMX"
+    if isa.startswith("amx") and (why := tiles.refusal()) is not None:
+        return why
     return _refusal()
 
 

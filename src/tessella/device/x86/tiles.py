@@ -11,7 +11,7 @@ Documentation/arch/x86/xstate.rst.
 from __future__ import annotations
 
 import ctypes
-import functools
+import errno
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,14 +36,28 @@ PRODUCTS = {
 }
 
 
-@functools.cache
-def permitted() -> bool:
-    """Whether Linux lets this process use the data of tiles: it is asked for that, once."""
+_granted: list[bool] = []  # filled once: a refusal may end, leave does not
+
+
+def refusal() -> str | None:
+    """Why Linux does not let this process use the data of tiles, or None: it is asked for that."""
+    if _granted:
+        return None
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
+        return "tiles of AMX are asked of Linux on x86-64 alone"
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.argtypes, call.restype = (ctypes.c_long,) * 3, ctypes.c_long
-    return bool(call(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
+    if call(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0:
+        _granted.append(True)
+        return None
+    if ctypes.get_errno() == errno.ENOSPC:
+        return "a thread's alternate signal stack (sigaltstack) is too small for the tiles of AMX"
+    return "Linux does not let this process use the tiles of AMX"
+
+
+def permitted() -> bool:
+    """Whether this process may use the data of tiles."""
+    return refusal() is None
 
 
 def require_tiles() -> None:
@@ -52,11 +66,11 @@ def require_tiles() -> None:
     Raises:
         KernelError: Linux does not let this process use them.
     """
-    if not permitted():
+    if (why := refusal()) is not None:
         raise KernelError(
             "this process may not use the tiles of AMX",
-            seen="Linux refused their state",
-            fix="choose another algorithm, or a kernel from Linux 5.16 on",
+            seen=why,
+            fix="choose another algorithm, mend what is seen, or use Linux 5.16 or newer",
         )
 
 

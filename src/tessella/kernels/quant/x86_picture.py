@@ -22,7 +22,7 @@ CHANNELS = 3
 BLOCK_PIXELS = 2**12  # that one thread takes at a time
 ROW = 3  # numbers of an item: where its pixels and its results begin, how many vectors it has
 LANE = 16  # bytes that vpshufb works on
-SCALE, BYTE, PLACES, ORDER, STORED = range(15, 10, -1)  # vectors
+SCALE, BYTE, PLACES, ORDER, STORED, LEAST = range(15, 9, -1)  # vectors
 
 
 def fits(problem: Problem) -> str | None:
@@ -87,6 +87,7 @@ def _machine_code(isa: InstructionSet, plane: int) -> code.MachineCode:
     a.load_vector(
         BYTE, constants.held("byte", torch.tensor(255, dtype=torch.int32).view(torch.float32))
     )
+    a.load_vector(LEAST, constants.at(-128.0))
     a.load_vector(PLACES, constants.held("places", places))
     a.load_vector(ORDER, constants.held("order", order.view(torch.float32)))
     if isa == AVX2:
@@ -105,7 +106,7 @@ def _machine_code(isa: InstructionSet, plane: int) -> code.MachineCode:
         for v, register in enumerate(("r8", "rdx", "rsi")):
             a.load_vector(v, At(base=register))
             a.vector("vdivps", v, v, SCALE)
-            a.vector("vmaxps", v, v, constants.at(-128.0))
+            a.vector("vmaxps", v, LEAST, v)  # a NaN stays one, and becomes 127 as elsewhere
             to_integers(a, constants, v)
             a.vector("vandps", v, v, BYTE)
             if v:

@@ -83,6 +83,7 @@ TILE_BYTES = ROWS * ROW_BYTES
 # read again from the second
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
 MOST_WEIGHT_BYTES = 2**20
+PAGE_BYTES = 4096
 MOST_COPIES = 512  # vectors of a pixel, which are written out
 UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
 LOOP = 4
@@ -334,7 +335,11 @@ class _Tiles(Int8Tiles):
         a = TileAssembler(self.isa)
         a.enter()
         a.move("rax", "rsp")
-        a.subtract("rsp", self._buffer + self._buffer_bytes)
+        room = self._buffer + self._buffer_bytes
+        for _ in range(room // PAGE_BYTES):  # a stack too small ends at its guard page, not beyond
+            a.subtract("rsp", PAGE_BYTES)
+            a.add_to_stored(At(base="rsp"), 0)
+        a.subtract("rsp", room % PAGE_BYTES)
         a.clear_low_bits("rsp", x86_int8.ALIGNED)
         a.store(kept(CALLER), "rax")
         constants.begin(a)
