@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tessella.tasks.task import ErrorCounts, Errors
 from tessella.training.confidence import (
     Bin,
     Curve,
+    Floats,
     Measure,
     bootstrapped,
     calibration,
@@ -383,13 +385,16 @@ class _Drawn:
         """Every measure with its interval."""
         if self._task.name != CLASSIFICATION.name:
             names = tuple(own.report.values)
-            found = self._interval(lambda chosen: self._values(own, chosen))
+            found = self._interval(lambda drawn_NS: self._values(own, names, drawn_NS))
             return dict(zip(names, found, strict=True))
         truth_N, said_N = self._samples.labels, own.rows_NR.argmax(axis=1)
         losses_N = self._task.metrics.losses(own.rows_NR, targets_of(self._samples))
         right = int((said_N == truth_N).sum())
+        pairs_N = truth_N * len(self._labels) + said_N
         found = self._interval(
-            lambda n: np.array([losses_N[n].mean(), *self._macro(truth_N[n], said_N[n])])
+            lambda drawn_NS: np.stack(
+                [_mean_of(losses_N, drawn_NS), *self._macro(pairs_N, drawn_NS)]
+            )
         )
         accuracy = exact_share(right, len(truth_N), self._level)
         return {"accuracy": accuracy, **dict(zip(("loss", *MACRO), found, strict=True))}
@@ -398,16 +403,17 @@ class _Drawn:
         """The two models on the same images."""
         score = self._task.score
         if self._task.name != CLASSIFICATION.name:
-            place = tuple(own.report.values).index(score)
             (difference,) = self._interval(
-                lambda n: (self._values(own, n) - self._values(other, n))[place : place + 1]
+                lambda drawn_NS: (
+                    self._values(own, (score,), drawn_NS) - self._values(other, (score,), drawn_NS)
+                )
             )
             return Comparison(
                 other=name_of(rival), other_value=other.report.values[score], difference=difference
             )
         right_2N = [a.rows_NR.argmax(axis=1) == self._samples.labels for a in (own, other)]
         gain_N = right_2N[0].astype(np.float64) - right_2N[1]
-        (difference,) = self._interval(lambda n: np.array([gain_N[n].mean()]))
+        (difference,) = self._interval(lambda drawn_NS: _mean_of(gain_N, drawn_NS)[None])
         one, two, p = mcnemar(*right_2N)
         return Comparison(
             other=name_of(rival),
@@ -418,33 +424,47 @@ class _Drawn:
             p_value=p,
         )
 
-    def _interval(self, measured: Any) -> list[Measure]:
-        def told(done: int) -> None:
-            if done % 100 == 0 or done == self._resamples:
-                self._emit(progress("draw anew", done, self._resamples))
-
+    def _interval(self, measured: Callable[[Floats], Floats]) -> list[Measure]:
         return bootstrapped(
             measured, len(self._samples), level=self._level, resamples=self._resamples,
-            seed=self._seed, told=told,
+            seed=self._seed,
+            told=lambda done: self._emit(progress("draw anew", done, self._resamples)),
         )  # fmt: skip
 
-    def _values(self, answered: _Answered, chosen: npt.NDArray[np.int64]) -> Any:
-        """All measures of a task's report over images of these numbers."""
-        column = self._samples.column.take(chosen)
-        targets = self._task.examples.targets(column, len(self._labels))
-        report = self._task.metrics.measure(answered.rows_NR[chosen], targets, self._labels)
-        return np.array(list(report.values.values()))
+    def _values(self, answered: _Answered, names: Sequence[str], drawn_NS: Floats) -> Floats:
+        """Measures of a task's report over draws of the images, [V, S]."""
+        if answered.report.resampled is not None:
+            found = answered.report.resampled(drawn_NS)
+            return np.stack([found[name] for name in names])
+        made = []
+        for drawn_N in drawn_NS.T:
+            chosen = np.repeat(np.arange(len(drawn_N)), drawn_N.astype(np.int64))
+            targets = self._task.examples.targets(
+                self._samples.column.take(chosen), len(self._labels)
+            )
+            report = self._task.metrics.measure(answered.rows_NR[chosen], targets, self._labels)
+            made.append([report.values.get(name, np.nan) for name in names])
+        return np.array(made, np.float64).T
 
-    def _macro(self, truth_N: npt.NDArray[np.int64], said_N: npt.NDArray[np.int64]) -> list[float]:
-        """Means over the classes of the split of precision, recall and F1, as scikit-learn's."""
+    def _macro(self, pairs_N: npt.NDArray[np.int64], drawn_NS: Floats) -> Floats:
+        """Means over the classes of the split of precision, recall and F1, as scikit-learn's, of
+        pairs of true and said classes, [3, S]."""
         classes = len(self._labels)
-        pairs = np.bincount(truth_N * classes + said_N, minlength=classes**2)
-        confusion_KK = pairs.reshape(classes, classes)
-        hits, said, support = confusion_KK.diagonal(), confusion_KK.sum(0), confusion_KK.sum(1)
-        there = (said + support) > 0
-        each = (
-            hits / np.maximum(said, 1),
-            hits / np.maximum(support, 1),
-            2 * hits / np.maximum(said + support, 1),
-        )
-        return [float(values[there].mean()) for values in each]
+        made = []
+        for drawn_N in drawn_NS.T:
+            pairs = np.bincount(pairs_N, drawn_N, minlength=classes**2)
+            confusion_KK = pairs.reshape(classes, classes)
+            hits, said, support = confusion_KK.diagonal(), confusion_KK.sum(0), confusion_KK.sum(1)
+            there = (said + support) > 0
+            each = (
+                hits / np.maximum(said, 1),
+                hits / np.maximum(support, 1),
+                2 * hits / np.maximum(said + support, 1),
+            )
+            made.append([values[there].mean() for values in each])
+        return np.array(made, np.float64).T
+
+
+def _mean_of(values_N: Floats, drawn_NS: Floats) -> Floats:
+    """The means of draws, [S]."""
+    return np.asarray(values_N @ drawn_NS / drawn_NS.sum(axis=0))

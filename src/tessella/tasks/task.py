@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Numbers = Mapping[str, tuple[float, ...]]
 Rows = npt.NDArray[np.float32]
+# Measures by name, each [S], of S draws of a split's images: given is how often each image counts
+# in each draw, [N, S]. NaN is a measure with nothing to count.
+Resampled = Callable[[npt.NDArray[np.float64]], dict[str, npt.NDArray[np.float64]]]
 Outputs = npt.NDArray[Any]
 
 
@@ -211,6 +214,11 @@ class Report(Protocol):
     @property
     def numbers(self) -> dict[str, tuple[float, ...]]:
         """Numbers of the task's record that this split decided: thresholds."""
+        ...
+
+    @property
+    def resampled(self) -> Resampled | None:
+        """The same measures of draws of the images; None where each has to be measured anew."""
         ...
 
     def to_json(self) -> dict[str, Any]:

@@ -60,6 +60,10 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
 
+    @property
+    def resampled(self) -> None:
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """All but the scores, ready for ``json.dumps``."""
         return {

@@ -59,6 +59,10 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
 
+    @property
+    def resampled(self) -> None:
+        return None
+
     def to_json(self) -> dict[str, Any]:
         return {k: to_plain(v) for k, v in vars(self).items() if k != "values_NK"}
 

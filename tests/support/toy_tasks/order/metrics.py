@@ -26,6 +26,10 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
 
+    @property
+    def resampled(self) -> None:
+        return None
+
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
