@@ -175,7 +175,7 @@ def test_the_losses_of_images_are_torchs_and_their_mean_is_the_reports(task):
     targets = part.examples.targets(column, 4)
     if task == "segmentation":
         rows = np.concatenate([np.ones((30, 12)), rng.random((30, 1))], 1).astype(np.float32)
-    found = part.metrics.losses(rows, targets)
+    found = part.metrics.losses(rows, targets, part.record(), 4)
     labels = ("a", "b", "c", "d")
     report = part.metrics.measure(rows, targets, labels)
     assert found.shape == (30,)

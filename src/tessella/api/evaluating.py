@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tessella.core.preprocess import encode, fitted, to_depth
 from tessella.core.record import to_plain
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.core.volumes import middle_slice
-from tessella.tasks import Report, Task, targets_of
+from tessella.tasks import Report, Targets, Task, targets_of
 from tessella.tasks.task import ErrorCounts, Errors
 from tessella.training.confidence import (
     Bin,
@@ -185,12 +185,14 @@ def evaluate(
     opened = _opened(model)
     task, record = task_of(opened)
     labels = predictor(opened, trust_code=trust_code)[2]
-    ways = task.errors
     _check_places(task, threshold, overlap)
     rival = None if against is None else _opened(against)
     if rival is not None:  # before anything is measured
         _require_same_question(opened, labels, rival, trust_code)
     samples = split_of(data, split, labels, record)
+    if threshold is not None:
+        same = {"threshold": (threshold,) * len(labels)}
+        record = replace(record, numbers={**record.numbers, **same})
     _warn(opened, data, split, emit)
     own = _answered(opened, samples, trust_code, emit)
     truth = targets_of(samples)
@@ -205,7 +207,7 @@ def evaluate(
     comparison = None
     if rival is not None:
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
-    losses_N = task.metrics.losses(own.rows_NR, truth)
+    losses_N = task.metrics.losses(own.rows_NR, truth, record, len(labels))
     worst = np.argsort(-losses_N, kind="stable")[:errors]
     return Judgement(
         model=name_of(opened),
@@ -218,9 +220,7 @@ def evaluate(
         report=own.report,
         calibration=calibrated,
         curves=curves,
-        errors=None
-        if ways is None
-        else _counted(ways, own, samples, (record, labels), threshold, overlap),
+        errors=_counted(task.errors, own, truth, (record, labels), overlap),
         mistakes=tuple(
             _mistake(int(i), losses_N, own, samples, (task, record), labels) for i in worst
         ),
@@ -359,16 +359,15 @@ def _check_share(name: str, value: float | None, least: float) -> None:
 
 
 def _counted(
-    ways: Errors, own: _Answered, samples: Split, about: tuple[TaskRecord, tuple[str, ...]],
-    threshold: float | None, overlap: float | None,
-) -> ErrorCounts:  # fmt: skip
+    ways: Errors | None, own: _Answered, truth: Targets, about: tuple[TaskRecord, tuple[str, ...]],
+    overlap: float | None,
+) -> ErrorCounts | None:  # fmt: skip
     """How often the model errs in each way, told as it would be told to a client."""
+    if ways is None:
+        return None
     record, labels = about
-    least_K = ways.thresholds(record, len(labels))
-    if threshold is not None:
-        least_K = np.full(len(labels), threshold)
-    overlap = ways.OVERLAP if overlap is None else overlap
-    return ways.match(own.rows_NR, targets_of(samples), overlap).report(labels, least_K)
+    found = ways.match(own.rows_NR, truth, ways.OVERLAP if overlap is None else overlap)
+    return found.report(labels, ways.thresholds(record, len(labels)))
 
 
 class _Drawn:
@@ -388,7 +387,9 @@ class _Drawn:
             found = self._interval(lambda drawn_NS: self._values(own, names, drawn_NS))
             return dict(zip(names, found, strict=True))
         truth_N, said_N = self._samples.labels, own.rows_NR.argmax(axis=1)
-        losses_N = self._task.metrics.losses(own.rows_NR, targets_of(self._samples))
+        losses_N = self._task.metrics.losses(
+            own.rows_NR, targets_of(self._samples), CLASSIFICATION, len(self._labels)
+        )
         right = int((said_N == truth_N).sum())
         pairs_N = truth_N * len(self._labels) + said_N
         found = self._interval(

@@ -250,8 +250,11 @@ class Metrics(Protocol):
         """The report of a whole split."""
         ...
 
-    def losses(self, rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
-        """How wrong the answer of each image is, [N]: the worst have the most."""
+    def losses(
+        self, rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+    ) -> npt.NDArray[np.float64]:
+        """How wrong the answer of each image is, [N]: the worst have the most. What is told is what
+        reaches the record's thresholds."""
         ...
 
 

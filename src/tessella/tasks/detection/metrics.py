@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import box_iou
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.tasks.detection.answers import USUAL
-from tessella.tasks.detection.errors import FIELDS
+from tessella.tasks.detection.errors import FIELDS, match, thresholds
 from tessella.tasks.detection.examples import BoxSets
 from tessella.tasks.detection.head import MOST
 from tessella.tasks.detection.precision import (
@@ -29,7 +29,6 @@ from tessella.tasks.detection.precision import (
 from tessella.tasks.known import Floats, mean_known
 from tessella.tasks.task import Resampled, Rows
 
-HALF_SURE = 0.5  # the score and the overlap from which a box counts in an image's loss
 HALF, THREE_QUARTERS = 0, 5  # of the overlaps 0.50, 0.55, … 0.95
 COUNTED = False
 
@@ -164,25 +163,10 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def losses(rows_NR: Rows, targets: BoxSets) -> Floats:
-    """1 − F1 of each image's boxes at a score and an overlap of one half; 0 where nothing is told
-    of a picture with nothing."""
-    told = rows_NR.reshape(len(rows_NR), -1, FIELDS)
-    return np.array([_wrong(told[i], targets.evaluated(i)) for i in range(len(told))], np.float64)
-
-
-def _wrong(told: Rows, boxes: Floats) -> float:
-    """1 − F1 of told boxes, the surest first, each of which may hit one thing; crowds apart."""
-    told = told[told[:, 4] >= HALF_SURE]
-    things = torch.from_numpy(boxes[boxes[:, 5] == 0])
-    overlaps = box_iou(torch.from_numpy(told[:, :4]).double(), things[:, :4])
-    overlaps *= torch.from_numpy(told[:, 5]).double()[:, None] == things[:, 4]
-    hits = 0
-    for row in overlaps:
-        if len(row) and row.max() >= HALF_SURE:
-            overlaps[:, row.argmax()] = 0  # a view: the rows to come see it
-            hits += 1
-    return 1 - 2 * hits / (len(told) + len(things)) if len(told) + len(things) else 0.0
+def losses(rows_NR: Rows, targets: BoxSets, record: TaskRecord, classes: int) -> Floats:
+    """1 − F1 of each image's boxes at the thresholds of their classes and an overlap of one half; 0
+    where nothing is told of a picture with nothing."""
+    return match(rows_NR, targets).losses(thresholds(record, classes), len(rows_NR))
 
 
 def _threshold(precision_R: Floats, scores_R: Floats) -> float:

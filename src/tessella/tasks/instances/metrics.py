@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessella.annotations import rle
+from tessella.core.task import TaskRecord
 from tessella.tasks.detection import metrics as boxes
 from tessella.tasks.detection.errors import FIELDS
 from tessella.tasks.detection.head import MOST
@@ -93,9 +94,9 @@ def measure(rows_NR: Rows, targets: MaskSets, labels: tuple[str, ...]) -> MaskEv
     return MaskEvaluation(**same, box_map=around.map, box_map50=around.map50)
 
 
-def losses(rows_NR: Rows, targets: MaskSets) -> npt.NDArray[np.float64]:
+def losses(rows_NR: Rows, targets: MaskSets, record: TaskRecord, classes: int) -> Floats:
     """As detection's: how wrong each image's boxes are."""
-    return boxes.losses(_boxes(rows_NR), targets)
+    return boxes.losses(_boxes(rows_NR), targets, record, classes)
 
 
 def _boxes(rows_NR: Rows) -> Rows:

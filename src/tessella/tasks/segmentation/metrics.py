@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.tasks.known import Floats, mean_known
 from tessella.tasks.segmentation.examples import IGNORED
 from tessella.tasks.task import Resampled, Rows, Targets
@@ -142,6 +143,8 @@ def _shares(sums_RS: Floats) -> tuple[Floats, Floats]:
     return iou_KS, 2 * common_KS / np.maximum(both_KS, 1) + none_KS
 
 
-def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+def losses(
+    rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+) -> npt.NDArray[np.float64]:
     """The mean cross entropy of each image's pixels."""
     return rows_NR[:, -1].astype(np.float64)
