@@ -23,7 +23,7 @@ BARE = Recipe(network="resnet18", dataset="x", batch_size=32)
         ("mine.py:Net", "plain"), ("nets/deploy.prototxt", "plain"),
         ("timm/convnext_atto", "convnext"), ("timm/convnextv2_tiny.fcmae", "convnext"),
         ("timm/vit_tiny_patch16_224", "transformer"), ("timm/swin_t", "transformer"),
-        ("unet", "unet"), ("unet3d", "unet"), ("segformer", "normalized"),
+        ("unet", "unet"), ("unet3d", "unet3d"), ("segformer", "normalized"),
         ("timm/eva02_base_patch14_224", "transformer"), ("timm/vitamin_small", "normalized"),
     ],
 )  # fmt: skip

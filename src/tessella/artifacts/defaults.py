@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tessella.artifacts.run import Augment, Recipe, Solver, SolverName
 from tessella.core.policies import Policy, PolicyName
 
-Family = Literal["lenet", "normalized", "plain", "convnext", "transformer", "unet"]
+Family = Literal["lenet", "normalized", "plain", "convnext", "transformer", "unet", "unet3d"]
 GROUPS = ("solver", "policy", "augment")  # the records of a recipe that are filled in
 
 BATCH = 32  # of the measurements
@@ -32,7 +32,7 @@ SMOOTHING = 0.1
 # initial weights, a high rate kills them; a file of the user's may be anything, so it gets the
 # careful row.
 _PLAIN = r"alexnet|googlenet|vgg\d+|timm/vgg\d+(?!_bn)(\..*)?|.*\.py(:.*)?|.*\.prototxt"
-_UNET = r"unet|unet_backbone|unet3d"
+_UNET = r"unet|unet_backbone"
 _CONVNEXT = r"timm/(.*_)?convnext(v2)?([\d_].*)?"
 _TRANSFORMER = (
     r"timm/(.*_)?(vit|deit|swin|swinv2|beit|eva|cait|xcit|mixer|gmixer|gmlp|resmlp|pit|pvt|twins|"
@@ -62,7 +62,7 @@ class Row:
 # 40.3; the digits with 40 epochs in small batches 29, with 3e-3 68; width 32, 2,000 pictures,
 # batches of 32, 24 epochs 90.6, with 3e-3 91.9. Digits in 48² pixels, width 16, three levels below
 # the first: 500 pictures, 24 epochs in batches of 8 3e-3 62, 6e-3 69; 1,500 pictures, 14 epochs in
-# batches of 32 3e-3 57, 6e-3 78, 1.2e-2 63. Instance norms (``unet3d``): as batch norms.
+# batches of 32 3e-3 57, 6e-3 78, 1.2e-2 63. Volumes (``unet3d``) were not measured.
 RANDOM: dict[Family, Row] = {
     "lenet": Row(lr=2e-3, weight_decay=0.05, warmup=0.3),
     "normalized": Row(lr=1.5e-3, weight_decay=0.05, warmup=0.3),
@@ -70,6 +70,7 @@ RANDOM: dict[Family, Row] = {
     "convnext": Row(lr=7e-4, weight_decay=0.05, warmup=0.3),
     "transformer": Row(lr=5e-4, weight_decay=0.05, warmup=0.3),
     "unet": Row(lr=6e-3, weight_decay=0.05, warmup=0.3),
+    "unet3d": Row(lr=3e-3, weight_decay=0.05, warmup=0.3),
 }
 # Not measured: a third or less of the rates above, as is usual where weights are to be kept.
 PRETRAINED: dict[Family, Row] = {
@@ -79,6 +80,7 @@ PRETRAINED: dict[Family, Row] = {
     "convnext": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
     "transformer": Row(lr=1e-4, weight_decay=0.05, warmup=0.1),
     "unet": Row(lr=5e-4, weight_decay=0.05, warmup=0.1),
+    "unet3d": Row(lr=5e-4, weight_decay=0.05, warmup=0.1),
 }
 
 # Another solver of the user's choice: its rate as a multiple of AdamW's, and its weight decay.
@@ -107,7 +109,7 @@ def family(network: str) -> Family:
     name = network.lower()
     patterns: dict[Family, str] = {
         "lenet": "lenet", "plain": _PLAIN, "convnext": _CONVNEXT, "transformer": _TRANSFORMER,
-        "unet": _UNET,
+        "unet": _UNET, "unet3d": "unet3d",
     }  # fmt: skip
     return next((f for f, names in patterns.items() if re.fullmatch(names, name)), "normalized")
 
@@ -133,7 +135,7 @@ def defaults(
     times, decay = OTHERS.get(solver, (1.0, row.weight_decay))
     scale = batch_size / BATCH
     scale = min(4.0, scale if solver in ("sgd", "nesterov") else math.sqrt(scale))
-    scale = max(1.0, scale) if family(network) == "unet" else scale
+    scale = max(1.0, scale) if family(network) in ("unet", "unet3d") else scale
     return Defaults(
         solver=Solver(name=solver, lr=float(f"{row.lr * times * scale:.2g}"), weight_decay=decay),
         policy=Policy(name=policy, warmup=row.warmup if policy == "onecycle" else WARMUP),
