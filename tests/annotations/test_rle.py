@@ -26,6 +26,13 @@ def test_masks_are_written_and_read_as_the_peer_does(rng):
         assert rle.box_of(counts, height) == tuple(reference.toBbox(expected)) or not mask.any()
         assert rle.fits(expected["counts"], height, width)
         assert not rle.fits(expected["counts"], height, width + 1)
+        top, left = rng.integers(0, height), rng.integers(0, width)
+        part = mask[top : rng.integers(top, height) + 1, left : rng.integers(left, width) + 1]
+        alone = np.zeros_like(mask)
+        alone[top : top + part.shape[0], left : left + part.shape[1]] = part
+        expected = reference.encode(np.asfortranarray(alone))
+        made = rle.of_part(part, int(top), int(left), int(height), int(width))
+        assert rle.compressed(made) == expected["counts"]
 
 
 def test_counts_of_any_size_come_back(rng):

@@ -23,7 +23,7 @@ BARE = Recipe(network="resnet18", dataset="x", batch_size=32)
         ("mine.py:Net", "plain"), ("nets/deploy.prototxt", "plain"),
         ("timm/convnext_atto", "convnext"), ("timm/convnextv2_tiny.fcmae", "convnext"),
         ("timm/vit_tiny_patch16_224", "transformer"), ("timm/swin_t", "transformer"),
-        ("unet", "unet"), ("unet3d", "unet"), ("segformer", "normalized"),
+        ("unet", "unet"), ("unet3d", "unet3d"), ("segformer", "normalized"),
         ("timm/eva02_base_patch14_224", "transformer"), ("timm/vitamin_small", "normalized"),
     ],
 )  # fmt: skip
@@ -56,6 +56,13 @@ def test_answers_for_places_make_a_batch_smaller():
     sizes = {(96, 96): 64, (224, 224): 64, (512, 512): 8, (96, 128, 128): 2, (512, 2048): 2}
     for sides, batch in sizes.items():
         assert completed(Recipe(network="unet", dataset="x"), {}, sides=sides).batch_size == batch
+    few = {100: 8, 500: 8, 2_000: 32, 10_000: 64}  # pictures: enough steps of a U-Net an epoch
+    for images, batch in few.items():
+        unet = Recipe(network="unet", dataset="x")
+        assert completed(unet, {}, sides=(96, 96), images=images).batch_size == batch
+        assert completed(unet, {}, sides=(512, 512), images=images).batch_size == 8
+        other = replace(unet, network="centernet")
+        assert completed(other, {}, sides=(96, 96), images=images).batch_size == 64
     assert completed(BARE, {"batch_size": 32}, sides=(512, 512)).batch_size == 32
     assert completed(BARE, {}).batch_size == 32
     two = Recipe(network="unet3d", dataset="x", gpus=2, accumulate=2)

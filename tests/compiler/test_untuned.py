@@ -215,3 +215,37 @@ def test_tensor_cores_come_before_plain_units(target: str) -> None:
         outputs=(replace(problem.output, shape=(64, 64, 56, 56)),),
     )
     assert 1.5 < estimate_us(catalog.kernel("conv2d.implicit_gemm"), twice, target) / whole < 2.1
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.cells(rows)[0]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "why"),
+    [
+        (nn.Conv2d(32, 32, 3, groups=4), (1, 32, 6, 6), "are grouped or read fewer than 16"),
+        (Recurrent(), (1, 4, 16), "no convolution or linear layer"),
+        (nn.Sequential(nn.Conv2d(32, 32, 3, groups=4), nn.Conv2d(32, 8, 1)), (1, 32, 6, 6), ""),
+    ],
+)
+def test_a_plan_in_which_nothing_rounds_says_so_and_why(
+    module: nn.Module, shape: tuple[int, ...], why: str
+) -> None:
+    told: list[str] = []
+    plan = ts.compile(
+        module.eval(), inputs=[TensorSpec(name="x", dtype="float32", shape=shape)], batch=1,
+        precision="int8", calibration=[{"x": torch.randn(4, *shape[1:])}], untuned=True,
+        target="cpu", emit=lambda event: told.append(event.text),
+    )  # fmt: skip
+    assert bool(plan.unrounded) == bool(why)
+    assert why in plan.unrounded
+    assert (plan.unrounded in str(plan).splitlines()) == bool(why)
+    assert [text for text in told if "no layer computes" in text] == [plan.unrounded] * bool(why)
+    assert not replace(plan, manifest=replace(plan.manifest, precision="fp32")).unrounded

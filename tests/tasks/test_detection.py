@@ -120,6 +120,9 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     assert TASK.errors is not None
     seen = TASK.errors.match(np.load(rows), targets_of(dataset.val), 0.6)
     assert found.errors == seen.report(dataset.classes, np.full(2, 0.3))
+    usual = TASK.errors.match(np.load(rows), targets_of(dataset.val), 0.5)
+    losses = usual.losses(np.full(2, 0.3), len(dataset.val))
+    assert [m.loss for m in found.mistakes] == pytest.approx(sorted(losses, reverse=True))
     assert found.to_json()["errors"]["overlap"] == 0.6
     with pytest.raises(UsageError, match=r"between 0\.15 and 1"):
         api.evaluate(plan, dataset, split="val", overlap=0.0)
@@ -136,6 +139,19 @@ def row(boxes: list[list[float]], labels: list[int], **others: Any) -> dict[str,
         "boxes": boxes, "labels": labels, "crowds": [False] * len(boxes), "areas": areas,
         "zoom": 1.0, "size": [40, 60], "view": [0, 0, 40, 60], **others,
     }  # fmt: skip
+
+
+def coco_of(things: list[Any], told: list[Any], images: int, classes: int, folder: Path) -> Any:
+    """What pycocotools says."""
+    plain = {"info": {}, "images": [{"id": i} for i in range(images)], "annotations": things,
+             "categories": [{"id": k} for k in range(classes)]}  # fmt: skip
+    (folder / "truth.json").write_text(json.dumps(plain))
+    known = COCO(str(folder / "truth.json"))
+    run = COCOeval(known, known.loadRes(told), "bbox")
+    run.evaluate()
+    run.accumulate()
+    run.summarize()
+    return run
 
 
 @pytest.mark.parametrize("zoom", [1.0, 20.0])
@@ -186,14 +202,7 @@ def test_measures_are_pycocotools(zoom: float, tmp_path: Path) -> None:
                 for k, s in enumerate(values[4:].tolist())
                 if s > 0
             ]
-    plain = {"info": {}, "images": [{"id": i} for i in range(len(pictures))], "annotations": things,
-             "categories": [{"id": k} for k in range(classes)]}  # fmt: skip
-    (tmp_path / "truth.json").write_text(json.dumps(plain))
-    known = COCO(str(tmp_path / "truth.json"))
-    run = COCOeval(known, known.loadRes(told), "bbox")
-    run.evaluate()
-    run.accumulate()
-    run.summarize()
+    run = coco_of(things, told, len(pictures), classes, tmp_path)
     names = ("map", "map50", "map75", "small", "medium", "large")
     seen = [report.values.get(name, -1.0) for name in names]
     np.testing.assert_allclose(seen, run.stats[:6], atol=1e-6)
@@ -203,6 +212,22 @@ def test_measures_are_pycocotools(zoom: float, tmp_path: Path) -> None:
         assert told_of.average_precision == pytest.approx(precision[:, :, k].mean(), abs=1e-6)
         assert told_of.at_half == pytest.approx(precision[0, :, k].mean(), abs=1e-6)
         assert 0.1 <= told_of.threshold <= 1
+
+    # Drawn anew, an image counts as often as it is drawn: so many images with the same things.
+    drawn = np.bincount(rng.integers(0, len(pictures), len(pictures)), minlength=len(pictures))
+    copies = np.repeat(np.arange(len(pictures)), drawn).tolist()
+    again = [[{**one, "image_id": new} for new, old in enumerate(copies) for one in every
+              if one["image_id"] == old] for every in (things, told)]  # fmt: skip
+    for number, thing in enumerate(again[0], start=1):
+        thing["id"] = number
+    run = coco_of(*again, len(copies), classes, tmp_path)
+    values = report.resampled(np.stack([np.ones(len(drawn)), drawn], axis=1).astype(np.float64))
+    seen = [values[name][1] for name in (*names, "recall")]
+    np.testing.assert_allclose(
+        np.nan_to_num(seen, nan=-1), [*run.stats[:6], run.stats[8]], atol=1e-9
+    )
+    for name, value in report.values.items():
+        assert values[name][0] == pytest.approx(value, abs=1e-12)
 
 
 def test_a_split_without_answers_or_without_things_has_measures() -> None:

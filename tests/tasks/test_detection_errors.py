@@ -146,6 +146,10 @@ def test_the_worst_come_first() -> None:
     ]  # fmt: skip
     assert [e.loss for e in found] == pytest.approx([1.0, 0.9, 0.75, 0.6])
     assert seen.listed(np.full(3, 0.3), most=1) == found[:1]
+    # 1 − F1 of an image, of the boxes that reach the thresholds
+    assert seen.losses(np.full(3, 0.3), 4) == pytest.approx([1.0, 1.0, 1.0, 0.0])
+    assert seen.losses(np.array([0.2, 0.3, 0.3]), 4) == pytest.approx([1 / 3, 1.0, 1.0, 0.0])
+    assert seen.losses(np.full(3, 0.95), 4) == pytest.approx([1.0, 1.0, 0.0, 0.0])
     assert TASK.errors is not None
     assert tuple(TASK.errors.TITLES) == KINDS
     assert named("regression").errors is None

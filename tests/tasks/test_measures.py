@@ -175,7 +175,7 @@ def test_the_losses_of_images_are_torchs_and_their_mean_is_the_reports(task):
     targets = part.examples.targets(column, 4)
     if task == "segmentation":
         rows = np.concatenate([np.ones((30, 12)), rng.random((30, 1))], 1).astype(np.float32)
-    found = part.metrics.losses(rows, targets)
+    found = part.metrics.losses(rows, targets, part.record(), 4)
     labels = ("a", "b", "c", "d")
     report = part.metrics.measure(rows, targets, labels)
     assert found.shape == (30,)
@@ -189,3 +189,23 @@ def test_the_losses_of_images_are_torchs_and_their_mean_is_the_reports(task):
         hot = torch.from_numpy(targets.batch(np.arange(30))).double()
         theirs = functional.binary_cross_entropy_with_logits(scores, hot, reduction="none")
         np.testing.assert_allclose(found, theirs.mean(1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "volumes"])
+def test_draws_are_measured_as_the_images_that_they_name(task):
+    """Sums of what each image counts give what measuring so many copies of it gives."""
+    measure, rng, labels = named(task).metrics.measure, np.random.default_rng(5), ("a", "b", "c")
+    rows = rng.integers(0, 50, (12, 10)).astype(np.float32)
+    rows[:, :3] = rows[:, :6].reshape(12, 2, 3).min(axis=1)  # in common: no more than said
+    rows[:, 6:9] = np.maximum(rows[:, 6:9], rows[:, :3])
+    rows[:, 2::3][3:, :3] = 0  # the last class is in three images alone
+    drawn = rng.multinomial(12, [1 / 12] * 12, size=4)
+    drawn[0, :3] = 0
+    again = measure(rows, None, labels).resampled(drawn.T.astype(np.float64))
+    for number, counts in enumerate(drawn):
+        whole = measure(np.repeat(rows, counts, axis=0), None, labels)
+        assert set(again) == set(whole.values)
+        for name, value in whole.values.items():
+            assert again[name][number] == pytest.approx(value, rel=1e-12), name
+    assert measure(rows, None, labels).classes[2].iou is not None
+    assert measure(rows[3:], None, labels).classes[2].iou is None

@@ -441,3 +441,19 @@ def test_a_changed_mask_is_another_dataset(tmp_path: Path) -> None:
     Image.fromarray(np.ones((HEIGHT, WIDTH), np.uint8)).save(folder / "masks" / "0.png")
     with pytest.raises(UsageError, match="other"):
         images(folder, **settings)
+
+
+@pytest.mark.parametrize(
+    ("task", "first", "said"),
+    [
+        ("segmentation", "background", "cup 20 %, cat 5 %, background 75 %"),
+        ("segmentation", "road", "road 75 %, cup 20 %, cat 5 %"),
+        ("volumes", "air", "cup 20 %, cat 5 %, air 75 %"),
+    ],
+)
+def test_what_is_of_interest_is_told_first(task: str, first: str, said: str) -> None:
+    mask = np.zeros((4, 5, 5), np.uint8)
+    mask[:, 0], mask[0, 1] = 2, 1
+    given = mask if task == "volumes" else mask.reshape(20, 5)
+    target = {"mask": named(task).examples.encoded(given)}
+    assert named(task).answers.truth(target, (first, "cat", "cup", "dog")) == said

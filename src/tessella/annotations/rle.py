@@ -30,6 +30,14 @@ def counts_of(mask: npt.NDArray[np.generic]) -> Counts:
     return np.concatenate([[0], counts]) if flat.size and flat[0] else counts
 
 
+def of_part(part: npt.NDArray[np.generic], top: int, left: int, height: int, width: int) -> Counts:
+    """The run lengths of a mask [height, width] that is 0 but for a part of it."""
+    columns = np.pad(np.asarray(part != 0).T, ((0, 0), (1, 1)))
+    column, row = np.nonzero(columns[:, 1:] != columns[:, :-1])
+    places = (left + column) * height + top + row
+    return of_runs(places[0::2], places[1::2], height * width)
+
+
 def of_runs(begins: Counts, ends: Counts, pixels: int) -> Counts:
     """The run lengths of a mask of so many pixels, of where its runs begin and end, in order.
 

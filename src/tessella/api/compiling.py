@@ -235,6 +235,8 @@ def _program(
         measuring=compiler.Measuring(untuned=True) if untuned else _measuring(call),
         emit=emit,
     )
+    if plan.unrounded:
+        emit(warning(plan.unrounded))
     return finished(plan, emit)
 
 

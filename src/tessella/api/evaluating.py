@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from tessella.core.preprocess import encode, fitted, to_depth
 from tessella.core.record import to_plain
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.core.volumes import middle_slice
-from tessella.tasks import Report, Task, targets_of
+from tessella.tasks import Report, Targets, Task, targets_of
 from tessella.tasks.task import ErrorCounts, Errors
 from tessella.training.confidence import (
     Bin,
     Curve,
+    Floats,
     Measure,
     bootstrapped,
     calibration,
@@ -183,12 +185,14 @@ def evaluate(
     opened = _opened(model)
     task, record = task_of(opened)
     labels = predictor(opened, trust_code=trust_code)[2]
-    ways = task.errors
     _check_places(task, threshold, overlap)
     rival = None if against is None else _opened(against)
     if rival is not None:  # before anything is measured
         _require_same_question(opened, labels, rival, trust_code)
     samples = split_of(data, split, labels, record)
+    if threshold is not None:
+        same = {"threshold": (threshold,) * len(labels)}
+        record = replace(record, numbers={**record.numbers, **same})
     _warn(opened, data, split, emit)
     own = _answered(opened, samples, trust_code, emit)
     truth = targets_of(samples)
@@ -203,7 +207,7 @@ def evaluate(
     comparison = None
     if rival is not None:
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
-    losses_N = task.metrics.losses(own.rows_NR, truth)
+    losses_N = task.metrics.losses(own.rows_NR, truth, record, len(labels))
     worst = np.argsort(-losses_N, kind="stable")[:errors]
     return Judgement(
         model=name_of(opened),
@@ -216,9 +220,7 @@ def evaluate(
         report=own.report,
         calibration=calibrated,
         curves=curves,
-        errors=None
-        if ways is None
-        else _counted(ways, own, samples, (record, labels), threshold, overlap),
+        errors=_counted(task.errors, own, truth, (record, labels), overlap),
         mistakes=tuple(
             _mistake(int(i), losses_N, own, samples, (task, record), labels) for i in worst
         ),
@@ -357,16 +359,15 @@ def _check_share(name: str, value: float | None, least: float) -> None:
 
 
 def _counted(
-    ways: Errors, own: _Answered, samples: Split, about: tuple[TaskRecord, tuple[str, ...]],
-    threshold: float | None, overlap: float | None,
-) -> ErrorCounts:  # fmt: skip
+    ways: Errors | None, own: _Answered, truth: Targets, about: tuple[TaskRecord, tuple[str, ...]],
+    overlap: float | None,
+) -> ErrorCounts | None:  # fmt: skip
     """How often the model errs in each way, told as it would be told to a client."""
+    if ways is None:
+        return None
     record, labels = about
-    least_K = ways.thresholds(record, len(labels))
-    if threshold is not None:
-        least_K = np.full(len(labels), threshold)
-    overlap = ways.OVERLAP if overlap is None else overlap
-    return ways.match(own.rows_NR, targets_of(samples), overlap).report(labels, least_K)
+    found = ways.match(own.rows_NR, truth, ways.OVERLAP if overlap is None else overlap)
+    return found.report(labels, ways.thresholds(record, len(labels)))
 
 
 class _Drawn:
@@ -383,13 +384,18 @@ class _Drawn:
         """Every measure with its interval."""
         if self._task.name != CLASSIFICATION.name:
             names = tuple(own.report.values)
-            found = self._interval(lambda chosen: self._values(own, chosen))
+            found = self._interval(lambda drawn_NS: self._values(own, names, drawn_NS))
             return dict(zip(names, found, strict=True))
         truth_N, said_N = self._samples.labels, own.rows_NR.argmax(axis=1)
-        losses_N = self._task.metrics.losses(own.rows_NR, targets_of(self._samples))
+        losses_N = self._task.metrics.losses(
+            own.rows_NR, targets_of(self._samples), CLASSIFICATION, len(self._labels)
+        )
         right = int((said_N == truth_N).sum())
+        pairs_N = truth_N * len(self._labels) + said_N
         found = self._interval(
-            lambda n: np.array([losses_N[n].mean(), *self._macro(truth_N[n], said_N[n])])
+            lambda drawn_NS: np.stack(
+                [_mean_of(losses_N, drawn_NS), *self._macro(pairs_N, drawn_NS)]
+            )
         )
         accuracy = exact_share(right, len(truth_N), self._level)
         return {"accuracy": accuracy, **dict(zip(("loss", *MACRO), found, strict=True))}
@@ -398,16 +404,17 @@ class _Drawn:
         """The two models on the same images."""
         score = self._task.score
         if self._task.name != CLASSIFICATION.name:
-            place = tuple(own.report.values).index(score)
             (difference,) = self._interval(
-                lambda n: (self._values(own, n) - self._values(other, n))[place : place + 1]
+                lambda drawn_NS: (
+                    self._values(own, (score,), drawn_NS) - self._values(other, (score,), drawn_NS)
+                )
             )
             return Comparison(
                 other=name_of(rival), other_value=other.report.values[score], difference=difference
             )
         right_2N = [a.rows_NR.argmax(axis=1) == self._samples.labels for a in (own, other)]
         gain_N = right_2N[0].astype(np.float64) - right_2N[1]
-        (difference,) = self._interval(lambda n: np.array([gain_N[n].mean()]))
+        (difference,) = self._interval(lambda drawn_NS: _mean_of(gain_N, drawn_NS)[None])
         one, two, p = mcnemar(*right_2N)
         return Comparison(
             other=name_of(rival),
@@ -418,33 +425,47 @@ class _Drawn:
             p_value=p,
         )
 
-    def _interval(self, measured: Any) -> list[Measure]:
-        def told(done: int) -> None:
-            if done % 100 == 0 or done == self._resamples:
-                self._emit(progress("draw anew", done, self._resamples))
-
+    def _interval(self, measured: Callable[[Floats], Floats]) -> list[Measure]:
         return bootstrapped(
             measured, len(self._samples), level=self._level, resamples=self._resamples,
-            seed=self._seed, told=told,
+            seed=self._seed,
+            told=lambda done: self._emit(progress("draw anew", done, self._resamples)),
         )  # fmt: skip
 
-    def _values(self, answered: _Answered, chosen: npt.NDArray[np.int64]) -> Any:
-        """All measures of a task's report over images of these numbers."""
-        column = self._samples.column.take(chosen)
-        targets = self._task.examples.targets(column, len(self._labels))
-        report = self._task.metrics.measure(answered.rows_NR[chosen], targets, self._labels)
-        return np.array(list(report.values.values()))
+    def _values(self, answered: _Answered, names: Sequence[str], drawn_NS: Floats) -> Floats:
+        """Measures of a task's report over draws of the images, [V, S]."""
+        if answered.report.resampled is not None:
+            found = answered.report.resampled(drawn_NS)
+            return np.stack([found[name] for name in names])
+        made = []
+        for drawn_N in drawn_NS.T:
+            chosen = np.repeat(np.arange(len(drawn_N)), drawn_N.astype(np.int64))
+            targets = self._task.examples.targets(
+                self._samples.column.take(chosen), len(self._labels)
+            )
+            report = self._task.metrics.measure(answered.rows_NR[chosen], targets, self._labels)
+            made.append([report.values.get(name, np.nan) for name in names])
+        return np.array(made, np.float64).T
 
-    def _macro(self, truth_N: npt.NDArray[np.int64], said_N: npt.NDArray[np.int64]) -> list[float]:
-        """Means over the classes of the split of precision, recall and F1, as scikit-learn's."""
+    def _macro(self, pairs_N: npt.NDArray[np.int64], drawn_NS: Floats) -> Floats:
+        """Means over the classes of the split of precision, recall and F1, as scikit-learn's, of
+        pairs of true and said classes, [3, S]."""
         classes = len(self._labels)
-        pairs = np.bincount(truth_N * classes + said_N, minlength=classes**2)
-        confusion_KK = pairs.reshape(classes, classes)
-        hits, said, support = confusion_KK.diagonal(), confusion_KK.sum(0), confusion_KK.sum(1)
-        there = (said + support) > 0
-        each = (
-            hits / np.maximum(said, 1),
-            hits / np.maximum(support, 1),
-            2 * hits / np.maximum(said + support, 1),
-        )
-        return [float(values[there].mean()) for values in each]
+        made = []
+        for drawn_N in drawn_NS.T:
+            pairs = np.bincount(pairs_N, drawn_N, minlength=classes**2)
+            confusion_KK = pairs.reshape(classes, classes)
+            hits, said, support = confusion_KK.diagonal(), confusion_KK.sum(0), confusion_KK.sum(1)
+            there = (said + support) > 0
+            each = (
+                hits / np.maximum(said, 1),
+                hits / np.maximum(support, 1),
+                2 * hits / np.maximum(said + support, 1),
+            )
+            made.append([values[there].mean() for values in each])
+        return np.array(made, np.float64).T
+
+
+def _mean_of(values_N: Floats, drawn_NS: Floats) -> Floats:
+    """The means of draws, [S]."""
+    return np.asarray(values_N @ drawn_NS / drawn_NS.sum(axis=0))

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from tessella.artifacts.files import Member
 from tessella.artifacts.program import Program
 from tessella.artifacts.receipt import Receipt
-from tessella.core.architectures import TARGETS
+from tessella.core.architectures import TARGETS, is_gpu
 from tessella.core.compiled import CompiledKernels
 from tessella.core.count import numbered, with_spread
 from tessella.core.device import Fingerprint
@@ -22,6 +22,9 @@ UNTUNED = (
     "untuned: nothing was measured, a cost model chose the kernels; on the machine itself, "
     "tessella tune PLAN measures them"
 )
+SMALL = ("int8", "fp8")  # precisions in which layers compute that fit, and the rest does not
+SMALL_TYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of their weights
+ROUNDED = ("conv2d", "linear")  # how the names of steps begin that could be
 NOISY_SHARE = 0.1  # of the steps' time: a plan of which so much was disturbed is called noisy
 
 
@@ -208,6 +211,24 @@ class Outline:
         """Whether the times of a plan are to be doubted, and with them what was chosen by them."""
         return self.noisy_share >= NOISY_SHARE
 
+    @property
+    def unrounded(self) -> str:
+        """Why no layer computes in the int8 or fp8 that was asked for; empty where one does."""
+        manifest, rounding = self.manifest, self.manifest.precision
+        types = {str(tensor.dtype).removeprefix("torch.") for tensor in self.weights.values()}
+        if rounding not in SMALL or types & set(SMALL_TYPES):
+            return ""
+        rest = "fp16" if is_gpu(self.target) else "fp32"
+        same = f"compile with precision {rest}, which is the same plan"
+        if manifest.precisions:
+            why = "those that could were given another precision"
+        elif any(s.op.startswith(ROUNDED) for s in self.program.buckets[-1].steps):
+            why = "its convolutions and linear layers are grouped or read fewer than 16 channels"
+            same += f"; --layer NAME={rounding} rounds one of them all the same"
+        else:
+            why = "it has no convolution or linear layer with weights of its own"
+        return f"no layer computes in {rounding}: {why}; {same}"
+
     def __str__(self) -> str:
         return table(self)
 
@@ -249,6 +270,8 @@ def table(plan: Outline) -> str:
         )
     if manifest.untuned:
         closing.append(UNTUNED)
+    if plan.unrounded:
+        closing.append(plan.unrounded)
     if manifest.precisions:
         layers = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
         closing.append(f"layers in another precision: {layers}")

@@ -115,21 +115,27 @@ def things_of(mask: Mask, ground: int, *, least: int = 1) -> tuple[Drawn, ...]:
     Args:
         least: pixels of a patch; smaller ones are left out.
     """
-    labels = [int(k) for k in np.unique(mask) if k != ground]
-    # column by column, as run lengths are: turned once, and not again for each patch
+    height, width = mask.shape
+    counts = np.bincount(mask.ravel(), minlength=256)
     patches = {
-        k: np.asfortranarray(cv2.connectedComponents((mask == k).astype(np.uint8))[1])
-        for k in labels
+        int(k): cv2.connectedComponentsWithStats((mask == k).astype(np.uint8))[1:3]
+        for k in np.flatnonzero(counts)
+        if k != ground
     }
-    apart = sum(int(numbers.max()) for numbers in patches.values()) <= MOST_APART
+    apart = sum(len(stats) - 1 for _, stats in patches.values()) <= MOST_APART
     found = []
-    for label, numbers in patches.items():
-        sizes = np.bincount(numbers.ravel(order="K"))
-        kept = [n for n in range(1, len(sizes)) if sizes[n] >= least]
-        for inside in (numbers == n for n in kept) if apart else [np.isin(numbers, kept)]:
-            if inside.any():
-                text = rle.compressed(rle.counts_of(inside)).decode()
-                found.append(Drawn(label=label, rle=text))
+    for label, (numbers, stats) in patches.items():
+        kept = stats[:, cv2.CC_STAT_AREA] >= least
+        kept[0] = False  # what is of another class
+        if apart:
+            made = [
+                rle.of_part(numbers[y : y + h, x : x + w] == n, y, x, height, width)
+                for n in np.flatnonzero(kept).tolist()
+                for x, y, w, h in [stats[n, : cv2.CC_STAT_AREA].tolist()]
+            ]
+        else:
+            made = [rle.counts_of(kept[numbers])] if kept.any() else []
+        found += [Drawn(label=label, rle=rle.compressed(counts).decode()) for counts in made]
     return tuple(found)
 
 
@@ -164,18 +170,22 @@ def _cells(pixels: int, start: float, end: float, count: int) -> npt.NDArray[np.
 
 def painted(things: Sequence[Drawn], classes: Sequence[str], size: Size) -> Mask:
     """The class of each pixel of a picture, as a dataset's mask has it."""
-    mask = np.full(size, ground_of(classes), np.uint8)
+    flat = np.full(size[0] * size[1], ground_of(classes), np.uint8)
     for thing in things:
-        mask[_inside(thing, size)] = thing["label"]
-    return mask
+        first, inside = _along(thing, size)
+        flat[first : first + len(inside)][inside] = thing["label"]
+    return np.ascontiguousarray(flat.reshape(size[::-1]).T)
 
 
-def _inside(thing: Drawn, size: Size) -> npt.NDArray[np.bool_]:
+def _along(thing: Drawn, size: Size) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Where a thing begins, column by column, and which pixels from there to its end are in it."""
     if "polygon" in thing:
         counts = rle.of_polygons([thing["polygon"]], *size)
     else:
         counts = rle.expanded(thing["rle"].encode())
-    return rle.mask_of(counts, *size).astype(bool)
+    counts = counts[: len(counts) // 2 * 2]  # what is behind the last pixel is left out
+    within = np.arange(len(counts)) % 2 == 1
+    return int(counts[:1].sum()), np.repeat(within[1:], counts[1:])
 
 
 def folder_of(split: str) -> str:
@@ -210,17 +220,17 @@ def write(
 
 def _seen(things: Sequence[Drawn], size: Size) -> Iterator[Thing]:
     """What can be seen of each thing under the later ones: COCO's form has no order."""
-    owner = np.full(size, -1, np.int32)
-    inside = [_inside(thing, size) for thing in things]
-    for number, pixels in enumerate(inside):
-        owner[pixels] = number
-    for number, (thing, pixels) in enumerate(zip(things, inside, strict=True)):
-        visible = owner == number
+    owner = np.full(size[0] * size[1], -1, np.int32)
+    places = [_along(thing, size) for thing in things]
+    for number, (first, inside) in enumerate(places):
+        owner[first : first + len(inside)][inside] = number
+    for number, (thing, (first, inside)) in enumerate(zip(things, places, strict=True)):
+        visible = owner[first : first + len(inside)] == number
         if thing["label"] == 0 or not visible.any():
             continue
-        counts = rle.counts_of(visible)
+        counts = rle.of_part(visible[:, None], first, 0, len(owner), 1)
         x, y, width, height = rle.box_of(counts, size[0])
-        whole = "polygon" in thing and bool((visible == pixels).all())
+        whole = "polygon" in thing and bool((visible == inside).all())
         crowd = thing["label"] == IGNORED
         yield Thing(
             label=0 if crowd else thing["label"] - 1,

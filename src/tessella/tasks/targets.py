@@ -51,4 +51,8 @@ def for_defaults(dataset: Dataset) -> dict[str, Any]:
     """What ``artifacts.defaults.completed`` asks about a dataset."""
     examples = of(dataset.info.task).examples
     sides = dataset.preprocess.input_shape[1:]
-    return {"smoothed": examples.SMOOTHED, "sides": sides if examples.PLACED else None}
+    return {
+        "smoothed": examples.SMOOTHED,
+        "sides": sides if examples.PLACED else None,
+        "images": dataset.info.splits["train"].count,
+    }

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Numbers = Mapping[str, tuple[float, ...]]
 Rows = npt.NDArray[np.float32]
+# Measures by name, each [S], of S draws of a split's images: given is how often each image counts
+# in each draw, [N, S]. NaN is a measure with nothing to count.
+Resampled = Callable[[npt.NDArray[np.float64]], dict[str, npt.NDArray[np.float64]]]
 Outputs = npt.NDArray[Any]
 
 
@@ -213,6 +216,11 @@ class Report(Protocol):
         """Numbers of the task's record that this split decided: thresholds."""
         ...
 
+    @property
+    def resampled(self) -> Resampled | None:
+        """The same measures of draws of the images; None where each has to be measured anew."""
+        ...
+
     def to_json(self) -> dict[str, Any]:
         """The report, ready for ``json.dumps``."""
         ...
@@ -242,8 +250,11 @@ class Metrics(Protocol):
         """The report of a whole split."""
         ...
 
-    def losses(self, rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
-        """How wrong the answer of each image is, [N]: the worst have the most."""
+    def losses(
+        self, rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+    ) -> npt.NDArray[np.float64]:
+        """How wrong the answer of each image is, [N]: the worst have the most. What is told is what
+        reaches the record's thresholds."""
         ...
 
 

@@ -20,6 +20,7 @@ Bools = npt.NDArray[np.bool_]
 BINS = 15  # of the calibration, as Guo et al. (2017) count them
 COLDEST, HOTTEST = 1e-2, 1e2  # temperatures
 MOST_POINTS = 100  # of a curve
+TOGETHER = 100  # draws: sums of so many at a time stay small beside the answers of a large split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ def exact_share(right: int, count: int, level: float) -> Measure:
 
 
 def bootstrapped(
-    measured: Callable[[Indices], Floats],
+    measured: Callable[[Floats], Floats],
     count: int,
     *,
     level: float,
@@ -49,21 +50,27 @@ def bootstrapped(
     """Values with percentile intervals over samples drawn anew with replacement (Efron 1979).
 
     Args:
-        measured: the values for images of these numbers, which may repeat.
+        measured: values [V, S] of S draws, given how often each image counts in each, [N, S]; NaN
+            where a draw has nothing to measure.
         told: called with the number of resamples that are done.
     """
     generator = np.random.default_rng(seed)
-    drawn = []
-    for done in range(1, resamples + 1):
-        drawn.append(measured(generator.integers(0, count, count)))
-        told(done)
-    sides = (1 - level) / 2
-    lows, highs = np.quantile(np.stack(drawn), [sides, 1 - sides], axis=0)
-    values = measured(np.arange(count))
-    return [
-        Measure(value=float(v), low=float(low), high=float(high))
-        for v, low, high in zip(values, lows, highs, strict=True)
-    ]
+    made = []
+    for first in range(0, resamples, TOGETHER):
+        draws = min(TOGETHER, resamples - first)
+        drawn_SN = [
+            np.bincount(generator.integers(0, count, count), minlength=count) for _ in range(draws)
+        ]
+        made.append(measured(np.stack(drawn_SN, axis=1).astype(np.float64)))
+        told(first + draws)
+    values_V = measured(np.ones((count, 1)))[:, 0]
+    sides = [(1 - level) / 2, (1 + level) / 2]
+    found = []
+    for value, drawn_S in zip(values_V, np.concatenate(made, axis=1), strict=True):
+        known_S = drawn_S[~np.isnan(drawn_S)]
+        low, high = np.quantile(known_S, sides) if len(known_S) else (value, value)
+        found.append(Measure(value=float(value), low=float(low), high=float(high)))
+    return found
 
 
 def mcnemar(right_N: Bools, other_N: Bools) -> tuple[int, int, float]:

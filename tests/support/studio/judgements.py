@@ -49,7 +49,11 @@ def judgement_of(
     said_N = scores_NK.argmax(1)
     error, bins = calibration(probabilities_NK, truth_N)
     (loss,) = bootstrapped(
-        lambda n: np.array([losses_N[n].mean()]), len(truth_N), level=LEVEL, resamples=50, seed=0
+        lambda drawn: losses_N[None] @ drawn / len(truth_N),
+        len(truth_N),
+        level=LEVEL,
+        resamples=50,
+        seed=0,
     )
     comparison = None
     if rival_NK is not None:

@@ -103,6 +103,7 @@ DENSE: dict[str, Description] = {
         "Ronneberger et al., U-Net: convolutional networks for biomedical image segmentation, "
         "arXiv:1505.04597",
         16,
+        "levels",
         "width",
     ),
     "fcn_resnet50": _dense(

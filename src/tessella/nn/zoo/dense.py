@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tessella.core.errors import UsageError
 from tessella.nn.zoo import standard
 
-LEVELS = 4  # how often U-Net halves the size
+LEVELS, MOST_LEVELS = 5, 8  # of a U-Net
 WIDTH = 32  # channels of its first level
 
 
@@ -59,11 +59,20 @@ class UNet(nn.Module):
 
     Args:
         width: channels of the first level; each further one has twice as many.
+        levels: how many there are, each of half the size of the one before: fewer for small things
+            in small pictures, which learn earlier then.
     """
 
-    def __init__(self, *, classes: int, channels: int, width: int = WIDTH) -> None:
+    def __init__(
+        self, *, classes: int, channels: int, width: int = WIDTH, levels: int = LEVELS
+    ) -> None:
         super().__init__()
-        widths = [width << level for level in range(LEVELS + 1)]
+        if not (width >= 1 and 1 <= levels <= MOST_LEVELS):
+            raise UsageError(
+                f"a U-Net has a width and one to {MOST_LEVELS} levels",
+                seen=f"width={width}, levels={levels}",
+            )
+        widths = [width << level for level in range(levels)]
         sources = [channels, *widths[:-1]]
         self.down = nn.ModuleList(_block(a, b) for a, b in zip(sources, widths, strict=True))
         pairs = list(zip(reversed(widths[1:]), reversed(widths[:-1]), strict=True))

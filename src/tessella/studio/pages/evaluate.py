@@ -269,6 +269,13 @@ def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
     return (plain, "") if isinstance(plain, dict) else (None, "it is no object")
 
 
+def _figure(value: float | None) -> str:
+    """A count, or a measure with three digits; a dash where there is nothing to count."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+
+
 def _epoch(point: Checkpoint) -> str:
     metric = point.info.task.metric
     score = point.info.metrics.get(metric)
@@ -299,6 +306,8 @@ class _Judgement:
                 figures(report["per_class"], [c["average_precision"] for c in curves])
             with parts.card("What is taken for what"):
                 Confusion(context, report, data, split).mistakes()
+        elif report.get("classes"):
+            self._classes(report["classes"])
         self._mistakes()
 
     def _numbers(self) -> None:
@@ -320,6 +329,16 @@ class _Judgement:
                  *(parts.score(name, m[k]) for k in ("value", "low", "high")))
                 for name, m in plain["measures"].items()
             ]  # fmt: skip
+            parts.table(columns, rows)
+
+    @staticmethod
+    def _classes(classes: list[dict[str, Any]]) -> None:
+        """What the task measures of each class."""
+        names = [name for name in classes[0] if name != "label"]
+        columns = [parts.Column(title="class")]
+        columns += [parts.Column(title=n.replace("_", " "), classes="r") for n in names]
+        with parts.card("Classes"):
+            rows = [(c["label"], *(_figure(c[name]) for name in names)) for c in classes]
             parts.table(columns, rows)
 
     @staticmethod

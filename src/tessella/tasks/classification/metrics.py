@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.tasks.classification.examples import Labels
 from tessella.tasks.task import Rows, Targets
 
@@ -60,6 +61,10 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
 
+    @property
+    def resampled(self) -> None:
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """All but the scores, ready for ``json.dumps``."""
         return {
@@ -92,7 +97,9 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     return measured(rows_NR, targets.labels_N, labels)
 
 
-def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+def losses(
+    rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+) -> npt.NDArray[np.float64]:
     """The cross entropy of each image."""
     assert isinstance(targets, Labels)
     logits, truth = torch.from_numpy(rows_NR).double(), torch.from_numpy(targets.labels_N.copy())

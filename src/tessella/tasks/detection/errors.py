@@ -172,6 +172,20 @@ class Matched:
         total: dict[str, int] = {n: sum(c.errors[n] for c in classes) for n in KINDS}
         return ErrorReport(overlap=self.overlap, errors=total, classes=tuple(classes))
 
+    def losses(self, least_K: Floats, count: int) -> Floats:
+        """1 − F1 of what is told of each of ``count`` images; 0 where nothing is told or there."""
+        counted = self.counted(least_K)
+        hits_N, told_N, things_N = (
+            np.bincount(images, minlength=count)
+            for images in (
+                self.images[counted & (self.verdicts == HIT)],
+                self.images[counted & (self.verdicts != IGNORED)],
+                self.there_images[~self.crowds],
+            )
+        )
+        both_N = told_N + things_N
+        return np.where(both_N > 0, 1 - 2 * hits_N / np.maximum(both_N, 1), 0.0)
+
     def listed(
         self, least_K: Floats, *, kind: Kind | None = None, label: int | None = None, most: int
     ) -> list[Error]:

@@ -1,30 +1,35 @@
-"""Average precision of boxes as COCO counts it, of each class and by the size of things.
-
-Counted by faster-coco-eval, whose numbers are those of pycocotools in a tenth of the time.
-"""
+"""Average precision of boxes as COCO counts it, of each class and by the size of things."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import functools
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torchvision.ops import box_iou
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.tasks.detection.answers import USUAL
-from tessella.tasks.detection.errors import FIELDS
+from tessella.tasks.detection.errors import FIELDS, match, thresholds
 from tessella.tasks.detection.examples import BoxSets
 from tessella.tasks.detection.head import MOST
-from tessella.tasks.task import Rows
+from tessella.tasks.detection.precision import (
+    EVERY_SIZE,
+    SIZES,
+    Bools,
+    ClassMatches,
+    Ints,
+    There,
+    Told,
+    matched,
+)
+from tessella.tasks.known import Floats, mean_known
+from tessella.tasks.task import Resampled, Rows
 
-SIZES = ("small", "medium", "large")  # below 32², below 96², and above, in pixels of the picture's
-HALF_SURE = 0.5  # the score and the overlap from which a box counts in an image's loss
 HALF, THREE_QUARTERS = 0, 5  # of the overlaps 0.50, 0.55, … 0.95
-EVERY_SIZE, ALL = 0, -1  # places of COCO's tables: areas, and most boxes a picture
 COUNTED = False
 
 
@@ -58,6 +63,7 @@ class Evaluation:
     medium: float | None
     large: float | None
     classes: tuple[ClassReport, ...]
+    resampled: Resampled = field(repr=False, compare=False)
 
     @property
     def values(self) -> dict[str, float]:
@@ -69,7 +75,7 @@ class Evaluation:
         return {"threshold": tuple(c.threshold for c in self.classes)}
 
     def to_json(self) -> dict[str, Any]:
-        return {k: to_plain(v) for k, v in vars(self).items()}
+        return {k: to_plain(v) for k, v in vars(self).items() if k != "resampled"}
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
         return ("class", "things", "AP", "AP at 0.5", "recall", "threshold"), [
@@ -96,75 +102,74 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
 
 def measure(rows_NR: Rows, targets: BoxSets, labels: tuple[str, ...]) -> Evaluation:
     """The ``Evaluation`` of rows N×(MOST · FIELDS)."""
-    truth, told = things(targets, len(labels)), _told(rows_NR, targets)
-    if not len(told):  # nothing would be counted: a box of score 0 that hits nothing
-        told = np.array([[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    return evaluation(counted(truth, told, "bbox"), truth, labels)
+    return evaluation(matched_boxes(rows_NR, targets, len(labels)), len(targets), labels)
 
 
-def evaluation(
-    counted: dict[str, Any], truth: dict[str, Any], labels: tuple[str, ...]
-) -> Evaluation:
-    """What COCO's tables say of the things of a split."""
-    precision, recall, scores = (counted[n] for n in ("precision", "recall", "scores"))
+def matched_boxes(rows_NR: Rows, targets: BoxSets, classes: int) -> list[ClassMatches]:
+    """Everything told with what it hits, by class."""
+    boxes, there = things(targets)
+    told, about = _told(rows_NR, targets)
+    shares = functools.partial(_shares, about, boxes, there.crowds)
+    return matched(there, told, classes, shares)
 
-    def mean(values: npt.NDArray[np.float64]) -> float | None:
-        known = values[values > -1]  # COCO's mark of what has nothing to count
-        return float(known.mean()) if known.size else None
 
-    support = np.bincount(
-        [a["category_id"] for a in truth["annotations"] if not a["iscrowd"]],
-        minlength=len(labels),
-    )
-    reports = tuple(
-        ClassReport(
-            label=label,
-            average_precision=mean(precision[:, :, k, EVERY_SIZE, ALL]),
-            at_half=mean(precision[HALF, :, k, EVERY_SIZE, ALL]),
-            recall=mean(recall[:, k, EVERY_SIZE, ALL]),
-            threshold=_threshold(
-                precision[HALF, :, k, EVERY_SIZE, ALL], scores[HALF, :, k, EVERY_SIZE, ALL]
-            ),
-            support=int(support[k]),
+def drawn(found: list[ClassMatches], drawn_NS: Floats) -> dict[str, Floats]:
+    """Each measure of draws of the images, [S]; NaN where there is nothing to count."""
+    made = [of_class.precisions(drawn_NS) for of_class in found]
+    average_KATS = np.stack([average for average, _ in made])
+    recall_KTS = np.stack([recall for _, recall in made])
+    every_KTS = average_KATS[:, EVERY_SIZE]
+    measures = {
+        "map": every_KTS, "map50": every_KTS[:, HALF], "map75": every_KTS[:, THREE_QUARTERS],
+        "recall": recall_KTS,
+    }  # fmt: skip
+    draws = drawn_NS.shape[1]
+    values = {n: np.nan_to_num(mean_known(v.reshape(-1, draws))) for n, v in measures.items()}
+    of_size = {n: average_KATS[:, a].reshape(-1, draws) for a, n in enumerate(SIZES, start=1)}
+    return values | {name: mean_known(value) for name, value in of_size.items()}
+
+
+def evaluation(found: list[ClassMatches], count: int, labels: tuple[str, ...]) -> Evaluation:
+    """What COCO's tables say of ``count`` images."""
+    whole_N1 = np.ones((count, 1))
+    values = {name: float(value[0]) for name, value in drawn(found, whole_N1).items()}
+    small, medium, large = (_known(values.pop(name)) for name in SIZES)
+    reports = []
+    for label, of_class in zip(labels, found, strict=True):
+        average_AT1, recall_T1 = of_class.precisions(whole_N1)
+        reports.append(
+            ClassReport(
+                label=label,
+                average_precision=_known(average_AT1[EVERY_SIZE].mean()),
+                at_half=_known(average_AT1[EVERY_SIZE, HALF, 0]),
+                recall=_known(recall_T1.mean()),
+                threshold=_threshold(*of_class.curve(HALF)),
+                support=int(of_class.counts_AG[EVERY_SIZE].sum()),
+            )
         )
-        for k, label in enumerate(labels)
-    )
-    of_size = {n: mean(precision[:, :, :, i, ALL]) for i, n in enumerate(SIZES, start=1)}
     return Evaluation(
-        count=len(truth["images"]),
-        map=mean(precision[:, :, :, EVERY_SIZE, ALL]) or 0.0,
-        map50=mean(precision[HALF, :, :, EVERY_SIZE, ALL]) or 0.0,
-        map75=mean(precision[THREE_QUARTERS, :, :, EVERY_SIZE, ALL]) or 0.0,
-        recall=mean(recall[:, :, EVERY_SIZE, ALL]) or 0.0,
-        small=of_size["small"],
-        medium=of_size["medium"],
-        large=of_size["large"],
-        classes=reports,
+        count=count,
+        small=small,
+        medium=medium,
+        large=large,
+        classes=tuple(reports),
+        resampled=functools.partial(drawn, found),
+        **values,
     )
 
 
-def losses(rows_NR: Rows, targets: BoxSets) -> npt.NDArray[np.float64]:
-    """1 − F1 of each image's boxes at a score and an overlap of one half; 0 where nothing is told
-    of a picture with nothing."""
-    told = rows_NR.reshape(len(rows_NR), -1, FIELDS)
-    return np.array([_wrong(told[i], targets.evaluated(i)) for i in range(len(told))], np.float64)
+def _known(value: float) -> float | None:
+    """A measure; None where there is nothing to count."""
+    return None if np.isnan(value) else float(value)
 
 
-def _wrong(told: Rows, boxes: npt.NDArray[np.float64]) -> float:
-    """1 − F1 of told boxes, the surest first, each of which may hit one thing; crowds apart."""
-    told = told[told[:, 4] >= HALF_SURE]
-    things = torch.from_numpy(boxes[boxes[:, 5] == 0])
-    overlaps = box_iou(torch.from_numpy(told[:, :4]).double(), things[:, :4])
-    overlaps *= torch.from_numpy(told[:, 5]).double()[:, None] == things[:, 4]
-    hits = 0
-    for row in overlaps:
-        if len(row) and row.max() >= HALF_SURE:
-            overlaps[:, row.argmax()] = 0  # a view: the rows to come see it
-            hits += 1
-    return 1 - 2 * hits / (len(told) + len(things)) if len(told) + len(things) else 0.0
+def losses(rows_NR: Rows, targets: BoxSets, record: TaskRecord, classes: int) -> Floats:
+    """1 − F1 of each image's boxes at the thresholds of their classes and an overlap of one half; 0
+    where nothing is told of a picture with nothing."""
+    return match(rows_NR, targets).losses(thresholds(record, classes), len(rows_NR))
 
 
-def _threshold(precision_R: npt.NDArray[np.float64], scores_R: npt.NDArray[np.float64]) -> float:
+def _threshold(precision_R: Floats, scores_R: Floats) -> float:
     """The score at which F1 is highest, of precision and score at recalls 0.00, 0.01, … 1.00."""
     recall_R = np.linspace(0, 1, len(precision_R))
     f1_R = 2 * precision_R * recall_R / np.maximum(precision_R + recall_R, 1e-12)
@@ -173,7 +178,7 @@ def _threshold(precision_R: npt.NDArray[np.float64], scores_R: npt.NDArray[np.fl
     return float(np.clip(scores_R[f1_R.argmax()], 1e-6, 1.0))
 
 
-def _scales(targets: BoxSets) -> npt.NDArray[np.float64]:
+def _scales(targets: BoxSets) -> Floats:
     """What brings fractions of an image's input to pixels of the picture's own, [N, 4].
 
     Sides that ``squash`` has scaled differently share their mean, which keeps every area and every
@@ -183,64 +188,47 @@ def _scales(targets: BoxSets) -> npt.NDArray[np.float64]:
     return np.asarray(sides, np.float64)
 
 
-def things(targets: BoxSets, classes: int) -> dict[str, Any]:
-    """The things of a split in COCO's form."""
-    scales = _scales(targets)
-    found: list[dict[str, Any]] = []
-    for image in range(len(targets)):
-        boxes = targets.evaluated(image)
-        placed = boxes[:, :4] * scales[image]
-        placed[:, 2:] -= placed[:, :2]
-        for box, (label, crowd, area) in zip(placed.tolist(), boxes[:, 4:].tolist(), strict=True):
-            found.append({
-                "id": len(found) + 1, "image_id": image, "category_id": int(label),
-                "bbox": box, "area": area, "iscrowd": int(crowd),
-            })  # fmt: skip
-    return {
-        "images": [
-            {"id": image, "height": height, "width": width}
-            for image, (height, width) in enumerate(targets.views[:, 2:].tolist())
-        ],
-        "categories": [{"id": k} for k in range(classes)],
-        "annotations": found,
-    }
+def things(targets: BoxSets) -> tuple[Floats, There]:
+    """The things of a split, and their boxes: x, y, width and height in the picture's pixels."""
+    seen = [targets.evaluated(image) for image in range(len(targets))]
+    images = np.repeat(np.arange(len(seen)), [len(boxes) for boxes in seen])
+    flat = np.concatenate([np.zeros((0, 7)), *seen])
+    there = There(
+        images=images,
+        labels=flat[:, 4].astype(np.int64),
+        areas=flat[:, 6],
+        crowds=flat[:, 5] > 0,
+    )
+    return _placed(flat[:, :4], images, targets), there
 
 
-def _told(rows_NR: Rows, targets: BoxSets) -> npt.NDArray[np.float64]:
-    """All told boxes: image, x, y, width, height, score and class in a row, as COCO takes them."""
+def _told(rows_NR: Rows, targets: BoxSets) -> tuple[Told, Floats]:
+    """All that is told, and the boxes of it."""
     told = rows_NR.reshape(len(rows_NR), -1, FIELDS).astype(np.float64)
-    boxes = told[..., :4] * _scales(targets)[:, None]
-    boxes[..., 2:] -= boxes[..., :2]
-    image = np.broadcast_to(np.arange(len(told))[:, None, None], (*told.shape[:2], 1))
-    flat = np.concatenate([image, boxes, told[..., 4:]], axis=2).reshape(-1, FIELDS + 1)
-    return np.asarray(flat[flat[:, 5] > 0])
+    images, places = np.nonzero(told[..., 4] > 0)
+    flat = told[images, places]
+    boxes = _placed(flat[:, :4], images, targets)
+    areas = boxes[:, 2] * boxes[:, 3]
+    labels = flat[:, 5].astype(np.int64)
+    return Told(images=images, labels=labels, areas=areas, scores=flat[:, 4]), boxes
 
 
-def counted(
-    truth: dict[str, Any],
-    told: npt.NDArray[np.float64] | list[dict[str, Any]],
-    of: Literal["bbox", "segm"],
-    zooms: npt.NDArray[np.float64] | None = None,
-) -> dict[str, Any]:
-    """COCO's tables: precision [T, R, K, A, M], scores of the same, recall [T, K, A, M].
-
-    Args:
-        told: what the network answers, as COCO takes it; not nothing.
-        zooms: by image, what brings areas that were told to the truth's unit.
-    """
-    from faster_coco_eval import COCO, COCOeval_faster
-
-    known = COCO(truth)
-    answers = known.loadRes(told)
-    if zooms is not None:
-        for one in answers.dataset["annotations"]:
-            one["area"] = float(one["area"]) * zooms[one["image_id"]]
-    run = COCOeval_faster(known, answers, of, print_function=_silent)
-    run.evaluate()
-    run.accumulate()
-    found: dict[str, Any] = run.eval
-    return found
+def _placed(boxes_M4: Floats, images_M: Ints, targets: BoxSets) -> Floats:
+    boxes = boxes_M4 * _scales(targets)[images_M]
+    boxes[:, 2:] -= boxes[:, :2]
+    return boxes
 
 
-def _silent(*_: object) -> None:
-    """What faster-coco-eval would print."""
+def _shares(
+    told_D4: Floats, there_G4: Floats, crowds_G: Bools, told_M: Ints, there_M: Ints
+) -> Floats:
+    """The overlaps of so many pairs of boxes, in COCO's order of operations: of a crowd the share
+    of the told box."""
+    one, other = told_D4[told_M], there_G4[there_M]
+    low = np.maximum(one[:, :2], other[:, :2])
+    high = np.minimum(one[:, :2] + one[:, 2:], other[:, :2] + other[:, 2:])
+    sides = (high - low).clip(0)
+    common = sides[:, 0] * sides[:, 1]
+    area, others = (b[:, 2] * b[:, 3] for b in (one, other))
+    either = np.where(crowds_G[there_M], area, area + others - common)
+    return np.asarray(common / np.where(either > 0, either, 1.0))

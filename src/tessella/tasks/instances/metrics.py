@@ -6,8 +6,8 @@ picture's own.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessella.annotations import rle
+from tessella.core.task import TaskRecord
 from tessella.tasks.detection import metrics as boxes
 from tessella.tasks.detection.errors import FIELDS
 from tessella.tasks.detection.head import MOST
+from tessella.tasks.detection.precision import ClassMatches, Ints, Told, matched
 from tessella.tasks.instances.cells import counts_of
 from tessella.tasks.instances.examples import MaskSets
 from tessella.tasks.instances.head import CELLS, SIDE
+from tessella.tasks.known import Floats
 from tessella.tasks.task import Rows
 
 COUNTED = boxes.COUNTED
 LEVELS = 255  # of a cell in a row: as many as fit into eight bits
 TOGETHER = 3  # cells in a float32, which has 24 bits of whole numbers
 PACKED = -(-CELLS // TOGETHER)
-KEPT = 1 << 14  # masks, some 2 KB each: images that are drawn anew have the same ones again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +82,21 @@ def _unpacked(numbers: Rows) -> npt.NDArray[np.float32]:
 
 def measure(rows_NR: Rows, targets: MaskSets, labels: tuple[str, ...]) -> MaskEvaluation:
     """The ``MaskEvaluation`` of rows N×(MOST · (FIELDS + PACKED))."""
-    told = rows_NR.reshape(len(rows_NR), -1, FIELDS + PACKED)
-    of_boxes = boxes.measure(_boxes(rows_NR), targets, labels)
-    truth = boxes.things(targets, len(labels))
-    _draw(truth, targets)
-    counted = boxes.counted(truth, _answers(told, targets), "segm", targets.zooms)
-    found = boxes.evaluation(counted, truth, labels)
-    same = {f.name: getattr(found, f.name) for f in fields(found)}
-    return MaskEvaluation(**same, box_map=of_boxes.map, box_map50=of_boxes.map50)
+    around = boxes.measure(_boxes(rows_NR), targets, labels)
+    found = boxes.evaluation(_matched(rows_NR, targets, len(labels)), len(targets), labels)
+
+    def again(drawn_NS: Floats) -> dict[str, Floats]:
+        of_boxes = around.resampled(drawn_NS)
+        also = {f"box_{name}": of_boxes[name] for name in ("map", "map50")}
+        return found.resampled(drawn_NS) | also
+
+    same = {f.name: getattr(found, f.name) for f in fields(found)} | {"resampled": again}
+    return MaskEvaluation(**same, box_map=around.map, box_map50=around.map50)
 
 
-def losses(rows_NR: Rows, targets: MaskSets) -> npt.NDArray[np.float64]:
+def losses(rows_NR: Rows, targets: MaskSets, record: TaskRecord, classes: int) -> Floats:
     """As detection's: how wrong each image's boxes are."""
-    return boxes.losses(_boxes(rows_NR), targets)
+    return boxes.losses(_boxes(rows_NR), targets, record, classes)
 
 
 def _boxes(rows_NR: Rows) -> Rows:
@@ -101,17 +105,6 @@ def _boxes(rows_NR: Rows) -> Rows:
     return np.ascontiguousarray(told).reshape(len(rows_NR), -1)
 
 
-def _draw(truth: dict[str, Any], targets: MaskSets) -> None:
-    """Give each thing its mask."""
-    place = 0
-    for image in range(len(targets)):
-        size = targets.views[image, 2:].tolist()
-        for counts in targets.texts(image):
-            truth["annotations"][place]["segmentation"] = {"size": size, "counts": counts}
-            place += 1
-
-
-@functools.lru_cache(maxsize=KEPT)
 def _drawn(box: bytes, numbers: bytes, height: int, width: int) -> bytes:
     """The run lengths of a mask that was told, of the numbers of its row."""
     sides = np.frombuffer(box, np.float32).astype(np.float64) * [width, height, width, height]
@@ -119,19 +112,56 @@ def _drawn(box: bytes, numbers: bytes, height: int, width: int) -> bytes:
     return rle.compressed(counts_of(cells, sides.tolist(), (height, width)))
 
 
-def _answers(told: Rows, targets: MaskSets) -> list[dict[str, Any]]:
-    """What was told as COCO takes it: one result for each mask."""
-    found: list[dict[str, Any]] = []
-    for image, rows_M in enumerate(told):
-        height, width = targets.views[image, 2:].tolist()
-        for row in rows_M[rows_M[:, 4] > 0]:
-            counts = _drawn(row[:4].tobytes(), row[FIELDS:].tobytes(), height, width)
-            found.append({
-                "image_id": image, "category_id": int(row[5]), "score": float(row[4]),
-                "segmentation": {"size": [height, width], "counts": counts},
-            })  # fmt: skip
-    if not found and len(told):  # nothing would be counted: an empty mask that hits nothing
-        height, width = targets.views[0, 2:].tolist()
-        empty = {"size": [height, width], "counts": rle.compressed(np.array([height * width]))}
-        found = [{"image_id": 0, "category_id": 0, "score": 0.0, "segmentation": empty}]
-    return found
+def _matched(rows_NR: Rows, targets: MaskSets, classes: int) -> list[ClassMatches]:
+    """Every mask that is told with what it hits, by class."""
+    from faster_coco_eval import mask as coco_mask
+
+    told_NMF = rows_NR.reshape(len(rows_NR), -1, FIELDS + PACKED)
+    images, places = np.nonzero(told_NMF[..., 4] > 0)
+    rows = told_NMF[images, places]
+    masks = [
+        _run_lengths(
+            _drawn(row[:4].tobytes(), row[FIELDS:].tobytes(), *_size(targets, image)),
+            _size(targets, image),
+        )
+        for image, row in zip(images.tolist(), rows, strict=True)
+    ]
+    _, there = boxes.things(targets)
+    truth = [
+        _run_lengths(counts, _size(targets, image))
+        for image in range(len(targets))
+        for counts in targets.texts(image)
+    ]
+
+    def shares(told_M: Ints, there_M: Ints) -> Floats:
+        pairs = images[told_M] * (classes + 1) + there.labels[there_M]
+        ends = np.append(np.flatnonzero(np.diff(pairs)) + 1, len(pairs))
+        made = [np.zeros(0)]
+        for start, end in pairwise([0, *ends.tolist()] if len(pairs) else [0]):
+            one, other = (np.unique(v[start:end]) for v in (told_M, there_M))
+            alone = there.crowds[other].tolist()
+            common = coco_mask.iou([masks[i] for i in one], [truth[i] for i in other], alone)
+            places = (
+                np.searchsorted(one, told_M[start:end]), np.searchsorted(other, there_M[start:end])
+            )  # fmt: skip
+            made.append(np.asarray(common)[places])
+        return np.concatenate(made)
+
+    areas = np.asarray(coco_mask.area(masks), np.float64) * targets.zooms[images]
+    told = Told(
+        images=images,
+        labels=rows[:, 5].astype(np.int64),
+        areas=areas,
+        scores=rows[:, 4].astype(np.float64),
+    )
+    return matched(there, told, classes, shares)
+
+
+def _size(targets: MaskSets, image: int) -> tuple[int, int]:
+    height, width = targets.views[image, 2:].tolist()
+    return height, width
+
+
+def _run_lengths(counts: bytes, size: tuple[int, int]) -> dict[str, Any]:
+    """A mask as COCO has it."""
+    return {"size": list(size), "counts": counts}

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.tasks.task import Rows, Targets
 
 CHUNK = 4096  # images whose targets are unfolded at a time
@@ -70,6 +71,10 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {"threshold": tuple(c.threshold for c in self.classes)}
 
+    @property
+    def resampled(self) -> None:
+        return None
+
     def to_json(self) -> dict[str, Any]:
         return {k: to_plain(v) for k, v in vars(self).items() if k != "scores"}
 
@@ -115,7 +120,9 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     )
 
 
-def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+def losses(
+    rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+) -> npt.NDArray[np.float64]:
     """The mean binary cross entropy of each image."""
     hot_NK = targets.batch(np.arange(len(rows_NR)))
     logits = rows_NR.astype(np.float64)

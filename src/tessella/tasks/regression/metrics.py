@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
 from tessella.tasks.regression.examples import Values
 from tessella.tasks.task import Rows, Targets
 
@@ -59,6 +60,10 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
 
+    @property
+    def resampled(self) -> None:
+        return None
+
     def to_json(self) -> dict[str, Any]:
         return {k: to_plain(v) for k, v in vars(self).items() if k != "values_NK"}
 
@@ -94,7 +99,9 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     )
 
 
-def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+def losses(
+    rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+) -> npt.NDArray[np.float64]:
     """The mean over an image's known numbers of squared error / variance on the split."""
     assert isinstance(targets, Values)
     truth_NK = np.asarray(targets.values_NK, np.float64)

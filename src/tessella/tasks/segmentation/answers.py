@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tessella.annotations import rle
 from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
-from tessella.tasks.segmentation.examples import IGNORED, decoded
+from tessella.tasks.segmentation.examples import BACKGROUND, IGNORED, decoded
 from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
@@ -91,8 +91,20 @@ def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
 
 def _described(mask: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
     pixels = np.bincount(mask[mask != IGNORED], minlength=len(labels))
-    order = [k for k in np.argsort(-pixels, kind="stable").tolist() if pixels[k]][:SHOWN]
-    return ", ".join(f"{labels[k]} {100 * pixels[k] / mask.size:.0f} %" for k in order)
+    behind = labels[0].lower() == BACKGROUND
+    return ", ".join(
+        f"{labels[k]} {100 * pixels[k] / mask.size:.0f} %" for k in of_interest(pixels, behind)
+    )
+
+
+def of_interest(counts_K: npt.NDArray[np.int64], behind: bool) -> list[int]:
+    """A few classes that are there, the largest first; behind them the first class where that is
+    what lies ``behind`` things."""
+    order = [k for k in np.argsort(-counts_K, kind="stable").tolist() if counts_K[k]]
+    if behind and 0 in order:
+        order.remove(0)
+        return [*order[: SHOWN - 1], 0]
+    return order[:SHOWN]
 
 
 def drawn(picture: Pixels, answer: Any) -> Pixels | None:

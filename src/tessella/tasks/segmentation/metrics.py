@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessella.core.record import to_plain
+from tessella.core.task import TaskRecord
+from tessella.tasks.known import Floats, mean_known
 from tessella.tasks.segmentation.examples import IGNORED
-from tessella.tasks.task import Rows, Targets
+from tessella.tasks.task import Resampled, Rows, Targets
 
 COUNTED = False
 
@@ -42,6 +45,7 @@ class Evaluation:
     pixel_accuracy: float
     loss: float
     classes: tuple[ClassReport, ...]
+    resampled: Resampled = field(repr=False, compare=False)
 
     @property
     def values(self) -> dict[str, float]:
@@ -52,7 +56,7 @@ class Evaluation:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        return {k: to_plain(v) for k, v in vars(self).items()}
+        return {k: to_plain(v) for k, v in vars(self).items() if k != "resampled"}
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
         return ("class", "pixels", "IoU", "Dice"), [
@@ -93,30 +97,54 @@ def _counted(numbers_BP: Tensor, chosen_BP: Tensor, classes: int) -> Tensor:
 
 def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluation:
     """The ``Evaluation`` of rows N×(3·K + 1)."""
-    classes = len(labels)
-    sums = rows_NR[:, :-1].sum(axis=0, dtype=np.float64).reshape(3, classes)
-    common, said, truth = sums
-    either, both = said + truth - common, said + truth
+    return evaluation(rows_NR, labels, first=0)
+
+
+def evaluation(rows_NR: Rows, labels: tuple[str, ...], *, first: int) -> Evaluation:
+    """The ``Evaluation``, whose means are over the classes from ``first`` on."""
+    sums_R1 = rows_NR.sum(axis=0, dtype=np.float64)[:, None]
+    found = [value_K1[:, 0].tolist() for value_K1 in _shares(sums_R1[:-1])]
+    support = sums_R1[-1 - len(labels) : -1, 0].tolist()
     reports = tuple(
         ClassReport(
             label=label,
-            iou=float(common[k] / either[k]) if either[k] else None,
-            dice=float(2 * common[k] / both[k]) if both[k] else None,
-            support=int(truth[k]),
+            iou=None if np.isnan(iou) else iou,
+            dice=None if np.isnan(dice) else dice,
+            support=int(pixels),
         )
-        for k, label in enumerate(labels)
+        for label, iou, dice, pixels in zip(labels, *found, support, strict=True)
     )
-    known = [r for r in reports if r.iou is not None]
-    return Evaluation(
-        count=len(rows_NR),
-        miou=float(np.mean([r.iou for r in known])) if known else 0.0,
-        dice=float(np.mean([r.dice for r in known])) if known else 0.0,
-        pixel_accuracy=float(common.sum() / max(truth.sum(), 1)),
-        loss=float(rows_NR[:, -1].mean(dtype=np.float64)),
-        classes=reports,
-    )
+    again = functools.partial(_drawn, rows_NR, first)
+    whole = again(np.ones((len(rows_NR), 1)))
+    values = {name: float(value[0]) for name, value in whole.items()}
+    return Evaluation(count=len(rows_NR), classes=reports, resampled=again, **values)
 
 
-def losses(rows_NR: Rows, targets: Targets) -> npt.NDArray[np.float64]:
+def _drawn(rows_NR: Rows, first: int, drawn_NS: Floats) -> dict[str, Floats]:
+    """The measures of draws."""
+    sums_RS = rows_NR.T.astype(np.float64) @ drawn_NS
+    common_KS, _, truth_KS = np.split(sums_RS[:-1], 3)
+    iou_KS, dice_KS = _shares(sums_RS[:-1])
+    return {
+        "miou": np.nan_to_num(mean_known(iou_KS[first:])),
+        "dice": np.nan_to_num(mean_known(dice_KS[first:])),
+        "pixel_accuracy": common_KS.sum(0) / np.maximum(truth_KS.sum(0), 1),
+        "loss": sums_RS[-1] / drawn_NS.sum(0),
+    }
+
+
+def _shares(sums_RS: Floats) -> tuple[Floats, Floats]:
+    """Intersection over union and Dice [K, S] of pixels in common, said and true, [3·K, S]; NaN of
+    a class that is neither there nor said."""
+    common_KS, said_KS, truth_KS = np.split(sums_RS, 3)
+    both_KS = said_KS + truth_KS
+    none_KS = np.where(both_KS > 0, 0.0, np.nan)
+    iou_KS = common_KS / np.maximum(both_KS - common_KS, 1) + none_KS
+    return iou_KS, 2 * common_KS / np.maximum(both_KS, 1) + none_KS
+
+
+def losses(
+    rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int
+) -> npt.NDArray[np.float64]:
     """The mean cross entropy of each image's pixels."""
     return rows_NR[:, -1].astype(np.float64)

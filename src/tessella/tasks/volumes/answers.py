@@ -27,7 +27,6 @@ __all__ = [
 VERB = "segment"
 SLOW = True
 HEADER: tuple[str, ...] = ("class", "voxels", "share of the volume")
-SHOWN = 4
 
 same = pixelwise.same
 changes = pixelwise.changes
@@ -73,8 +72,16 @@ def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def _described(found: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
-    told = counted(found[found != IGNORED], labels, len(labels), SHOWN)
-    return ", ".join(f"{a['label']} {100 * a['share']:.0f} %" for a in told)
+    voxels = np.bincount(found[found != IGNORED], minlength=len(labels))
+    return ", ".join(
+        f"{labels[k]} {_percent(voxels[k] / max(1, voxels.sum()))}"
+        for k in pixelwise.of_interest(voxels, behind=True)
+    )
+
+
+def _percent(share: float) -> str:
+    """A share; of a thing that is small beside its volume with two digits."""
+    return f"{100 * share:.2g} %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
 def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tessella.core.task import TaskRecord
 from tessella.tasks.task import Rows, Targets
 
 COUNTED = False
@@ -25,6 +26,10 @@ class Evaluation:
     @property
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
+
+    @property
+    def resampled(self) -> None:
+        return None
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -49,5 +54,5 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     return Evaluation(count=len(place), concordance=float(right.mean()))
 
 
-def losses(rows_NR: Rows, targets: Targets) -> np.ndarray:
+def losses(rows_NR: Rows, targets: Targets, record: TaskRecord, classes: int) -> np.ndarray:
     return np.abs(rows_NR[:, 0].argsort().argsort() - targets.batch(np.arange(len(targets)))[:, 0])
