@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch.distributed import TCPStore
 from tessella import api
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import silent
+from tessella.core.record import to_plain
 from tessella.training import loop, machines
 from tessella.training.machines import (
     LOST,
@@ -199,6 +201,19 @@ def test_machines_that_do_not_come_or_do_not_agree(monkeypatch):
     first, second = together([free_port()], at_1=3)
     assert "do not agree" in str(second)
     assert "do not agree" in str(first)
+
+
+@pytest.mark.parametrize("told", [b"{not json", b"[" * 200_000, b" " * 2_000_000, b"{}", b"3"])
+def test_a_recipe_that_cannot_be_read_is_said_to_be_so(told, dataset):
+    first, second = together([free_port()])
+    first._store.set("settings", json.dumps(to_plain(recipe(dataset))))
+    assert second.recipe() == recipe(dataset)
+    first._store.set("settings", told)
+    with pytest.raises(TrainError, match=r"first machine says .* cannot be read.*same version"):
+        second.recipe()
+    first.fail(TrainError("ended"))
+    second.close()
+    first.close()
 
 
 def test_a_first_machine_that_goes_silent_is_missed(monkeypatch):

@@ -30,7 +30,6 @@ from tessella.core.events import (
     warning,
 )
 from tessella.core.memory import free_bytes
-from tessella.core.record import from_plain, to_plain
 from tessella.core.task import CLASSIFICATION
 from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
@@ -105,7 +104,7 @@ def train(
         emit(phase("resume", f"from step 0: there is no run in {out} yet"))
     try:
         if place is not None:
-            with closing(Meeting(place, emit, to_plain(run.recipe))) as meeting:
+            with closing(Meeting(place, emit, run.recipe)) as meeting:
                 launch(run.path, recipe.gpus, resumed=resumed, meeting=meeting, emit=emit)
         elif recipe.processes > 1:
             launch(run.path, recipe.gpus, resumed=resumed, emit=emit)
@@ -139,9 +138,8 @@ def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit:
     with closing(Meeting(place, emit)) as meeting, TemporaryDirectory(prefix="tessella-") as folder:
         try:
             if over is not None:
-                recipe = over(
-                    from_plain(Recipe, meeting.settings(), where="the first machine's run")
-                )
+                recipe = over(meeting.recipe())
+                check(recipe)
             info = describe_run(recipe)
         except TessellaError as error:
             raise meeting.fail(error) from None
@@ -165,7 +163,10 @@ def train_started(
     check(recipe)
 
     def own(first: Recipe) -> RunInfo:
-        return describe_run(recipe if over is None else over(first))
+        if over is None:
+            return describe_run(recipe)
+        check(taken := over(first))
+        return describe_run(taken)
 
     with (
         stop_signals() as asked,

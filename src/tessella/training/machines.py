@@ -23,15 +23,18 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tessella.artifacts.run import Recipe
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
 from tessella.core.events import Emit, phase
+from tessella.core.record import from_plain, parse_json, to_plain
 
 WAIT_S = 600.0  # for the other machines to come
 SILENT_S = 60.0  # a machine that says nothing for so long is gone
 CAUSE_S = 15.0  # so long the cause of a lost connection is waited for
 END_S = 60.0  # so long the first machine waits until all others have heard the end
 LOST = "the exchange with another process ended"
+MOST_RECIPE = 1 << 20  # bytes; one has some thousands
 _STARTER = "start it with torchrun, which sets all of them; or unset RANK to train alone"
 _BEAT_S = 1.0
 _SILENT_BEATS = 6.0  # of a machine whose connections are lost, too
@@ -202,7 +205,7 @@ class Meeting:
 
     Args:
         emit: told who is waited for.
-        settings: the first machine's, of the run; None on the others.
+        recipe: the first machine's, of the run; None on the others.
 
     Attributes:
         place: this machine's.
@@ -213,7 +216,7 @@ class Meeting:
         TrainError: a machine has not come within ``WAIT_S``.
     """
 
-    def __init__(self, place: Place, emit: Emit, settings: Any = None) -> None:
+    def __init__(self, place: Place, emit: Emit, recipe: Recipe | None = None) -> None:
         self.place = place
         where = f"{place.host}:{place.port}"
         emit(phase("machines", f"{place.rank + 1} of {place.nodes}; they meet at {where}"))
@@ -228,7 +231,7 @@ class Meeting:
             self._take_place(where)
             self._wait_for_all()
             if place.rank == 0:
-                self._ask(self._store.set, "settings", json.dumps(settings))
+                self._ask(self._store.set, "settings", json.dumps(to_plain(recipe)))
             port = self._agreed_port()
         except RuntimeError as error:
             self.close()
@@ -315,12 +318,27 @@ class Meeting:
                 )
             time.sleep(0.1 if missing else 0)
 
-    def settings(self) -> Any:
-        """The first machine's."""
+    def recipe(self) -> Recipe:
+        """The first machine's, of the run.
+
+        Raises:
+            TrainError: it cannot be read, or nobody answers.
+        """
         try:
-            return json.loads(self._ask(self._store.get, "settings"))
+            told = bytes(self._ask(self._store.get, "settings"))
         except RuntimeError as error:
             raise self._gone(0, str(error).splitlines()[0][:200]) from None
+        where, seen = "the first machine's recipe", f"{len(told):,} bytes"
+        try:
+            if len(told) <= MOST_RECIPE:
+                return from_plain(Recipe, parse_json(told, where=where), where=where)
+        except TessellaError as error:
+            seen = f"{error.wrong}: {error.seen}"[:300]
+        raise TrainError(
+            "what the first machine says of the run cannot be read",
+            seen=seen,
+            fix="start the same version of Tessella on all machines, and nothing else at that port",
+        )
 
     def _agreed_port(self) -> int:
         """A port of the first machine's where the processes will meet."""
