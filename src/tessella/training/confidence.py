@@ -20,7 +20,8 @@ Bools = npt.NDArray[np.bool_]
 BINS = 15  # of the calibration, as Guo et al. (2017) count them
 COLDEST, HOTTEST = 1e-2, 1e2  # temperatures
 MOST_POINTS = 100  # of a curve
-TOGETHER = 100  # draws: sums of so many at a time stay small beside the answers of a large split
+TOGETHER = 100  # draws that are measured at a time
+ROOM_BYTES = 1 << 26  # of their counts: 100 draws of a million images would take 800 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,13 @@ def bootstrapped(
     """
     generator = np.random.default_rng(seed)
     made = []
-    for first in range(0, resamples, TOGETHER):
-        draws = min(TOGETHER, resamples - first)
-        drawn_SN = [
-            np.bincount(generator.integers(0, count, count), minlength=count) for _ in range(draws)
-        ]
-        made.append(measured(np.stack(drawn_SN, axis=1).astype(np.float64)))
-        told(first + draws)
+    together = max(1, min(TOGETHER, ROOM_BYTES // (8 * count)))
+    for first in range(0, resamples, together):
+        drawn_NS = np.empty((count, min(together, resamples - first)))
+        for column_N in drawn_NS.T:
+            column_N[:] = np.bincount(generator.integers(0, count, count), minlength=count)
+        made.append(measured(drawn_NS))
+        told(first + drawn_NS.shape[1])
     values_V = measured(np.ones((count, 1)))[:, 0]
     sides = [(1 - level) / 2, (1 + level) / 2]
     found = []
