@@ -37,6 +37,7 @@ VERSION = 2  # of the file: 2, as an activation behind views became its layer's
 ERROR_SAMPLES = 64  # that errors are measured on: a mean over positions needs no more
 SAMPLES = 3  # kept for the check of a plan
 METHOD = "mse"  # unless a user says otherwise
+PICTURE_AXES = 4  # or more: a batch of pictures or volumes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,8 @@ def calibrate(
         graph: float32, as the passes leave it; it is not changed.
         batches: the inputs by name; read twice. They should be like what the plan will see, and
             apart from what it is judged by.
-        method: ``min-max``, ``percentile`` (99.99), ``entropy`` or ``mse``.
+        method: ``min-max``, ``percentile`` (99.99), ``entropy`` or ``mse``; of pictures that are
+            inputs always ``min-max``.
         kinds: what rounding is tried with, for ``snr_db`` and ``corrections``.
         target: the device of the plan, by default this machine's: see ``weight_limit``.
 
@@ -188,8 +190,12 @@ def calibrate(
         interpret(graph, batch, watch=watcher)
     if not samples:
         raise CompileError("there is nothing to calibrate with", fix="give some samples")
-    choose = METHODS[method]
-    chosen = {root: choose(h) for root, h in watcher.histograms.items()}
+    # a picture's numbers have bounds, and often lie there: entropy cut blobs down to 7 dB
+    pictures = {groups[v] for v in graph.inputs if v in groups and len(v.shape) >= PICTURE_AXES}
+    chosen = {
+        root: METHODS["min-max" if root in pictures else method](histogram)
+        for root, histogram in watcher.histograms.items()
+    }
     found = Calibration(
         method=method,
         samples=samples,
