@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tessella.core import processor
+from tessella.core.device import fingerprint
+from tessella.device.x86 import tiles
 
 SHOW = """
 import tessella, torch
@@ -42,6 +48,26 @@ def test_a_narrower_name_takes_extensions_away() -> None:
     assert extensions[0] >= extensions[1] >= extensions[2] >= extensions[3] == set()
     assert not extensions[1] & {"amx_int8", "amx_bf16"}
     assert "avx512_bf16" not in extensions[2]
+    told = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert told is not None
+    names = {"avx512_vnni", "avx512_bf16", *(("amx_int8", "amx_bf16") if tiles.permitted() else ())}
+    assert extensions[0] == names & set(told[1].split())  # Linux calls them as we do
+
+
+def test_a_processor_with_more_instructions_has_another_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name may be the same, as in virtual machines, and so are its vectors."""
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    flags = [set[str](), {"avx512_vnni"}, {"avx512_vnni", "amx_tile", "amx_int8"}]
+    seen = []
+    for has in flags:
+        monkeypatch.setattr(processor, "flags", lambda has=has: frozenset(has))
+        seen.append(fingerprint("cpu"))
+    assert len({here.hash for here in seen}) == len(seen)
+    assert len({here.arch for here in seen}) == 1
+    assert seen[2].name == f"{seen[0].name} with avx512_vnni, amx_int8"
+    seen[2].require_same(seen[0], rebuild="x")  # what a plan needs of them, its steps say
 
 
 @pytest.mark.parametrize("isa", ["sse", "AVX2"])

@@ -241,7 +241,7 @@ def weight_limit(target: str) -> int:
     127; 64 on a CPU whose products saturate (``kernels.onednn``): one bit of the weights for
     twice the speed.
     """
-    return onednn.NARROW if target == "cpu" and onednn.saturates() else 127
+    return onednn.NARROW if target == "cpu" and onednn.narrow_sums() else 127
 
 
 def rounded_weight(

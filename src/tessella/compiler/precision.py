@@ -10,9 +10,9 @@ from tessella.compiler.calibration import DTYPES, Calibration, lowerable
 from tessella.core.architectures import is_gpu
 from tessella.core.dtype import PRECISIONS, SPARSE, plain_precision
 from tessella.core.errors import UsageError
+from tessella.device.x86 import code
 from tessella.graph.graph import Graph, Node
 from tessella.graph.value import fixed
-from tessella.kernels.shared import onednn
 from tessella.kernels.sparse.two_four import FOUR
 
 PICTURE_CHANNELS = 8  # fewer are a picture's
@@ -94,7 +94,7 @@ def assign(
     _require_fours(pruned, can)
     rounds = any(node.op == "quantize" for node in graph.nodes)  # a file's own
     chosen = small and not (rounds and calibration is None)  # that file has chosen its layers
-    pictures = target == "cpu" and precision == "int8" and not onednn.saturates()
+    pictures = target == "cpu" and precision == "int8" and code.adds_in_32_bits()
     kinds = {name: precision for name, node in can.items() if chosen and _fills(node, pictures)}
     kinds = {name: kind for name, kind in kinds.items() if name not in precisions}
     kinds |= {name: kind for name, kind in precisions.items() if kind in DTYPES}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS, is_gpu, is_own, target_of
 from tessella.core.errors import UsageError, WrongDevice
-from tessella.core.processor import widest_allowed
+from tessella.core.processor import extensions, widest_allowed
 from tessella.core.record import digest
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Fingerprint:
     Attributes:
         target: ``reference``, ``cpu`` or a GPU's (``sm_90``): which kernels may run.
         arch: instruction set, ``x86_64-avx512`` or ``sm_90``. Plans need this to be equal.
-        name: the marketing name.
+        name: the marketing name; of a CPU with the extensions of its vectors that may be used, as
+            every generation of a processor may have one name in a virtual machine.
         units: cores that may be used, or streaming multiprocessors.
         memory_bytes: device memory (0 on a CPU, where it does not decide).
         libraries: versions of the libraries that kernels come from.
@@ -87,6 +88,17 @@ class Fingerprint:
             name, target = _gpu_here()
             if target != self.target:
                 raise self._wrong(name, target or "cpu", rebuild, targets)
+
+    def lacking(self, seen: str, *, rebuild: str, targets: Sequence[str] = ()) -> WrongDevice:
+        """The error for a plan whose kernels need instructions that this machine's processor, of
+        the plan's own target, has not.
+
+        Args:
+            seen: what is missing.
+            rebuild: the command that builds the plan for this machine.
+            targets: what the plan has programs for, if several.
+        """
+        return self._wrong(seen, self.target, rebuild, targets)
 
     def _wrong(self, seen: str, target: str, rebuild: str, targets: Sequence[str]) -> WrongDevice:
         again = re.sub(r"(--target[ =]|target=['\"])[\w,]+", rf"\g<1>{target}", rebuild)
@@ -252,7 +264,7 @@ def fingerprint(target: str) -> Fingerprint:
     return Fingerprint(
         target=target,
         arch=platform.machine() if target == "reference" else f"{platform.machine()}-{isa}",
-        name=" as ".join(filter(None, (_cpu_name(), widest_allowed()))),  # other times then
+        name=_cpu_described(),
         units=len(os.sched_getaffinity(0)),
         memory_bytes=0,
         libraries=libraries,
@@ -272,6 +284,12 @@ def described(target: str) -> Fingerprint:
         memory_bytes=0,
         libraries={"torch": torch.__version__.split("+")[0]},
     )
+
+
+def _cpu_described() -> str:
+    """The CPU's name and what of it may be used: times are others with anything else."""
+    name = " as ".join(filter(None, (_cpu_name(), widest_allowed())))
+    return " with ".join(filter(None, (name, ", ".join(extensions()))))
 
 
 @functools.cache

@@ -63,6 +63,13 @@ def may_use(extension: str) -> bool:
     return extension in allowed and flags() >= set(EXTENSIONS[extension])
 
 
+def extensions() -> tuple[str, ...]:
+    """Those of ``EXTENSIONS`` that may be used. Linux may still refuse the tiles of AMX to a
+    process, which is asked where code on them is made.
+    """
+    return tuple(filter(may_use, EXTENSIONS))
+
+
 @functools.cache
 def flags() -> frozenset[str]:
     """What Linux says that the processor can do, in its words; nothing where it says nothing."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from tessella.artifacts.plan import Plan
 from tessella.device.packing import side_by_side
+from tessella.device.x86 import code
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.steps import Binder
+from tessella.kernels import catalog
 from tessella.runtime import lifetimes
 
 
@@ -37,3 +39,22 @@ class Binders:
         lifetimes.check(self.plan.program, binder.bucket, problems)
         del self.of[batch]
         return made
+
+
+def require_instructions(plan: Plan) -> None:
+    """See that this processor has all instructions that the steps' machine code is written in.
+
+    Of two processors with vectors as wide one may lack VNNI or AMX, and a plan's fingerprint fits
+    both.
+
+    Raises:
+        WrongDevice: it has not; the message has the command that builds the plan again.
+    """
+    about = plan.manifest
+    for kernel in sorted({step.kernel for b in plan.program.buckets for step in b.steps}):
+        row = catalog.BY_ID.get(kernel)  # others are told of where they are bound
+        if row is None or row.isa is None or not row.runs_on(about.fingerprint.target):
+            continue
+        if reason := code.refusal(row.isa):
+            seen = f"{kernel}: {reason}"
+            raise about.fingerprint.lacking(seen, rebuild=about.rebuild, targets=plan.targets)

@@ -34,7 +34,7 @@ from tessella.execution.host_memory import keep_freed_memory
 from tessella.execution.steps import Binder, first_line
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
-from tessella.runtime.binders import Binders
+from tessella.runtime.binders import Binders, require_instructions
 from tessella.runtime.cover import costs_us, covers
 from tessella.runtime.enough_memory import enough_memory, require_memory
 from tessella.runtime.graphs import GraphedBucket
@@ -137,6 +137,7 @@ class Engine:
         target = manifest.fingerprint.target
         self.manifest: Manifest = manifest
         manifest.fingerprint.require_here(rebuild=manifest.rebuild, targets=plan.targets)
+        require_instructions(plan)
         self.device = torch_device(target)
         require(manifest.imports)
         self.buckets = tuple(b.batch for b in plan.program.buckets)
@@ -337,7 +338,9 @@ class Engine:
         return dict(zip(self._output_names, made, strict=True))
 
     def _settle(self, kinds: Kinds, count: int) -> None:
-        """Have the calls with arrays like these, which fit, ask no more, where that can be."""
+        """Have the calls with arrays like these, which fit, ask no more, where that can be: not
+        where a larger size's program is faster and takes them, and their own has never run.
+        """
         with self._lock:
             bound, names = self._bound.get(count), self._output_names
             if self._rows:  # row numbers are looked at in every call

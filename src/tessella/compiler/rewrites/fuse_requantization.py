@@ -133,6 +133,6 @@ def _has_kernel(graph: Graph, node: Node, rounding: Node, target: str) -> bool:
     weight = graph.constant(node["weight"])
     if target == "cpu" and weight is not None and weight.dtype == torch.int8:
         # beyond it sums of two products leave 16 bits: oneDNN alone multiplies, and does not round
-        is_safe = not onednn.saturates() or int(weight.int().abs().max()) <= onednn.NARROW
+        is_safe = not onednn.narrow_sums() or int(weight.int().abs().max()) <= onednn.NARROW
         return is_safe and has_kernel(rounding, target, graph.constants)
     return has_kernel(rounding, target, graph.constants)

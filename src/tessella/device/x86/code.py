@@ -78,6 +78,11 @@ def _refusal() -> str | None:
     return None
 
 
+def adds_in_32_bits() -> bool:
+    """Whether code of ours multiplies int8 with VNNI or AMX here, whose sums nothing leaves."""
+    return any(refusal(isa) is None for isa in ("amx_int8", "avx512_vnni", "avx2_vnni"))
+
+
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 (AVX512_BF16)."""
     return instructions() == AVX512 and may_use("avx512_bf16")

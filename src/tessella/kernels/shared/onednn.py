@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tessella.device.x86 import code
 from tessella.operations.epilogue import finish_
 from tessella.operations.problem import Problem
 
@@ -125,6 +126,13 @@ def saturates() -> bool:
         "none", [], "",
     )  # fmt: skip
     return bool(made.max() != 255 * 127 * PROBED * 9)
+
+
+def narrow_sums() -> bool:
+    """Whether layers of int8 are fast here with weights of at most ``NARROW`` alone: oneDNN's, or
+    our machine code's for AVX2 without VNNI, which refuses wider ones even where oneDNN is absent.
+    """
+    return saturates() or (code.refusal("avx2") is None and not code.adds_in_32_bits())
 
 
 def must_split(problem: Problem, weight: torch.Tensor) -> bool:

@@ -57,7 +57,7 @@ def draw(
     """Numbers for a problem: its constants by position, and its other inputs in order."""
     generator = torch.Generator().manual_seed(1)  # the inputs' is 0: weights must not be like them
     # as a plan's weights are: 7 bits where the processor's sums of products have 16
-    largest = onednn.NARROW if device.type == "cpu" and onednn.saturates() else 127
+    largest = onednn.NARROW if device.type == "cpu" and onednn.narrow_sums() else 127
     constants = {
         i: _constant(problem, i, meta, generator, largest).to(device)
         for i, meta in enumerate(problem.inputs)
