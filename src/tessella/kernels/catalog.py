@@ -250,10 +250,10 @@ def _x86(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, .
 
 
 def _int8(
-    op: str, algorithm: str, module: str, *, isa: str, sliced_out: bool = True
+    op: str, algorithm: str, module: str, *, sliced_out: bool = True, **flags: Any
 ) -> tuple[Kernel, ...]:
     """The row of a layer of int8 in machine code."""
-    return _cpu(op, algorithm, module, isa=isa, sliced_out=sliced_out, gamma=True)
+    return _cpu(op, algorithm, module, sliced_out=sliced_out, gamma=True, **flags)
 
 
 def _gpu(ops: str, algorithm: str, module: str, **flags: Any) -> tuple[Kernel, ...]:
@@ -294,7 +294,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
-    *_int8("conv2d", "amx_int8", "shared.amx_int8", isa="amx_int8"),
+    *_int8("conv2d", "amx_int8", "shared.amx_int8", version=2, isa="amx_int8"),
     *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
     *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
     *_int8("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2"),
@@ -360,7 +360,7 @@ KERNELS: tuple[Kernel, ...] = (
     # matrix products
     *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
     *_x86("linear", "{}", "gemm.x86", version=2),
-    *_int8("linear", "amx_int8", "gemm.amx_int8", isa="amx_int8", sliced_out=False),
+    *_int8("linear", "amx_int8", "gemm.amx_int8", version=2, isa="amx_int8", sliced_out=False),
     *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
     *_int8("linear", "avx2_vnni_int8", "gemm.x86_vnni_int8", isa="avx2_vnni", sliced_out=False),
     *_int8("linear", "avx2_int8", "gemm.x86_int8", isa="avx2", sliced_out=False),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ from tests.support.instructions import isa as isa
 from tests.support.problems import direct_convolutions as convolutions
 
 CPU = torch.device("cpu")
+GUARD = 64  # bytes around the workspace
 Drawn = tuple[list[torch.Tensor], dict[int, torch.Tensor]]
 
 
@@ -105,8 +110,13 @@ def run(
     constants: dict[int, torch.Tensor],
     **config: int,
 ) -> torch.Tensor:
+    """Its answer, in a workspace that holds numbers and beside which nothing is written."""
     out = p.output.empty(CPU).fill_(77)
-    assert row.load().bind(p, constants, **config)(*given, out=out) is out
+    whole = torch.full((row.workspace_bytes(p, config) + 2 * GUARD,), 85, dtype=torch.uint8)
+    call = row.load().bind(p, constants, **config)
+    assert call(*given, out=out, workspace=whole[GUARD:-GUARD]) is out
+    assert (whole[:GUARD] == 85).all()
+    assert (whole[-GUARD:] == 85).all()
     return out
 
 
@@ -236,7 +246,9 @@ def test_slices_and_threads(threads: int, form: Kernel, monkeypatch: pytest.Monk
     whole_x[:, 80:], whole_residual[:, 16:56] = given
     for config in form.configs(sliced):
         call = form.load().bind(sliced, constants, **config)
-        call(whole_x[:, 80:], whole_residual[:, 16:56], out=whole[:, 48:88].fill_(7))
+        scratch = torch.empty(form.workspace_bytes(sliced, config), dtype=torch.uint8)
+        part = whole[:, 48:88].fill_(7)
+        call(whole_x[:, 80:], whole_residual[:, 16:56], out=part, workspace=scratch)
         assert torch.equal(whole[:, 48:88], right(p, given, constants))
     assert (whole[:, :48] == 3).all()
     assert (whole[:, 88:] == 3).all()
@@ -309,7 +321,10 @@ def test_what_it_leaves_to_others(changes: dict[str, Any], why: str, form: Kerne
 
 @pytest.mark.parametrize(
     ("shape", "kernel", "why"),
-    [((1, 1024, 9, 9), (3, 3), "the stack should hold"), ((1, 4, 60, 60), (23, 23), "at most 512")],
+    [
+        ((1, 1024, 9, 9), (3, 3), "a part of the workspace"),
+        ((1, 4, 60, 60), (23, 23), "at most 512"),
+    ],
 )
 def test_what_amx_would_copy_too_much_of(
     shape: tuple[int, int, int, int], kernel: tuple[int, int], why: str, form: Kernel
@@ -344,5 +359,39 @@ def test_linear_bit_for_bit(rows: tuple[int, ...], form: Kernel) -> None:
     given = {**constants, 1: constants[1][:, :, 0, 0].contiguous()}
     made = image.permute(0, 2, 3, 1).reshape(*rows, 72)
     for config in row.configs(p):
-        out = row.load().bind(p, given, **config)(made, out=torch.empty(*rows, 50))
+        scratch = torch.empty(row.workspace_bytes(p, config), dtype=torch.uint8)
+        call, y = row.load().bind(p, given, **config), torch.empty(*rows, 50)
+        out = call(made, out=y, workspace=scratch)
         assert torch.equal(out.reshape(-1, 50), wanted[0, :, 0].t())
+
+
+def main() -> None:
+    """Run layers whose copies are larger than a thread's stack of 128 KB, by two threads."""
+    torch.set_num_threads(2)
+    row = catalog.kernel("conv2d.amx_int8")
+    # lines that are copied, and what each pixel reads
+    for shape, channels in (((8, 64, 20, 64), 64), ((8, 256, 12, 7), 128)):
+        p = problem(shape, channels, kernel=(3, 3), padding=(1, 1))
+        given, constants = drawn(p)
+        wanted = right(p, given, constants)
+        for _ in range(8):
+            assert torch.equal(run(row, p, given, constants), wanted)
+    print("ran")
+
+
+def test_copies_need_no_large_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "instructions", lambda: HERE)  # whatever was narrowed before
+    if (why := code.refusal("amx_int8")) is not None:
+        pytest.skip(why)
+    ran = subprocess.run(
+        [sys.executable, "-m", __name__],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_STACKSIZE": "128k"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout == "ran\n", (ran.returncode, ran.stderr[-1500:])
+
+
+if __name__ == "__main__":
+    main()

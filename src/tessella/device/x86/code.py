@@ -300,6 +300,18 @@ def take_item(a: Assembler, to: str, row: int) -> None:
     a.add(to, "rax")
 
 
+def take_part(a: Assembler, to: str, part: At, taken: At, part_bytes: int) -> None:
+    """Code that gives a thread its own part of the workspace, whose address goes to a register.
+
+    Args:
+        part: where the call has the workspace's begin; ``taken``: its counter, of parts.
+    """
+    a.set(to, 1)
+    a.fetch_add(taken, to)
+    a.multiply(to, part_bytes)
+    a.add_stored(to, part)
+
+
 def _executable(code: bytes) -> tuple[mmap.mmap, int]:
     """Memory that may run and no longer be written to, and its address; ``OSError`` if not."""
     memory = mmap.mmap(-1, len(code))

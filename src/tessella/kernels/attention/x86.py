@@ -328,10 +328,7 @@ class _Head:
         """
         a = Assembler(self.isa)
         with a.function():
-            a.set("r13", 1)
-            a.fetch_add(TAKEN, "r13")
-            a.multiply("r13", self.part_bytes)
-            a.add_stored("r13", PART)
+            code.take_part(a, "r13", PART, TAKEN, self.part_bytes)
             with code.each_item(a, "r15", len(ITEM)):
                 self._head(a, constants)
         return a

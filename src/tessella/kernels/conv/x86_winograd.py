@@ -291,10 +291,7 @@ class _Tiles:
         """
         a = Assembler(self.isa)
         with a.function(BETWEEN + PLACES * self.isa.vector_bytes):
-            a.set("rax", 1)
-            a.fetch_add(TAKEN, "rax")
-            a.multiply("rax", self.part_bytes)
-            a.add_stored("rax", PART)
+            code.take_part(a, "rax", PART, TAKEN, self.part_bytes)
             a.store(kept(OWN_PART), "rax")
             a.add("rax", PLACES * (self.v_bytes + self.m_bytes))  # what nobody reads
             self._keep_base(a, OUT_BASE, OUT_BESIDE, RESULT)

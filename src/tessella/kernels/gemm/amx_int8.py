@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from tessella.kernels.catalog import Call, Config
+from tessella.device.x86 import code
+from tessella.kernels.catalog import Config
 from tessella.kernels.gemm.x86 import as_convolution, refusal, with_filter
 from tessella.kernels.shared import amx_int8
 from tessella.operations.problem import Problem
@@ -20,6 +21,10 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return amx_int8.configs(as_convolution(problem))
 
 
-def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
+def workspace_bytes(problem: Problem, **config: int) -> int:
+    return amx_int8.workspace_bytes(as_convolution(problem), **config)
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     return amx_int8.bind(as_convolution(problem), with_filter(constants), **config)

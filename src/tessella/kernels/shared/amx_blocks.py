@@ -114,10 +114,7 @@ class Blocks:
         """
         a = TileAssembler(AVX512)
         with a.function(len(_STACK) * code.NUMBER):
-            a.set("r13", 1)
-            a.fetch_add(TAKEN, "r13")
-            a.multiply("r13", self.part_bytes)
-            a.add_stored("r13", PART)
+            code.take_part(a, "r13", PART, TAKEN, self.part_bytes)
             a.store_number(kept(NUMBER), 0)
             a.set("r8", tiles.data_ptr())
             before = At(base="r13", distance=BLOCK_BYTES)

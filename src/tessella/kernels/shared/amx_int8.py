@@ -2,9 +2,10 @@
 
 A block of pixels by up to 64 channels of the result waits in four tiles, which 64 numbers of each
 pixel at a time are multiplied into. Tiles of pixels are read from an image or from lines of it
-(``amx_window``), else what each pixel reads is copied to the stack first, for all channels at once.
-Between the products of a block stands what becomes of the sums of the block before: scaling and
-rounding them takes as long as multiplying, and is done in other parts of the processor.
+(``amx_window``), else what each pixel reads is copied first, for all channels at once. Copies are
+in the workspace: a thread's stack may be small. Between the products of a block stands what becomes
+of the sums of the block before: scaling and rounding them takes as long as multiplying, and is done
+in other parts of the processor.
 
 Source: the table of places is that of ``shared.x86_tiles``.
 """
@@ -38,9 +39,11 @@ from tessella.kernels.epilogue.x86 import (
 from tessella.kernels.shared import x86_int8
 from tessella.kernels.shared.amx_window import (
     LARGEST_WINDOW,
-    MOST_BUFFER_BYTES,
     Window,
+    copies_refusal,
     copy_lines,
+    copy_pixels,
+    is_direct,
     places_of_image,
     row_bytes,
     rows_of_pixels,
@@ -71,7 +74,6 @@ from tessella.kernels.shared.x86_tiles import (
     STACK,
     WEIGHT,
     WORD,
-    ZEROS,
     indirection,
     kept,
     pixel_bytes,
@@ -83,15 +85,15 @@ TILE_BYTES = ROWS * ROW_BYTES
 # read again from the second
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 2**18, 2**15
 MOST_WEIGHT_BYTES = 2**20
-PAGE_BYTES = 4096
-MOST_COPIES = 512  # vectors of a pixel, which are written out
+MOST_THREADS = 64  # have a part of the workspace, of up to MOST_BUFFER_BYTES
 UNROLLED = 16  # steps of 64 numbers, and four in the loop behind them
 LOOP = 4
 MOST_LINES = 16  # of weights, asked for in each step
 
+PART, TAKEN = map(code.given, (4, 5))  # numbers of a call, behind those of all tiles
 # on the stack, behind what all tiles keep: numbers, the tiles' former configuration, sums
-MORE = range(len(STACK) * code.NUMBER, (len(STACK) + 9) * code.NUMBER, code.NUMBER)
-NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, LEFT_OF_LINE, STEP, END = MORE
+MORE = range(len(STACK) * code.NUMBER, (len(STACK) + 10) * code.NUMBER, code.NUMBER)
+NUMBERS, CALLER, SOURCE, AT_RESULT, AT_RESIDUAL, IS_FIRST, LEFT_OF_LINE, STEP, END, COPY = MORE
 FORMER, SUMS = 192, 256
 AHEAD = Ahead(pointer="r14", step=kept(STEP), end=kept(END))
 ORDER = 31  # the vector for packing
@@ -102,19 +104,9 @@ TILES = {4: 1, 2: 2, 1: 2}  # of pixels in a block, by those of channels
 def fits(problem: Problem) -> str | None:
     if why := x86_int8.refusal(problem):
         return why
-    if _is_direct(problem) or all(window_of(problem, tiles) for tiles in TILES.values()):
+    if is_direct(problem) or all(window_of(problem, tiles) for tiles in TILES.values()):
         return None
-    return _copies(problem)
-
-
-def _copies(problem: Problem) -> str | None:
-    """Why what each pixel reads cannot be copied, or None."""
-    taps = math.prod(problem["weight"].shape[2:])
-    if taps * math.ceil(problem["input"].shape[1] / ROW_BYTES) > MOST_COPIES:
-        return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
-    if 2 * ROWS * row_bytes(problem) > MOST_BUFFER_BYTES:
-        return "32 pixels are more than the stack should hold"
-    return None
+    return copies_refusal(problem)
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -124,10 +116,10 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     for vectors, tiles in TILES.items():
         if vectors * lanes > channels or (vectors == 1 and channels >= 2 * lanes):
             continue
-        window = None if _is_direct(problem) else window_of(problem, tiles)
+        window = None if is_direct(problem) else window_of(problem, tiles)
         if window is not None:
             made.append({"vectors": vectors, "lines": True})
-        if window is None or (not window.is_exact and _copies(problem) is None):
+        if window is None or (not window.is_exact and copies_refusal(problem) is None):
             made.append({"vectors": vectors, "lines": False})
     return tuple(made)
 
@@ -136,8 +128,34 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     problem.require_constants(constants)
     require_tiles()
     config = x86_int8.one_of(configs(problem), config)
+    tiles = _tiles_of(problem, config, constants)
+    made = tiles.bound(problem, constants, _weight(constants[1], tiles))
+    parts, needed = _parts(problem, tiles)
+    return replace(made, parts=parts, needed=needed)
+
+
+def workspace_bytes(problem: Problem, **config: int) -> int:
+    tiles = _tiles_of(problem, x86_int8.one_of(configs(problem), config), {})
+    return _parts(problem, tiles)[1]
+
+
+def _parts(problem: Problem, tiles: _Tiles) -> tuple[int | None, int]:
+    """How many threads have a part of the workspace, None if none needs one, and its bytes: the
+    same for any number of threads.
+    """
+    if not tiles.copied:
+        return None, 0
+    begins, groups = tiles.cut(problem, FEW_ITEMS)
+    parts = min(MOST_THREADS, problem.output.shape[0] * len(begins) * len(groups))
+    return parts, parts * tiles.part_bytes + code.CACHE_LINE
+
+
+def _tiles_of(
+    problem: Problem, config: Mapping[str, int], constants: Mapping[int, torch.Tensor]
+) -> _Tiles:
+    """The tiles, which are the same with and without constants but for what these bound."""
     x, pixels = problem["input"], math.prod(problem.output.shape[2:])
-    direct, vectors = _is_direct(problem), config["vectors"]
+    direct, vectors = is_direct(problem), config["vectors"]
     window = window_of(problem, TILES[vectors]) if config["lines"] else None
     if window is not None:
         rows, blocks, steps, stride = window.rows, window.tiles, steps_of(problem), window.along
@@ -148,7 +166,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         stride = pixel_bytes(x) if direct else row_bytes(problem)
         few = math.prod(problem["weight"].shape) <= BUFFER_BYTES
         held = SMALL_BUFFER_BYTES if few else BUFFER_BYTES
-        most = max(1, held // (rows * blocks * stride))
+        most = min(pixels // (rows * blocks), max(1, held // (rows * blocks * stride)))
     per_panel = math.ceil(pixels / (rows * blocks)) * steps  # steps of the products
     weight_lines = steps * vectors * TILE_BYTES // LINE
     tiles = _Tiles.of(
@@ -166,15 +184,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         signed=False,
         **x86_int8.epilogue_of(problem, constants),
     )
-    tiles = replace(tiles, rest=0)  # the last block begins earlier
-    return tiles.bound(problem, constants, _weight(constants[1], tiles))
-
-
-def _is_direct(problem: Problem) -> bool:
-    """Whether a pixel's numbers lie as tiles read them."""
-    weight, a = problem["weight"], problem.attrs
-    plain = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
-    return plain and weight.shape[2:] == (1, 1) and weight.shape[1] % ROW_BYTES == 0
+    return replace(tiles, rest=0)  # the last block begins earlier
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
@@ -199,9 +209,9 @@ class _Tiles(Int8Tiles):
         tile_rows: pixels of a tile.
         steps: of 64 numbers of a pixel.
         channels: of the image.
-        stride: bytes from a pixel to the next, in the image or on the stack.
+        stride: bytes from a pixel to the next, in the image or in a copy.
         window: how tiles lie in lines, or None: what a pixel reads lies in one piece.
-        copied: tiles are read from the stack, else from the image.
+        copied: tiles are read from a copy, else from the image.
         most_blocks: blocks of pixels of an item.
         lines: of weights that are asked for in each step.
     """
@@ -225,23 +235,18 @@ class _Tiles(Int8Tiles):
         return self.pixels * self.width * WORD
 
     @property
-    def _buffer(self) -> int:
-        """Where copied pixels begin on the stack."""
-        return SUMS + self._sums_bytes
-
-    @property
     def _numbers(self) -> int:
         """Numbers of the table of places for each pixel that is copied."""
         return 1 if self.window else self.taps
 
     @property
-    def _buffer_bytes(self) -> int:
-        if not self.copied:
-            return 0
+    def part_bytes(self) -> int:
+        """Of a thread: what it copies for an item, and what is read and written behind that."""
         if self.window:
-            lines = self.window.read(self.window.most_lines) * self.window.line_bytes
-            return lines + 2 * ROW_BYTES  # the last step of a line reads as far behind it
-        return self.most_blocks * self.pixels * self.stride + ROW_BYTES
+            copied = self.window.read(self.window.most_lines) * self.window.line_bytes
+        else:
+            copied = self.most_blocks * self.pixels * self.stride
+        return math.ceil(copied / ROW_BYTES + 2) * ROW_BYTES
 
     def _indirection(self, problem: Problem, weight: torch.Tensor) -> torch.Tensor:
         if self.window is None:
@@ -262,22 +267,7 @@ class _Tiles(Int8Tiles):
         x, y = problem["input"], problem.output
         pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
         result, residual = self.pitches
-        wanted = FEW_ITEMS if torch.get_num_threads() > 1 else 1
-        together, window = len(weight), self.window
-        step = 1 if window is None else window.blocks  # blocks that stay together
-        whole = pixels // self.pixels if window is None else window.lines // window.together * step
-        most = min(whole, self.most_blocks)
-        while most > step and y.shape[0] * math.ceil(whole / most) < wanted:
-            most = math.ceil(most / 2 / step) * step
-        runs = math.ceil(whole / most)
-        if y.shape[0] * runs > 1:  # weights stay in the second cache from one item to the next
-            together = max(1, min(together, MOST_WEIGHT_BYTES // weight[0].nbytes))
-        while together > 1 and y.shape[0] * runs * math.ceil(len(weight) / together) < wanted:
-            together = math.ceil(together / 2)
-        counts = [min(most, whole - i * most) for i in range(runs)]
-        begins = [(i * int(self._pixels(most, 0)), count) for i, count in enumerate(counts)]
-        if window is None and pixels % self.pixels:
-            begins.append((pixels - self.pixels, 1))
+        begins, groups = self.cut(problem, FEW_ITEMS if torch.get_num_threads() > 1 else 1)
         rows = [
             (
                 n * image,
@@ -290,11 +280,35 @@ class _Tiles(Int8Tiles):
                 some,
                 self._places_of(begin, count)[1] // self._numbers,
             )
-            for panel, some in self.panels.together(together)
+            for panel, some in groups
             for n in range(y.shape[0])
             for begin, count in begins
         ]
         return np.array(rows, np.int64)
+
+    def cut(
+        self, problem: Problem, wanted: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """An image's pixels and the panels by items, of which some are wanted: the first pixel of
+        each and how many blocks, the first panel and how many.
+        """
+        y, window, panels = problem.output, self.window, len(self.panels.begins)
+        pixels, together = math.prod(y.shape[2:]), panels
+        step = 1 if window is None else window.blocks  # blocks that stay together
+        whole = pixels // self.pixels if window is None else window.lines // window.together * step
+        most = min(whole, self.most_blocks)
+        while most > step and y.shape[0] * math.ceil(whole / most) < wanted:
+            most = math.ceil(most / 2 / step) * step
+        runs = math.ceil(whole / most)
+        if y.shape[0] * runs > 1:  # weights stay in the second cache from one item to the next
+            together = max(1, min(together, MOST_WEIGHT_BYTES // self._panel_bytes))
+        while together > 1 and y.shape[0] * runs * math.ceil(panels / together) < wanted:
+            together = math.ceil(together / 2)
+        counts = [min(most, whole - i * most) for i in range(runs)]
+        begins = [(i * int(self._pixels(most, 0)), count) for i, count in enumerate(counts)]
+        if window is None and pixels % self.pixels:
+            begins.append((pixels - self.pixels, 1))
+        return begins, list(self.panels.together(together))
 
     def _pixels(self, count: Any, rest: Any) -> Any:
         if self.window is None:
@@ -335,13 +349,12 @@ class _Tiles(Int8Tiles):
         a = TileAssembler(self.isa)
         a.enter()
         a.move("rax", "rsp")
-        room = self._buffer + self._buffer_bytes
-        for _ in range(room // PAGE_BYTES):  # a stack too small ends at its guard page, not beyond
-            a.subtract("rsp", PAGE_BYTES)
-            a.add_to_stored(At(base="rsp"), 0)
-        a.subtract("rsp", room % PAGE_BYTES)
+        a.subtract("rsp", SUMS + self._sums_bytes)
         a.clear_low_bits("rsp", x86_int8.ALIGNED)
         a.store(kept(CALLER), "rax")
+        if self.copied:
+            code.take_part(a, "rax", PART, TAKEN, self.part_bytes)
+            a.store(kept(COPY), "rax")
         constants.begin(a)
         load_order(a, constants, ORDER)
         if rest := self.channels % ROW_BYTES:
@@ -452,8 +465,7 @@ class _Tiles(Int8Tiles):
             a.load_short("rcx", At(base="rcx"))
             a.add_stored("rcx", kept(BASE))
         else:
-            a.move("rcx", "rsp")
-            a.add("rcx", self._buffer)
+            a.load("rcx", kept(COPY))
         a.store(kept(SOURCE), "rcx")
         a.load("rcx", At(base="r11", distance=COUNT))
         a.store(kept(LEFT), "rcx")
@@ -461,41 +473,15 @@ class _Tiles(Int8Tiles):
             a.store_number(kept(LEFT_OF_LINE), self.window.blocks)
 
     def _copy_pixels(self, a: Assembler) -> None:
-        """Each pixel's numbers under the filter, one place after another, to the stack."""
+        """What the item's pixels read, to the thread's part of the workspace."""
         a.load("rbp", At(base="rbx", distance=PLACES))
         a.load("r9", At(base="rbx", distance=HAS_REST))
+        a.load("r10", kept(COPY))
         if self.window and self.window.before is not None:
-            a.move("r10", "rsp")
-            a.add("r10", self._buffer)
             copy_lines(a, self.window, self.window.before)
-            return
-        a.move("r10", "rsp")
-        a.add("r10", self._buffer)
-        with a.counted("copied", "r9"):
-            self._copy_places(a)
-            a.add("rbp", 4 * self._numbers)
-            a.add("r10", self.window.pitch if self.window else self.stride)
-
-    def _copy_places(self, a: Assembler) -> None:
-        """A pixel's numbers under each place of the filter."""
-        whole, rest = divmod(self.channels, ROW_BYTES)
-        spread = 0
-        for tap in range(self._numbers):
-            source = self._copied_from(a, tap)
-            for i in range(whole + (rest > 0)):
-                place = At(base=source, distance=i * ROW_BYTES)
-                a.load_vector(spread, place, mask=1 if i == whole else 0)
-                to = tap * self.channels + i * ROW_BYTES  # the next place covers what is behind
-                a.store_vector(At(base="r10", distance=to), spread)
-                spread = (spread + 1) % 8
-
-    def _copied_from(self, a: Assembler, number: int) -> str:
-        """The register that holds the address of a number of the table."""
-        register = ("rax", "rcx", "rdx", "rsi")[number % 4]
-        a.load_short(register, At(base="rbp", distance=4 * number))
-        a.load_if_negative(register, kept(ZEROS))
-        a.add_stored(register, kept(BASE))
-        return register
+        else:
+            step = self.window.pitch if self.window else self.stride
+            copy_pixels(a, self.channels, self._numbers, step)
 
     def _products(self, a: TileAssembler, constants: Constants) -> None:
         """All products of a block, and between them the ending of the one before, if there is."""

@@ -14,13 +14,14 @@ import torch
 
 from tessella.device.x86.assembler import Assembler, At
 from tessella.device.x86.tiles import ROW_BYTES, ROWS
-from tessella.kernels.shared.x86_tiles import BASE, indirection, kept, pixel_bytes
+from tessella.kernels.shared.x86_tiles import BASE, ZEROS, indirection, kept, pixel_bytes
 from tessella.operations.problem import Problem
 
 WINDOW_BYTES = 2**17  # of lines that are copied
 LARGEST_WINDOW = 40  # steps: all are written out
 LEAST_ROWS = 8  # of a tile of pixels in one line: fewer leave too much of a tile empty
-MOST_BUFFER_BYTES = 2**18  # on the stack of a thread, which somebody may have made small
+MOST_BUFFER_BYTES = 2**18  # of copies: a thread's part of the workspace
+MOST_COPIES = 512  # vectors of a pixel, which are written out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,23 @@ def window_of(problem: Problem, tiles: int) -> Window | None:
     return None if copied and size > MOST_BUFFER_BYTES else made
 
 
+def is_direct(problem: Problem) -> bool:
+    """Whether a pixel's numbers lie as tiles read them."""
+    weight, a = problem["weight"], problem.attrs
+    plain = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
+    return plain and weight.shape[2:] == (1, 1) and weight.shape[1] % ROW_BYTES == 0
+
+
+def copies_refusal(problem: Problem) -> str | None:
+    """Why what each pixel reads cannot be copied, or None."""
+    taps = math.prod(problem["weight"].shape[2:])
+    if taps * math.ceil(problem["input"].shape[1] / ROW_BYTES) > MOST_COPIES:
+        return f"at most {MOST_COPIES} vectors of 64 numbers for each result"
+    if 2 * ROWS * row_bytes(problem) > MOST_BUFFER_BYTES:
+        return "32 pixels are more than a part of the workspace should hold"
+    return None
+
+
 def _rows_of_lines(lines: int, width: int, tiles: int) -> int | None:
     """The rows of a tile by which blocks of them fill lines best."""
     if tiles == 2 and LEAST_ROWS <= width <= ROWS and lines % 2 == 0:
@@ -252,3 +270,31 @@ def copy_lines(a: Assembler, window: Window, before: int) -> None:
     a.add("r10", window.line_bytes)
     a.subtract("r9", pixels)
     a.jump_if("jne", "line")
+
+
+def copy_pixels(a: Assembler, channels: int, places: int, step: int) -> None:
+    """Code that copies pixels' numbers, under each place of a filter one place after another.
+
+    Stores go as far as 63 bytes behind a pixel. rbp: the places; r10: where to; r9: so many pixels;
+    mask 1: of a pixel's last numbers that fill no vector.
+
+    Args:
+        places: of a pixel.
+        step: bytes from a pixel's copy to the next.
+    """
+    whole, rest = divmod(channels, ROW_BYTES)
+    spread = 0
+    with a.counted("copied", "r9"):
+        for place in range(places):
+            source = ("rax", "rcx", "rdx", "rsi")[place % 4]
+            a.load_short(source, At(base="rbp", distance=4 * place))
+            a.load_if_negative(source, kept(ZEROS))
+            a.add_stored(source, kept(BASE))
+            for i in range(whole + (rest > 0)):
+                numbers = At(base=source, distance=i * ROW_BYTES)
+                a.load_vector(spread, numbers, mask=1 if i == whole else 0)
+                to = place * channels + i * ROW_BYTES  # the next place covers what is behind
+                a.store_vector(At(base="r10", distance=to), spread)
+                spread = (spread + 1) % 8
+        a.add("rbp", 4 * places)
+        a.add("r10", step)
