@@ -27,6 +27,7 @@ from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import TensorSpec
+from tessella.device.x86 import code
 from tessella.graph.graph import Node
 from tessella.graph.interpret import interpret
 from tessella.graph.onnx import write
@@ -141,6 +142,11 @@ def rounding(net: nn.Module, **settings: object) -> QuantizationAware:
     return ts.quantization_aware(net, shown, inputs=[IMAGE], target="cpu", **settings).eval()
 
 
+def _in_float() -> int:
+    """How many layers of a network are left in float32: that which reads pictures, or none."""
+    return 0 if code.adds_in_32_bits() else 1
+
+
 def every_layer(net: nn.Module) -> dict[str, str]:
     graph = opened(net, ANY, inputs=[IMAGE], trust_code=False).graph
     return dict.fromkeys(compiler.layers(graph), "int8")
@@ -214,7 +220,9 @@ def test_a_network_that_rounds_well_stays_as_good(
 def test_it_brings_back_what_rounding_afterwards_loses(
     uneven: nn.Module, recovered: QuantizationAware, tmp_path: Path
 ) -> None:
-    """Float32 580 of 597, rounded afterwards 397, by ONNX Runtime 369, trained so 554."""
+    """Float32 580 of 597, rounded afterwards 397, by ONNX Runtime 369, trained so 554; with weights
+    of 8 bits 585, 424, 519 and 559.
+    """
     after = right(evaluated(rounding(uneven, precisions=every_layer(uneven))))
     write(opened(uneven, ANY, inputs=[IMAGE], trust_code=False).graph, tmp_path / "net.onnx")
     quantize_static(
@@ -231,8 +239,8 @@ def test_it_brings_back_what_rounding_afterwards_loses(
     given = {"image": digits()[0][TRAIN:].numpy()}
     theirs = right(torch.from_numpy(session.run(None, given)[0]))
     trained, best = right(evaluated(recovered)), right(evaluated(uneven))
-    assert max(after, theirs) < best - 100
-    assert trained > max(after, theirs) + 100
+    assert max(after, theirs) < best - (100 if onednn.saturates() else 50)
+    assert trained > max(after, theirs) + (100 if onednn.saturates() else 25)
     assert trained >= best - 45
 
 
@@ -261,7 +269,7 @@ def test_weights_reach_as_far_as_the_target_multiplies(residual: nn.Module) -> N
         weights = [
             t for v, t in net.graph().constants.items() if t.dtype == torch.int8 and t.dim() > 1
         ]
-        assert len(weights) == 7
+        assert len(weights) == 8 - _in_float()
         for weight in weights:
             assert set(weight.flatten(1).abs().amax(1).tolist()) == {limit}
 
@@ -293,7 +301,7 @@ def test_networks_keep_all_their_layers_in_int8(name: str) -> None:
     solver.step()
     plan = ts.compile(net.eval().graph(), batch=8, target="cpu", untuned=True)
     layers = [s for s in plan.program.buckets[0].steps if s.op in ("conv2d", "linear")]
-    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - 1  # all but the first
+    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - _in_float()
     ours = torch.from_numpy(runtime.load(plan)(image=images.numpy())["output"])
     assert torch.equal(ours.argmax(1), net(images).argmax(1))
 
@@ -342,7 +350,7 @@ def test_a_runs_plan_says_what_its_evaluation_said(
     plan = api.load_plan(made)
     assert plan.manifest.precision == "int8"
     layers = [s for s in plan.program.buckets[0].steps if s.op in ("conv2d", "linear")]
-    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - 1
+    assert sum(len(s.inputs) == 5 for s in layers) == len(layers) - _in_float()
     found = ts.verify(made, against=out, data=dataset)
     assert found.agreement == 1.0
     best = api.open_checkpoint(out)
@@ -375,7 +383,8 @@ def test_sparse_weights_stay_sparse(residual: nn.Module) -> None:
         solver.step()
     layers = sparsity.sparse_weights(net)
     assert len(layers) == len(sparsity.sparse_weights(pruned)) == 7
-    weights = [t for t in net.graph().constants.values() if t.dtype == torch.int8 and t.dim() > 1]
+    constants = [t for t in net.graph().constants.values() if t.dtype == torch.int8]
+    weights = [t for t in constants if t.dim() > 1 and t.shape[1] > 1]  # but for the picture's
     assert len(weights) == 7
     for weight in weights:
         fours = weight.movedim(1, -1).reshape(-1, 4)
