@@ -18,10 +18,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nothing_grows_with_cycles_of_load_infer_unload(path: Path) -> None:
-    before, after = measure(path, (8, 24))
+    before, then, after = measure(path, (8, 24, 24))
     assert after["descriptors"] <= before["descriptors"]
     # a pool that is shared may have one more at work: one left by each cycle would be 24
     assert after["threads"] - before["threads"] < 6
     # A plan's weights and arena are 1.8 MB and its machine code is mapped: 24 of them would show.
     assert after["mappings"] - before["mappings"] < 24
-    assert after["rss_kb"] - before["rss_kb"] < 12 * 1800
+    # The heap may keep some 20 MB from one cycle on, for good: what is left by each grows in both.
+    grown = [b["rss_kb"] - a["rss_kb"] for a, b in ((before, then), (then, after))]
+    assert min(grown) < 12 * 1800
