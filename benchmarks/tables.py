@@ -62,7 +62,7 @@ CHOSEN = (
     (H200, "bert_large", "fp16", 32),
     (EPYC, "resnet50", "fp32", 1),
     (EPYC, "resnet50", "bf16", 8),
-    (XEON, "resnet50", "fp32", 1),
+    (XEON, "resnet50", "bf16", 8),
 )
 Run = Mapping[str, Any]  # one measurement: command, date, device, rows
 Row = Mapping[str, Any]
