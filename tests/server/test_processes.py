@@ -353,6 +353,11 @@ def test_a_killed_engine_is_503_and_comes_back(running: Running) -> None:
     assert all(a.headers["retry-after"] == "1" for a in refused)
     assert running.acceptors() == acceptors
     assert running.engine() != engine
+    for _ in range(2 * len(acceptors)):  # by turns; each finds the new engine by itself
+        with running.client() as http:
+            while infer(http, images(1)).status_code == 503:
+                assert time.monotonic() < until
+                time.sleep(0.01)
 
 
 def test_who_is_no_acceptor_disturbs_nobody(running: Running) -> None:
