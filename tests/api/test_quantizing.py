@@ -26,6 +26,7 @@ from tessella.api.sources import ANY, opened
 from tessella.artifacts.plan import Plan
 from tessella.artifacts.run import Run
 from tessella.core.errors import CompileError, UsageError
+from tessella.core.processor import flags
 from tessella.core.spec import TensorSpec
 from tessella.device.x86 import code
 from tessella.graph.graph import Node
@@ -239,8 +240,10 @@ def test_it_brings_back_what_rounding_afterwards_loses(
     given = {"image": digits()[0][TRAIN:].numpy()}
     theirs = right(torch.from_numpy(session.run(None, given)[0]))
     trained, best = right(evaluated(recovered)), right(evaluated(uneven))
-    assert max(after, theirs) < best - 50
-    assert trained > max(after, theirs) + 25
+    # ONNX Runtime loses less where the processor has VNNI, which TESSELLA_ISA does not take from it
+    exact = bool(flags() & {"avx512_vnni", "avx_vnni"})
+    assert max(after, theirs) < best - (50 if exact else 100)
+    assert trained > max(after, theirs) + (25 if exact else 100)
     assert trained >= best - 45
 
 
