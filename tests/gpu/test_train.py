@@ -43,6 +43,8 @@ def test_precisions(dataset, full, tmp_path, precision, rel):
     assert {w.dtype for w in run.latest().weights().values()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # torch's compiler's own
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_eight_bits(dataset, tmp_path, monkeypatch):
     """Compiled, with our kernels and as a graph, beside bf16 call by call."""
     monkeypatch.setattr(fp8, "LEAST", 64)
