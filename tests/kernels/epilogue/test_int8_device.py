@@ -5,6 +5,7 @@ A few PTX instructions on 32-bit words; ``$i`` are the operands in the order of 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tessella.kernels.epilogue import int8_device, sixteen_bit_device
-from tessella.kernels.epilogue.int8 import MOST_PRODUCTS, small_sums, vectors
+from tessella.kernels.epilogue.int8 import LARGEST_BETA, LARGEST_SCALE, refusal, small_sums, vectors
 from tessella.operations import problems
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.tensor_meta import TensorMeta
@@ -103,6 +104,13 @@ def test_sums_to_2_to_the_22_survive_the_addition() -> None:
     assert torch.equal((x + 0x4B400000).view(torch.float32) - 12582912.0, x.float())
 
 
+def test_every_int8_becomes_a_float_at_its_place() -> None:
+    values = np.arange(-128, 128, dtype=np.int8).reshape(-1, 4)
+    made = ptx(text_of(int8_device.float_of_shifted_int8), {"$4": values.view(np.uint32).ravel()})
+    floats = np.stack([made[f"${i}"].view(np.float32) for i in range(4)], axis=1)
+    assert np.array_equal(floats - 2**15 - 128, values.astype(np.float32))
+
+
 def test_int8_is_the_low_bits_and_128_is_127() -> None:
     numbers = torch.arange(-128, 129).repeat(4)[:1024].reshape(-1, 4)
     x = numbers.float() + 1.5 * 2**23
@@ -118,10 +126,10 @@ def test_int8_is_the_low_bits_and_128_is_127() -> None:
 def test_int8_is_the_rounded_epilogue(
     folds: bool, beta: float | None, activation: str | None, small: bool
 ) -> None:
-    """The nearest integer to float64's number but for its last bits, at every scale of layers."""
+    """Within a hundredth of a step of float64, at every scale that layers have."""
     generator = np.random.default_rng(0)
     sums = generator.integers(-(2**22), 2**22, (64, 128)).astype(np.int32)
-    scale = (10.0 ** generator.uniform(-5, 0, (1, 128))).astype(np.float32)
+    scale = (10.0 ** generator.uniform(-5, -1, (1, 128))).astype(np.float32)
     bias = generator.uniform(-200, 200, (1, 128)).astype(np.float32)
     residual = None if beta is None else generator.integers(-128, 128, (64, 128)).astype(np.int8)
     alpha, gamma = 0.5, 1.5
@@ -136,7 +144,7 @@ def test_int8_is_the_rounded_epilogue(
             scale=torch.tensor(scale[0]), bias=torch.tensor(bias[0]), activation=activation,
             alpha=alpha, beta=w, gamma=gamma,
         )  # fmt: skip
-        one, two = vectors(epilogue)
+        one, two = vectors(epilogue, adds=beta is not None, small=small)
         s, b, a, w, g = one.numpy()[None], two.numpy()[None], 1.0, w * gamma, None
     made = gluon_roles.call(
         int8_device.quantize_sums, *(None if t is None else t.view(gluon_on_numpy.Array) for t in (
@@ -144,17 +152,45 @@ def test_int8_is_the_rounded_epilogue(
     )  # fmt: skip
     clamped = np.clip(right, 0 if activation == "relu" else -128, 127)
     assert made.dtype == np.int8
-    assert np.abs(made - clamped).max() <= 0.5001
+    assert np.abs(made - clamped).max() <= 0.51
 
 
-def test_small_sums_are_those_of_few_products() -> None:
-    x, vector = TensorMeta(shape=(4, 64), dtype="int8"), TensorMeta(shape=(128,), dtype="float32")
-    given = (x, replace(x, shape=(128, 64)), vector, None, vector)
-    layer = problems.linear(*given, out_dtype="int8")
-    assert small_sums(layer, MOST_PRODUCTS)
-    assert MOST_PRODUCTS * 128**2 <= 2**22
-    assert not small_sums(layer, MOST_PRODUCTS + 1)
-    assert not small_sums(problems.linear(*given[:2], out_dtype="int32"), 64)
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("largest", [LARGEST_SCALE, 1.0])
+def test_small_sums_want_small_scales(largest: float, activation: str | None) -> None:
+    """Sums whose results are in range, at the largest scales: there the offset's rounding shows."""
+    generator = np.random.default_rng(0)
+    scale = (largest * generator.uniform(0.5, 1, (1, 128))).astype(np.float32)
+    sums = np.rint(generator.uniform(-140, 140, (256, 128)) / scale).astype(np.int32)
+    bias = generator.uniform(-9, 9, (1, 128)).astype(np.float32)
+    given = torch.tensor(scale[0]), torch.tensor(bias[0])
+    epilogue = Epilogue(scale=given[0], bias=given[1], activation=activation)
+    one, two = (t.numpy()[None] for t in vectors(epilogue, small=True))
+    made = gluon_roles.call(
+        int8_device.quantize_sums, *(t.view(gluon_on_numpy.Array) for t in (sums, one, two)), None,
+        1.0, 1.0, None, True, True, activation,
+    )  # fmt: skip
+    right = scale.astype(np.float64) * sums + bias
+    right = np.clip(right, 0 if activation == "relu" else -128, 127)
+    error = float(np.abs(made - right).max())
+    x = TensorMeta(shape=(4, 64), dtype="int8")
+    weight, vector = replace(x, shape=(128, 64)), TensorMeta(shape=(128,), dtype="float32")
+    settings = {"activation": activation, "out_dtype": "int8", "constant": (1, 2, 4)}
+    problem = problems.linear(x, weight, vector, None, vector, **settings)
+    is_small = small_sums(problem, {2: given[1], 4: given[0]}, 64)
+    assert is_small == (largest == LARGEST_SCALE) == (error <= 0.52)
+    assert not small_sums(problem, {2: given[1]}, 64)  # a scale that is not known
+    assert not small_sums(problem, {2: given[1], 4: given[0]}, 257)
+
+
+def test_a_residual_of_many_steps_is_refused() -> None:
+    x = TensorMeta(shape=(4, 64), dtype="int8")
+    settings = {"out_dtype": "int8", "constant": (1, 2)}
+    vector = TensorMeta(shape=(64,), dtype="float32")
+    layer = functools.partial(problems.linear, x, replace(x, shape=(64, 64)), vector, x, vector)
+    assert refusal(layer(beta=LARGEST_BETA, **settings)) is None
+    assert "steps" in (refusal(layer(beta=2 * LARGEST_BETA, **settings)) or "")
+    assert "steps" in (refusal(layer(beta=2.0, gamma=2 * LARGEST_BETA, **settings)) or "")
 
 
 @pytest.mark.parametrize("gamma", [1.0, 37.0, 112.0])

@@ -281,6 +281,7 @@ class Machine:
             "float_of_int8": lambda x: x.to(np.float32),
             "int8_of_float": lambda x: np.clip(np.rint(x), -128, 127).to(np.int8),
             "fma": _fma,
+            "float_of_shifted_int8": lambda x: x.to(np.float32) + np.float32(2**15 + 128),
             "pack_int8": lambda x: np.minimum(x - np.float32(1.5 * 2**23), 127).to(np.int8),
             "sorted_layout": lambda layout: layout,
         }

@@ -17,6 +17,7 @@ from tessella.core.events import Emit, progress
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.value import fixed
 from tessella.kernels.catalog import Config, kernel
+from tessella.kernels.epilogue.int8 import LARGEST_BETA
 from tessella.kernels.epilogue.sixteen_bit import LEAST_GAMMA, MOST_GAMMA
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -166,7 +167,7 @@ def as_measured(problem: Problem) -> Problem:
     activation; shapes repeat.
     """
     beta, gamma = problem.epilogue.beta, problem.epilogue.gamma
-    if not LEAST_GAMMA <= gamma <= MOST_GAMMA:
+    if abs(beta * gamma) > LARGEST_BETA or not LEAST_GAMMA <= gamma <= MOST_GAMMA:
         return problem  # some kernels refuse it, or compute it otherwise
     changed = {} if beta in (0.0, 1.0) else {"beta": 0.5}
     if gamma != 1.0:

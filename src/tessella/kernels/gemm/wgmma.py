@@ -19,7 +19,7 @@ from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
 from tessella.device.packing import packed
 from tessella.kernels.catalog import Call, Config
-from tessella.kernels.epilogue.int8 import folded, small_sums
+from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.gemm.wgmma_device import Epilogue, Form, Roles, add_ranges, multiply
 from tessella.kernels.shared.matrix_product import (
@@ -46,6 +46,7 @@ def fits(problem: Problem) -> str | None:
         or _refused_shapes(problem, a, b)
         or _refused_layouts(problem)
         or _refused_epilogue(problem)
+        or refusal(problem)
     )
 
 
@@ -358,8 +359,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     box_p = [1, tiling.rows, _row_bytes(piece, problem.output.dtype) // 4]
     partial = torch.int32 if dtype == "int8" else torch.float32
     m, n, k = product.m, product.n, product.k
-    small = small_sums(problem, product.k) and not work.split
-    vectors = None if work.split else folded(problem, constants)
+    small = small_sums(problem, constants, product.k) and not work.split
+    vectors = None if work.split else folded(problem, constants, small=small)
     gamma = problem.gamma
     epilogue = Epilogue(
         ALPHA=float(problem.epilogue.alpha),

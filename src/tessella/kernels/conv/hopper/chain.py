@@ -39,7 +39,7 @@ from tessella.device.packing import packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.hopper.chain_device import Flow, Ring, convolve_twice
 from tessella.kernels.epilogue.finish_device import Ending
-from tessella.kernels.epilogue.int8 import CLAMPS, small_sums, vectors
+from tessella.kernels.epilogue.int8 import CLAMPS, MOST_PRODUCTS, is_small_scale, refusal, vectors
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.problem import Problem
 
@@ -82,7 +82,7 @@ def fits(problem: Problem) -> str | None:
         return "empty, or more than 2^31 elements"
     if not configs(problem):
         return "tiles and weights do not fit shared memory"
-    return None
+    return refusal(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,14 +238,23 @@ def _fold(
     scale, bias = names = f"{prefix}scale", f"{prefix}bias"
     given = [name for name in names if problem.get(name) is not None]
     activation = problem.attr(f"{prefix}activation")
-    is_small, place = small_sums(problem, products), problem.operation.position
-    clamps = problem["input"].dtype == "int8" and activation in CLAMPS
-    if not clamps or not given or any(place(name) not in held for name in given):
+    is_small = problem["input"].dtype == "int8" and products <= MOST_PRODUCTS
+    if problem["input"].dtype != "int8" or activation not in CLAMPS:
         return False, is_small
+    place = problem.operation.position
+    if any(place(name) not in held for name in given):
+        return False, False
     known = Epilogue(
-        scale=held.get(place(scale)), bias=held.get(place(bias)), activation=activation
+        scale=held.get(place(scale)),
+        bias=held.get(place(bias)),
+        activation=activation,
+        beta=problem.epilogue.beta,
     )
-    held[place(scale)], held[place(bias)] = vectors(known)
+    is_small = is_small and is_small_scale(known.scale)
+    if not given:
+        return False, is_small
+    adds = not prefix and problem.epilogue.residual is not None
+    held[place(scale)], held[place(bias)] = vectors(known, adds=adds, small=is_small)
     return True, is_small
 
 

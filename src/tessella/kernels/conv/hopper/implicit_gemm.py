@@ -37,7 +37,7 @@ from tessella.kernels.conv.hopper.implicit_gemm_tiles import (
     tile_counts,
 )
 from tessella.kernels.conv.hopper.walk_device import Ring, Tile
-from tessella.kernels.epilogue.int8 import folded, small_sums
+from tessella.kernels.epilogue.int8 import folded, refusal, small_sums
 from tessella.kernels.epilogue.sixteen_bit import in_sixteen_bits
 from tessella.kernels.epilogue.triton_device import cast, finish
 from tessella.operations.epilogue import Epilogue
@@ -100,7 +100,7 @@ def fits(problem: Problem) -> str | None:
         return "int32 results are the bare products"
     if 0 in (*x.shape, *output.shape) or max(math.prod(x.shape), math.prod(output.shape)) >= 2**31:
         return "empty, or more than 2^31 elements"
-    return None
+    return refusal(problem)
 
 
 def _turned_depth(problem: Problem) -> str | None:
@@ -171,8 +171,8 @@ def bind(problem: Problem, constants: Mapping[int, Tensor], **config: Any) -> Ca
         known = packed(known, ("conv2d.implicit_gemm.sm90", K), lambda w: _pack(_flat(w), K))
     known = None if known is None else _flat(known)
     parts_bytes = _parts_bytes(shape, config)
-    is_small = small_sums(problem, shape.C // shape.groups * shape.rows * shape.S)
-    vectors = folded(problem, constants)
+    is_small = small_sums(problem, constants, shape.C // shape.groups * shape.rows * shape.S)
+    vectors = folded(problem, constants, small=is_small)
 
     def call(*inputs: Tensor, out: Tensor, workspace: Tensor | None = None) -> Tensor:
         x, weight, epilogue = problem.product_operands(constants, inputs)
