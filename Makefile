@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # By all cores, where pip would by one. Packages have files that are no Python: those say nothing.
 COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src tests || true
 
+# A sixth of the time a worker waits for processes that start, servers and a browser.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test check docs wheel format gpu ray bench clean
 
@@ -17,7 +20,7 @@ quickstart: $(VENV)/installed  ## install, then folder → dataset → network �
 
 test: $(VENV)/installed-dev  ## install, then every CPU test, the browser's included
 	@.ci/browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.narrower
 
 check: docs  ## format, lint, types, import contract, the site's links

@@ -138,9 +138,9 @@ class _Images(CalibrationDataReader):
         return None if batch is None else {"image": batch.numpy()}
 
 
-def rounding(net: nn.Module, **settings: object) -> QuantizationAware:
+def rounding(net: nn.Module, target: str = "cpu", **settings: object) -> QuantizationAware:
     shown = [{"image": batch} for batch in digits()[0][:300].split(50)]
-    return ts.quantization_aware(net, shown, inputs=[IMAGE], target="cpu", **settings).eval()
+    return ts.quantization_aware(net, shown, inputs=[IMAGE], target=target, **settings).eval()
 
 
 def _in_float() -> int:
@@ -168,7 +168,7 @@ def differing(plan: Plan, net: QuantizationAware) -> tuple[int, int, int]:
     def watch(node: Node, read: Any, made: Any) -> None:
         seen.update(zip((v.name for v in node.outputs), made, strict=True))
 
-    interpret(lowered, {"image": batch}, watch=watch)
+    interpret(lowered, {"image": batch}, once=True, watch=watch)
     apart = [
         (tensor.int() - seen[name].int()).abs().flatten()
         for bound, made in bucket.stepwise([batch])
@@ -210,6 +210,27 @@ def test_an_evaluation_is_the_plan_in_every_answer(
     assert count > 500_000
     assert most <= 1
     assert wrong <= 1e-4 * count
+
+
+def test_sixteen_bits_become_integers_in_one_rounding(residual: nn.Module) -> None:
+    """On a GPU the first layer reads float16: kernels round its float32 sums to int8 at once."""
+    lowered = rounding(residual, "sm_90")._compiled(torch.device("cpu"))
+    batch, right = digits()[0][TRAIN : TRAIN + BATCH], {}
+    found: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
+    for once, kept in found.items():
+
+        def watch(node: Node, read: Any, made: Any, kept: Any = kept) -> None:
+            if node.op == "conv2d" and (read[0].dtype, made[0].dtype) == (torch.half, torch.int8):
+                kept[node.output.name] = made[0]
+                x, weight, bias = (t.double() for t in read[:3])
+                sums = F.conv2d(x, weight, bias, padding=1).relu() * node.attrs["gamma"]
+                right[node.output.name] = sums.round().clamp(max=127).to(torch.int8)
+
+        interpret(lowered, {"image": batch}, once=once, watch=watch)
+    assert len(right) == 1
+    for name, integers in right.items():
+        assert torch.equal(found[True][name], integers)
+        assert not torch.equal(found[False][name], integers)
 
 
 def test_a_network_that_rounds_well_stays_as_good(

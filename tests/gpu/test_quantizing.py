@@ -95,7 +95,7 @@ def differing(
 
         images = batch.images.to(device)
         lowered = net._compiled(device)
-        interpret(lowered, {lowered.inputs[0].name: images}, watch=watch)
+        interpret(lowered, {lowered.inputs[0].name: images}, once=True, watch=watch)
         for bound, made in bucket.stepwise([images]):
             for name, tensor in zip(bound.step.outputs, made, strict=True):
                 if tensor.dtype == torch.int8:

@@ -122,6 +122,7 @@ def test_the_document_is_what_the_catalog_says() -> None:
     assert DOCUMENT.read_text() == document(), "run python -m tests.kernels.test_targets"
 
 
+@pytest.mark.timeout(900)  # the first waits for all: 130 s of a fast processor
 @pytest.mark.parametrize("target", COMPILED)
 def test_kernels_compile_within_the_limits_of_the_chip(target: str) -> None:
     unit = ARCHITECTURES[target]

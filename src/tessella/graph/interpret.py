@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import SIXTEEN_BIT
 from tessella.core.errors import CompileError, InputError
 from tessella.core.memory import is_out_of_memory
 from tessella.execution import liveness
 from tessella.execution.liveness import Use
 from tessella.graph.graph import Dim, Graph, Node, Value, shape_at
+from tessella.operations.epilogue import store
 from tessella.operations.table import operation
 
 Watch = Callable[[Node, Sequence[torch.Tensor | None], Sequence[torch.Tensor]], None]
@@ -23,6 +25,7 @@ def interpret(
     inputs: Mapping[str, torch.Tensor],
     *,
     upcast: torch.dtype | None = None,
+    once: bool = False,
     watch: Watch | None = None,
 ) -> dict[str, torch.Tensor]:
     """The outputs of ``graph`` by name.
@@ -31,6 +34,9 @@ def interpret(
         inputs: a tensor for each graph input, on one device, of its element type and shape.
         upcast: compute everything that floats in this type instead (``torch.float64`` for a
             reference), and complex numbers of two such.
+        once: a node that reads 16-bit numbers computes in float64 and rounds its results once, to
+            their element types. So do kernels, but in float32; torch rounds to 16 bits between a
+            product, its epilogue and a quantized result.
         watch: called after each node, with the tensors that it read and made.
 
     Raises:
@@ -55,7 +61,13 @@ def interpret(
             else _cast(graph.constants[v].to(device), upcast)
             for v in node.inputs
         ]
-        made = _computed(node, tensors, attrs)
+        if once and any(t is not None and _name(t.dtype) in SIXTEEN_BIT for t in tensors):
+            wide = [None if t is None else _cast(t, torch.float64) for t in tensors]
+            made = _computed(node, wide, attrs)
+            types = (getattr(torch, v.dtype) for v in node.outputs)
+            made = tuple(store(t, dtype) for t, dtype in zip(made, types, strict=True))
+        else:
+            made = _computed(node, tensors, attrs)
         if watch is not None:
             watch(node, tensors, made)
         live.update(zip(node.outputs, made, strict=True))
@@ -100,7 +112,7 @@ def _batch(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> int:
     )
     for value in graph.inputs:
         tensor = inputs[value.name]
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _name(tensor.dtype)
         if (dtype, tuple(tensor.shape)) != (value.dtype, shape_at(value.shape, batch)):
             raise InputError(
                 f"input {value.name!r} does not fit",
@@ -118,7 +130,7 @@ def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
     """Attributes with every element type in them that floats or is complex replaced."""
     if isinstance(attr, dict):
         return {
-            k: str(_wider(getattr(torch, a), upcast)).removeprefix("torch.")
+            k: _name(_wider(getattr(torch, a), upcast))
             if k == "dtype" and isinstance(a, str)
             else _upcast_attrs(a, upcast)
             for k, a in attr.items()
@@ -126,6 +138,10 @@ def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
     if isinstance(attr, tuple | list):
         return tuple(_upcast_attrs(a, upcast) for a in attr)
     return attr
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _wider(dtype: torch.dtype, upcast: torch.dtype) -> torch.dtype:

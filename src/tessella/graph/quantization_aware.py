@@ -157,7 +157,7 @@ class QuantizationAware(nn.Module):
     def _as_compiled(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         graph = self._compiled(given[0].device)
         named = {value.name: tensor for value, tensor in zip(graph.inputs, given, strict=True)}
-        made = interpret(graph, named)
+        made = interpret(graph, named, once=True)
         return tuple(made[value.name] for value in graph.outputs)
 
     def _compiled(self, device: torch.device) -> Graph:

@@ -102,7 +102,9 @@ def quantize_sums(
     the most is bringing its instructions (an H200: 256 → 1024 channels at 14 × 14, 128 images, 39
     → 34 µs). All is counted in ranges: 128 steps behind a ReLU, else 256, so that one saturating
     multiply-add clamps for nothing. Off by 0.02 steps at most where ``int8.small_sums``
-    and ``refusal`` are asked before.
+    and ``refusal`` are asked before: one integer of 100 is its neighbour. Exact floats of sums and
+    residual (an addition an element each) leave one of 100,000, and cost 17 % there, 8 % at 128 →
+    512 channels at 28 × 28, nothing where memory bounds.
 
     Args:
         sums: int32, or float32.
