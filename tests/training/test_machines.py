@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tessella import api
+from tessella.cli.train import read_recipe
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import silent
 from tessella.core.record import to_plain
@@ -98,6 +99,17 @@ def test_torchruns_variables_are_a_place():
     assert started({}) is started({**TORCHRUN, "WORLD_SIZE": "1"}) is None
     with pytest.raises(UsageError, match=r"gpus=8, WORLD_SIZE=8"):
         settings_of(found, {"gpus": 8})
+
+
+def test_a_recipe_may_need_the_processes_that_are_said_elsewhere(monkeypatch):
+    for needy in ('{"sync_norms": true}', '{"shard": true}', '{"compress": 2}'):
+        with pytest.raises(UsageError, match=r"--recipe: one process.*gpus=1"):
+            read_recipe(needy, gpus=None)
+        assert read_recipe(needy, gpus=2) == json.loads(needy)
+    assert read_recipe('{"gpus": 3}', batch_size=66) == {"gpus": 3}
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_recipe('{"sync_norms": true}', gpus=None) == {"sync_norms": True}
 
 
 @pytest.mark.parametrize(

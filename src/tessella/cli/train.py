@@ -20,7 +20,7 @@ from tessella.core.record import parse_json, to_plain
 from tessella.search.limits import Limits, limits
 from tessella.search.tuning import CACHE_FOLDER
 from tessella.training.forecast import Forecast
-from tessella.training.machines import started
+from tessella.training.machines import settings_of, started
 from tessella.training.race import described, fastest, lasting
 from tessella.training.ways import NAMES, Way
 
@@ -120,7 +120,9 @@ def train(
     stopped = "stopped: the same command with --resume goes on where it stopped"
     with output(json_only=json, events=events, stopped=stopped) as out_:
         settings = _settings(
-            {} if recipe is None else read_recipe(recipe),
+            {} if recipe is None else read_recipe(
+                recipe, batch_size=batch_size, gpus=gpus, nodes=nodes
+            ),
             {"solver": solver, "policy": policy},
             network=network, dataset=str(dataset), epochs=epochs, batch_size=batch_size,
             precision=precision, quantize=quantize, init=init, backend=backend, gpus=gpus,
@@ -252,8 +254,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
-def read_recipe(given: str) -> dict[str, Any]:
-    """The settings in a recipe, a JSON text or a file, checked before the dataset is opened."""
+def read_recipe(given: str, **options: Any) -> dict[str, Any]:
+    """The settings in a recipe, a JSON text or a file, checked before the dataset is opened.
+
+    Args:
+        options: settings beside it, or None, without which it may not be one: several processes.
+    """
     path, inline = Path(given), given.lstrip().startswith("{")
     if not inline and not path.is_file():
         raise UsageError(
@@ -269,7 +275,10 @@ def read_recipe(given: str) -> dict[str, Any]:
                 "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'
             )
         plain = spelled_out(plain)
-        known = {k: v for k, v in plain.items() if (k, v) != ("batch_size", "auto")}
+        known = plain | {name: value for name, value in options.items() if value is not None}
+        known = {k: v for k, v in known.items() if (k, v) != ("batch_size", "auto")}
+        if (process := started()) is not None:
+            known = settings_of(process, known)
         api.recipe_from({"network": "lenet", "dataset": ".", **known})
     except UsageError as error:
         raise UsageError(f"{path}: {error.wrong}", seen=error.seen, fix=error.fix) from error
