@@ -23,6 +23,7 @@ from tessella.device.scaling import Scaling, has_one_pass
 from tessella.training.parallel import World
 
 MOST_THREADS = 32
+AHEAD = 1  # batches that are uploaded while a step computes
 # Held by who gives work to the GPU: an upload, or a step that is being recorded. Of three
 # trainings in which nvJPEG may have worked beside a recording, one did not go on.
 gpu_asked = threading.Lock()
@@ -118,9 +119,9 @@ class Feed:
         # in a thread: 256 files keep nvJPEG for 17 ms, in which a step could be started
         with ThreadPoolExecutor(1, thread_name_prefix="uploading") as thread:
             held: deque[tuple[torch.cuda.Event, Batch]] = deque()
-            coming = thread.submit(upload)
-            while (found := coming.result()) is not None:
-                coming = thread.submit(upload)
+            coming = deque(thread.submit(upload) for _ in range(AHEAD))
+            while (found := coming.popleft().result()) is not None:
+                coming.append(thread.submit(upload))
                 batch, parts, there = found
                 held.append((there, batch))  # the files' bytes may still be read
                 while held and held[0][0].query():  # type: ignore[no-untyped-call]
