@@ -387,6 +387,7 @@ class Training:
                 rank=self._world.rank,
                 world=self._world.size,
                 workers=self._workers,
+                decodes=self._trainer.feed.decodes,
                 fillers=self._fillers,
                 emit=self._journal,
             )
