@@ -253,6 +253,26 @@ def test_a_first_machine_that_goes_silent_is_missed(monkeypatch):
     first.close()
 
 
+def test_a_machine_that_goes_silent_is_missed_sooner_where_nothing_goes_on(monkeypatch):
+    first, second = together([free_port()])
+    monkeypatch.setattr(first, "_exchange", lambda beat: None)  # hears nothing more
+
+    def looked(*, quiet_s: float, still_s: float) -> None:
+        now = time.monotonic()
+        first._heard[1], first._advanced_at = (b"7", now - quiet_s), now - still_s
+        first._asked, first._beat_at = None, 0.0
+        first.look()
+        while first._asked is not None:
+            first.look()
+
+    looked(quiet_s=machines.SILENT_S - 10, still_s=machines.STILL_S - 6)
+    looked(quiet_s=machines.STILL_S - 6, still_s=1000)
+    with pytest.raises(TrainError, match=r"machine 1 has ended.*nothing for 12 s"):
+        looked(quiet_s=machines.STILL_S + 1, still_s=machines.STILL_S + 1)
+    second.close()
+    first.close()
+
+
 class Silent:
     """A store whose calls wait until ``over``."""
 

@@ -31,6 +31,8 @@ from tessella.core.record import from_plain, parse_json, to_plain
 
 WAIT_S = 600.0  # for the other machines to come
 SILENT_S = 60.0  # a machine that says nothing for so long is gone
+# or for so long, if nothing goes on meanwhile: NCCL waits for a GPU that is gone without a word
+STILL_S = 12.0
 CAUSE_S = 15.0  # so long the cause of a lost connection is waited for
 END_S = 60.0  # so long the first machine waits until all others have heard the end
 LOST = "the exchange with another process ended"
@@ -224,6 +226,7 @@ class Meeting:
         self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
         self._asked: Future[TessellaError | None] | None = None
         self._beats, self._beat_at, self._closed, self._lost = 0, 0.0, False, False
+        self._advanced_at = time.monotonic()
         self._store: Any = None
         try:
             self._store = self._ask(_store, place, limit=WAIT_S + SILENT_S)
@@ -373,8 +376,14 @@ class Meeting:
             raise self._gone(0, str(error).splitlines()[0][:200]) from None
         if failed is not None:
             raise failed
-        if (silent := self._silent(SILENT_S)) is not None:
-            raise self.fail(self._gone(silent, f"nothing for {SILENT_S:g} s"))
+        still = self.place.rank == 0 and now > self._advanced_at + STILL_S
+        patience = STILL_S if still else SILENT_S
+        if (silent := self._silent(patience)) is not None:
+            raise self.fail(self._gone(silent, f"nothing for {patience:g} s"))
+
+    def advance(self) -> None:
+        """Note that the training goes on here, which it does with all machines alone."""
+        self._advanced_at = time.monotonic()
 
     def _exchange(self, beat: str) -> TessellaError | None:
         self._store.set(f"beat/{self.place.rank}", beat)

@@ -230,6 +230,8 @@ def launch(
                     emit(event)
                     ended |= event.kind == "result"
                 if meeting is not None and running:
+                    if found:
+                        meeting.advance()
                     meeting.look()
                 if asked() and not sent and running:
                     sent = True
