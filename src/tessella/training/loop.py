@@ -283,7 +283,8 @@ class Training:
         self._exchange_s, self._began = 0.0, began
         self._meter = Meter(
             self._schedule, world, self._state, trainer.feed, journal,
-            where=self._where_not_finite, skipped=trainer.skipped,
+            where=self._where_not_finite, skipped=lambda: trainer.mixed.in_a_row,
+            gradient=trainer.gradient_not_finite,
         )  # fmt: skip
         self._workers = loading_threads(run.recipe.workers, world)
         self._fillers = Fillers(max(1, self._workers))
