@@ -309,7 +309,7 @@ class Trainer:
         else:
             self.optimizer.zero_grad()
             measured = self._averaged(self._in_parts)(images, labels, mix)
-        self.mixed.step(self.optimizer)
+        self.mixed.step(self.optimizer, clip=recipe.clip)
         return measured
 
     def _in_parts(self, images: Tensor, labels: Any, mix: Mix | None) -> Tensor:
