@@ -107,6 +107,7 @@ def test_a_recipe_may_need_the_processes_that_are_said_elsewhere(monkeypatch):
             read_recipe(needy, gpus=None)
         assert read_recipe(needy, gpus=2) == json.loads(needy)
     assert read_recipe('{"gpus": 3}', batch_size=66) == {"gpus": 3}
+    assert read_recipe('{"epochs": 3}', gpus=3) == {"epochs": 3}  # the option's fault, told later
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert read_recipe('{"sync_norms": true}', gpus=None) == {"sync_norms": True}
@@ -202,10 +203,15 @@ def test_a_command_that_was_killed_while_others_are_awaited_comes_back(monkeypat
 
 
 def test_machines_that_do_not_come_or_do_not_agree(monkeypatch):
-    monkeypatch.setattr(machines, "WAIT_S", 0.0)
     place = Place(nodes=2, rank=0, host="127.0.0.1", port=free_port())
+    monkeypatch.setattr(machines, "SILENT_S", 0.0)
+    monkeypatch.setattr(machines, "STILL_S", 0.0)
+    monkeypatch.setattr(machines, "_BEAT_S", 0.0)  # who has not come is not missed meanwhile
+    monkeypatch.setattr(machines, "WAIT_S", 0.5)
     with pytest.raises(TrainError, match=r"without node_rank 1.*its own --node-rank"):
         Meeting(place, silent)
+    monkeypatch.undo()
+    monkeypatch.setattr(machines, "WAIT_S", 0.0)
     place = Place(nodes=2, rank=1, host="127.0.0.1", port=free_port())
     with pytest.raises(TrainError, match=r"first machine does not answer.*--node-rank 0"):
         Meeting(place, silent)

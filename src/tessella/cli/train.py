@@ -258,7 +258,7 @@ def read_recipe(given: str, **options: Any) -> dict[str, Any]:
     """The settings in a recipe, a JSON text or a file, checked before the dataset is opened.
 
     Args:
-        options: settings beside it, or None, without which it may not be one: several processes.
+        options: settings beside it, or None, without which it may be none: several processes.
     """
     path, inline = Path(given), given.lstrip().startswith("{")
     if not inline and not path.is_file():
@@ -275,13 +275,28 @@ def read_recipe(given: str, **options: Any) -> dict[str, Any]:
                 "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'
             )
         plain = spelled_out(plain)
-        known = plain | {name: value for name, value in options.items() if value is not None}
-        known = {k: v for k, v in known.items() if (k, v) != ("batch_size", "auto")}
-        if (process := started()) is not None:
-            known = settings_of(process, known)
-        api.recipe_from({"network": "lenet", "dataset": ".", **known})
+        try:
+            _recipe_from(plain)
+        except UsageError:
+            given_too = {name: value for name, value in options.items() if value is not None}
+            if not _is_recipe(plain | given_too):
+                raise
     except UsageError as error:
         raise UsageError(f"{path}: {error.wrong}", seen=error.seen, fix=error.fix) from error
     except ArtifactError as error:  # a person wrote this file: it is an argument, not an artifact
         raise UsageError(error.wrong, seen=error.seen, fix=f"correct {path}") from error
     return plain
+
+
+def _recipe_from(plain: dict[str, Any]) -> None:
+    known = {k: v for k, v in plain.items() if (k, v) != ("batch_size", "auto")}
+    api.recipe_from({"network": "lenet", "dataset": ".", **known})
+
+
+def _is_recipe(plain: dict[str, Any]) -> bool:
+    """Whether settings are a recipe, with the processes that torchrun started."""
+    try:
+        _recipe_from(plain if (process := started()) is None else settings_of(process, plain))
+    except UsageError:
+        return False
+    return True

@@ -24,9 +24,6 @@ from tessella.device.scaling import Scaling, has_one_pass
 from tessella.training.parallel import World
 
 MOST_THREADS = 32
-# Steps that wait behind the one that a GPU computes. Without a limit, what decodes JPEG files
-# beside them waited for all of them now and then, 73 to 195 ms instead of 17; then the GPU did.
-QUEUED = 1
 # Held by who gives work to the GPU: an upload, or a step that is being recorded. Of three
 # trainings in which nvJPEG may have worked beside a recording, one did not go on.
 gpu_asked = threading.Lock()
@@ -127,7 +124,6 @@ class Feed:
         # in a thread: 256 files keep nvJPEG for 17 ms, in which a step could be started
         with ThreadPoolExecutor(1, thread_name_prefix="uploading") as thread:
             held: deque[tuple[torch.cuda.Event, Batch]] = deque()
-            ends: deque[torch.cuda.Event] = deque()
             coming = thread.submit(upload)
             while (found := coming.result()) is not None:
                 coming = thread.submit(upload)
@@ -143,9 +139,6 @@ class Feed:
                         tensor.record_stream(computing)  # the next upload must not get its memory
                 yield self._scaled(*parts)
                 idle = computing.record_event(_timed())
-                ends.append(idle)
-                if len(ends) > QUEUED:
-                    ends.popleft().synchronize()
                 self._add_waits()
 
     def _add_waits(self) -> None:
@@ -187,8 +180,8 @@ class Feed:
 
 
 def _timed() -> torch.cuda.Event:
-    """An event with its time, for which a thread waits without using its core."""
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
 
 
 def _scaling(record: Preprocess, device: torch.device) -> Scaling:

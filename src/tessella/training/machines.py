@@ -9,6 +9,7 @@ The exchange of gradients has ports of its own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -226,7 +227,7 @@ class Meeting:
         self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
         self._asked: Future[TessellaError | None] | None = None
         self._beats, self._beat_at, self._closed, self._lost = 0, 0.0, False, False
-        self._advanced_at = time.monotonic()
+        self._advanced_at = math.inf  # what has not gone on yet does not stand still
         self._store: Any = None
         try:
             self._store = self._ask(_store, place, limit=WAIT_S + SILENT_S)
@@ -382,7 +383,7 @@ class Meeting:
             raise self.fail(self._gone(silent, f"nothing for {patience:g} s"))
 
     def advance(self) -> None:
-        """Note that the training goes on here, which it does with all machines alone."""
+        """Note that the steps go on, which they do with all machines alone."""
         self._advanced_at = time.monotonic()
 
     def _exchange(self, beat: str) -> TessellaError | None:
@@ -398,10 +399,10 @@ class Meeting:
                     self._heard[rank] = beat, time.monotonic()
 
     def _silent(self, seconds: float) -> int | None:
-        """A machine that has not ended, and of which nothing was heard for so long."""
+        """A machine that has come and not ended, and of which nothing was heard for so long."""
         for rank, (beat, since) in self._heard.items():
             quiet = time.monotonic() - since > seconds
-            if rank != self.place.rank and beat not in _ENDS and quiet:
+            if rank != self.place.rank and beat and beat not in _ENDS and quiet:
                 return rank
         return None
 

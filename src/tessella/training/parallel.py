@@ -230,7 +230,7 @@ def launch(
                     emit(event)
                     ended |= event.kind == "result"
                 if meeting is not None and running:
-                    if found:
+                    if any(event.kind in ("progress", "metric") for event in found):
                         meeting.advance()
                     meeting.look()
                 if asked() and not sent and running:
