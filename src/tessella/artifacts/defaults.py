@@ -63,9 +63,9 @@ class Row:
 # 40.3; the digits with 40 epochs in small batches 29, with 3e-3 68; width 32, 2,000 pictures,
 # batches of 32, 24 epochs 90.6, with 3e-3 91.9. Digits in 48² pixels, width 16, three levels below
 # the first: 500 pictures, 24 epochs in batches of 8 3e-3 62, 6e-3 69; 1,500 pictures, 14 epochs in
-# batches of 32 3e-3 57, 6e-3 78, 1.2e-2 63. Dice of ``unet3d``, width 8, three levels, on 18 volumes
-# of 48³ (``benchmarks.made_volumes``) in batches of 2, 30 epochs, one seed each: 3e-3 65, 6e-3 97,
-# 1.2e-2 99.
+# batches of 32 3e-3 57, 6e-3 78, 1.2e-2 63. Dice of ``unet3d``, width 8, three levels, on 18
+# volumes of 48³ (``benchmarks.made_volumes``) in batches of 2, 30 epochs, one seed each: 3e-3 65,
+# 6e-3 97, 1.2e-2 99.
 RANDOM: dict[Family, Row] = {
     "lenet": Row(lr=2e-3, weight_decay=0.05, warmup=0.3),
     "normalized": Row(lr=1.5e-3, weight_decay=0.05, warmup=0.3),

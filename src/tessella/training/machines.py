@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tessella.artifacts.run import Recipe
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
-from tessella.core.events import Emit, phase
+from tessella.core.events import Emit, Event, phase
 from tessella.core.record import from_plain, parse_json, to_plain
 
 WAIT_S = 600.0  # for the other machines to come
@@ -352,13 +352,19 @@ class Meeting:
                 self._ask(self._store.set, "port", str(free.getsockname()[1]))
         return int(self._ask(self._store.get, "port"))
 
-    def look(self) -> None:
+    def look(self, happened: Iterable[Event] = ()) -> None:
         """Tell the others that this machine is here, at most once a second, and hear of them.
 
+        Args:
+            happened: events of its processes; steps go on with all machines alone.
+
         Raises:
-            TessellaError: another machine has failed; or says nothing for ``SILENT_S``.
+            TessellaError: another machine has failed; or says nothing for ``SILENT_S``, or for
+                ``STILL_S`` in which no step went on, either.
         """
         now = time.monotonic()
+        if any(event.kind in ("progress", "metric") for event in happened):
+            self._advanced_at = now
         if self._asked is None:
             if now < self._beat_at + _BEAT_S:
                 return
@@ -381,10 +387,6 @@ class Meeting:
         patience = STILL_S if still else SILENT_S
         if (silent := self._silent(patience)) is not None:
             raise self.fail(self._gone(silent, f"nothing for {patience:g} s"))
-
-    def advance(self) -> None:
-        """Note that the steps go on, which they do with all machines alone."""
-        self._advanced_at = time.monotonic()
 
     def _exchange(self, beat: str) -> TessellaError | None:
         self._store.set(f"beat/{self.place.rank}", beat)

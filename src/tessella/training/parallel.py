@@ -230,9 +230,7 @@ def launch(
                     emit(event)
                     ended |= event.kind == "result"
                 if meeting is not None and running:
-                    if any(event.kind in ("progress", "metric") for event in found):
-                        meeting.advance()
-                    meeting.look()
+                    meeting.look(found)
                 if asked() and not sent and running:
                     sent = True
                     with suppress(BrokenPipeError):  # they are at their end already
