@@ -63,6 +63,9 @@ def test_answers_for_places_make_a_batch_smaller():
         assert completed(unet, {}, sides=(512, 512), images=images).batch_size == 8
         other = replace(unet, network="centernet")
         assert completed(other, {}, sides=(96, 96), images=images).batch_size == 64
+    for volumes, batch in {18: 2, 600: 8, 5_000: 16}.items():
+        unet3d = Recipe(network="unet3d", dataset="x")
+        assert completed(unet3d, {}, sides=(48,) * 3, images=volumes).batch_size == batch
     assert completed(BARE, {"batch_size": 32}, sides=(512, 512)).batch_size == 32
     assert completed(BARE, {}).batch_size == 32
     two = Recipe(network="unet3d", dataset="x", gpus=2, accumulate=2)

@@ -20,6 +20,7 @@ from tessella.data.importing import import_images
 from tessella.device.nvjpeg import JpegDecoder, has_nvjpeg
 from tessella.kernels.pictures.decode import PictureDecoder
 from tessella.server.jpegs import frames_of, gpu_decode
+from tessella.training.evaluate import predict_split
 from tessella.training.feed import Feed
 from tests.support.changed import CASES, most_off, off_the_host
 
@@ -116,6 +117,14 @@ def test_a_training_sees_the_same_batches(tmp_path, monkeypatch):
     exact = JpegDecoder(DEVICE).backend == JpegDecoder.HARDWARE
     for one, other in zip(ours, hosts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0 if exact else 0.2)
+    answers = [
+        predict_split(
+            lambda batch: feed(batch).images.mean((2, 3)), dataset.train, dataset.preprocess, 3,
+            batch_size=16, workers=3, decodes=decodes,
+        )
+        for decodes in (True, False)
+    ]  # fmt: skip
+    np.testing.assert_allclose(*answers, rtol=0, atol=1e-6 if exact else 0.2)
 
 
 @pytest.mark.parametrize("pixels", [True, False])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 
+import cv2
 import numpy as np
 import pytest
 import torch
 
 from tessella.core.errors import DataError
-from tessella.core.preprocess import Preprocess, normalize
+from tessella.core.preprocess import Preprocess, fitted, normalize
+from tessella.data import loading
+from tessella.data.importing import ImportSettings, import_images
 from tessella.data.loading import Batch
+from tessella.training import feed as feeding
+from tessella.training.evaluate import predict_split
 from tessella.training.feed import Feed, loading_threads
 from tessella.training.parallel import World
 
@@ -70,3 +75,41 @@ def test_threads_that_load(monkeypatch):
     assert loading_threads(None, World(device=gpu, size=8, local_size=4)) == 4
     assert loading_threads(3, World(device=gpu)) == 3
     assert loading_threads(None, World(device=CPU)) == 0
+
+
+def test_a_validation_leaves_jpeg_files_to_the_device(tmp_path, monkeypatch):
+    """A stand-in for the GPU's decoder gives the host's pixels, cut where the host cuts them."""
+    monkeypatch.setattr(loading, "DECODE_ONCE_BYTES", 0)
+    generator = np.random.default_rng(0)
+    for number in range(13):
+        folder = tmp_path / "pictures" / "abc"[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (30, 40, 3), np.uint8)
+        name = folder / f"{number}.{'png' if number == 4 else 'jpg'}"
+        assert cv2.imwrite(str(name), pixels)
+    settings = ImportSettings(size=24, crop=16, holdout=0.0, store="original")
+    dataset = import_images(tmp_path / "pictures", tmp_path / "set", settings)
+    record, decoded = dataset.preprocess, []
+
+    def decoder(*_):
+        def call(contents, frames):
+            decoded.extend(frames)
+            return torch.from_numpy(np.stack([fitted(content, record) for content in contents]))
+
+        return call
+
+    monkeypatch.setattr(feeding, "_decoder", decoder)
+    monkeypatch.setattr(feeding, "require_decoding", lambda *given, fix: None)
+    made = Feed(record, CPU, torch.contiguous_format, decodes=True)
+    weights = torch.randn(3 * 16 * 16, 3, generator=torch.Generator().manual_seed(0))
+
+    def rows(**how):
+        return predict_split(
+            lambda batch: made(batch).images.flatten(1) @ weights, dataset.train, record, 3,
+            batch_size=4, workers=2, **how,
+        )  # fmt: skip
+
+    expected = rows()
+    assert not decoded
+    np.testing.assert_array_equal(rows(decodes=True), expected)
+    assert len(decoded) == 12

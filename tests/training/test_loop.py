@@ -18,7 +18,7 @@ from tessella.core.policies import Policy
 from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.training import loop, trainer
-from tessella.training.evaluate import evaluate
+from tessella.training.evaluate import evaluate, predict_split
 from tessella.training.loop import train
 from tessella.training.solver import set_rate
 from tests.support.training import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
@@ -114,6 +114,39 @@ def test_a_checkpoint_between_validations_claims_no_accuracy(dataset, tmp_path):
     for checkpoint in train(settings, tmp_path / "run").checkpoints():
         measured = checkpoint.info.position.step % 4 == 0
         assert ("val/accuracy" in checkpoint.info.metrics) is measured
+
+
+def test_an_epoch_begins_while_the_one_before_ends(dataset, tmp_path, monkeypatch):
+    """Its images are loaded during the last steps and the validation of the one before."""
+    told = []
+
+    def begun(*given, training, epoch=0, **rest):
+        told.append(f"load {epoch}")
+        return batches(*given, training=training, epoch=epoch, **rest)
+
+    def validated(*given, **rest):
+        told.append("validate")
+        return predict_split(*given, **rest)
+
+    # a GPU's losses come in groups, and its batches are asked for one ahead
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loop, "batches", begun)
+    monkeypatch.setattr(loop, "predict_split", validated)
+    run = train(recipe(dataset, epochs=2.0, workers=1), tmp_path / "run", emit=told_step(told))
+    one_by_one = [f"step {n}" for n in range(1, 9)]
+    assert [word for word in told if word.startswith("step")] == one_by_one
+    at = {word: told.index(word) for word in told}
+    assert at["load 0"] < at["step 1"]
+    assert at["step 2"] < at["load 1"] < at["step 4"] < at["validate"] < at["step 5"]
+    assert len(losses(run)) == 8
+
+
+def told_step(told):
+    def emit(event):
+        if event.kind == "metric" and "loss" in event.values:
+            told.append(f"step {event.step}")
+
+    return emit
 
 
 def test_stops_early(dataset, tmp_path, monkeypatch):

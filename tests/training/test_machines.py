@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tessella import api
+from tessella.cli.train import read_recipe
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import silent
 from tessella.core.record import to_plain
@@ -98,6 +99,18 @@ def test_torchruns_variables_are_a_place():
     assert started({}) is started({**TORCHRUN, "WORLD_SIZE": "1"}) is None
     with pytest.raises(UsageError, match=r"gpus=8, WORLD_SIZE=8"):
         settings_of(found, {"gpus": 8})
+
+
+def test_a_recipe_may_need_the_processes_that_are_said_elsewhere(monkeypatch):
+    for needy in ('{"sync_norms": true}', '{"shard": true}', '{"compress": 2}'):
+        with pytest.raises(UsageError, match=r"--recipe: one process.*gpus=1"):
+            read_recipe(needy, gpus=None)
+        assert read_recipe(needy, gpus=2) == json.loads(needy)
+    assert read_recipe('{"gpus": 3}', batch_size=66) == {"gpus": 3}
+    assert read_recipe('{"epochs": 3}', gpus=3) == {"epochs": 3}  # the option's fault, told later
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_recipe('{"sync_norms": true}', gpus=None) == {"sync_norms": True}
 
 
 @pytest.mark.parametrize(
@@ -190,10 +203,15 @@ def test_a_command_that_was_killed_while_others_are_awaited_comes_back(monkeypat
 
 
 def test_machines_that_do_not_come_or_do_not_agree(monkeypatch):
-    monkeypatch.setattr(machines, "WAIT_S", 0.0)
     place = Place(nodes=2, rank=0, host="127.0.0.1", port=free_port())
+    monkeypatch.setattr(machines, "SILENT_S", 0.0)
+    monkeypatch.setattr(machines, "STILL_S", 0.0)
+    monkeypatch.setattr(machines, "_BEAT_S", 0.0)  # who has not come is not missed meanwhile
+    monkeypatch.setattr(machines, "WAIT_S", 0.5)
     with pytest.raises(TrainError, match=r"without node_rank 1.*its own --node-rank"):
         Meeting(place, silent)
+    monkeypatch.undo()
+    monkeypatch.setattr(machines, "WAIT_S", 0.0)
     place = Place(nodes=2, rank=1, host="127.0.0.1", port=free_port())
     with pytest.raises(TrainError, match=r"first machine does not answer.*--node-rank 0"):
         Meeting(place, silent)
@@ -238,6 +256,26 @@ def test_a_first_machine_that_goes_silent_is_missed(monkeypatch):
     monkeypatch.undo()
     first.fail(cause)
     monkeypatch.setattr(machines, "END_S", 0.0)
+    first.close()
+
+
+def test_a_machine_that_goes_silent_is_missed_sooner_where_nothing_goes_on(monkeypatch):
+    first, second = together([free_port()])
+    monkeypatch.setattr(first, "_exchange", lambda beat: None)  # hears nothing more
+
+    def looked(*, quiet_s: float, still_s: float) -> None:
+        now = time.monotonic()
+        first._heard[1], first._advanced_at = (b"7", now - quiet_s), now - still_s
+        first._asked, first._beat_at = None, 0.0
+        first.look()
+        while first._asked is not None:
+            first.look()
+
+    looked(quiet_s=machines.SILENT_S - 10, still_s=machines.STILL_S - 6)
+    looked(quiet_s=machines.STILL_S - 6, still_s=1000)
+    with pytest.raises(TrainError, match=r"machine 1 has ended.*nothing for 12 s"):
+        looked(quiet_s=machines.STILL_S + 1, still_s=machines.STILL_S + 1)
+    second.close()
     first.close()
 
 

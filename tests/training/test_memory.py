@@ -49,6 +49,7 @@ def test_recognizes_a_real_allocation_failure():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nSearch for `cudaError"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 

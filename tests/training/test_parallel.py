@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -20,7 +22,7 @@ from tessella.artifacts.run import Recipe, Run
 from tessella.core.errors import OutOfMemory, TrainError, UsageError
 from tessella.core.events import read_events
 from tessella.core.record import to_plain
-from tessella.training import parallel, sharing, worker
+from tessella.training import loop, parallel, sharing, worker
 from tessella.training.loop import train
 from tessella.training.machines import Place
 from tessella.training.prepare import begin
@@ -228,6 +230,21 @@ def test_a_worker_that_ends_without_a_word(tmp_path):
     assert "exit code -9" in str(error)
     assert "the last words" in str(error)
     assert str(error).count("line") < 30
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_what_processes_said_stays_behind_an_error_that_names_it(failed, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with (
+        pytest.raises(TrainError) if failed else nullcontext(),
+        loop._folder_for_now() as folder,
+    ):
+        (folder / "checkpoints").mkdir()
+        for name in ("workers.log", "run.json", "checkpoints/weights"):
+            (folder / name).write_text(name)
+        if failed:
+            raise TrainError("a process ended", seen="-9", fix=f"read {folder / 'workers.log'}")
+    assert [path.name for path in tmp_path.rglob("*")] == [folder.name, "workers.log"] * failed
 
 
 def test_a_machine_reads_its_own_folder_only_where_it_holds_the_same_run(tmp_path):

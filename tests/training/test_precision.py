@@ -53,6 +53,28 @@ def test_autocast_computes_in_the_precision(precision, dtype):
     assert module.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("factor", "length"), [(0.01, None), (100.0, 0.5)])
+def test_gradients_longer_than_the_limit_are_shortened_to_it(precision, factor, length):
+    """All together, as a vector; those of a scaled loss by what they are without its scale."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x, moved = torch.randn(3, 4), []
+    for module, clip in zip(modules, (0.0, 0.5), strict=True):
+        before = [p.detach().clone() for p in module.parameters()]
+        optimizer = optimizer_for(module, Solver(name="sgd", lr=1.0, momentum=0, weight_decay=0))
+        mixed = MixedPrecision(precision, CPU)
+        mixed.backward(factor * module(x).square().mean())
+        mixed.step(optimizer, clip=clip)
+        pairs = zip(before, module.parameters(), strict=True)
+        moved.append(torch.cat([(b - p.detach()).flatten() for b, p in pairs]))
+    plain, clipped = moved
+    expected = plain if length is None else plain * length / plain.norm()
+    torch.testing.assert_close(clipped, expected, rtol=1e-4, atol=1e-6)
+    assert bool(plain.norm() > 0.5) is (length is not None)
+
+
 def test_fp16_skips_a_step_with_infinite_gradients_and_halves_the_scale():
     module = nn.Linear(4, 2)
     optimizer = optimizer_for(module, Solver(name="sgd"))

@@ -154,6 +154,8 @@ class Recipe:
         probe_epochs: so many epochs the head learns alone, before all that is not frozen does.
         layer_decay: the rate of each stage as a factor of the next one's, for fine-tuning; 0.65 to
             0.9 are usual, 1 is the same rate everywhere.
+        clip: the longest that a step's gradients, all together, may be as a vector: longer ones are
+            shortened to it. 1 is usual for transformers, 0 is no limit.
         ema: validate and save an average of the weights, of which each step keeps this share; 0.999
             is usual, 0 is none.
         grow_from: begin with images of this share of their side, which grow in five steps and are
@@ -207,6 +209,7 @@ class Recipe:
     freeze: int = 0
     probe_epochs: float = 0.0
     layer_decay: float = 1.0
+    clip: float = 0.0
     ema: float = 0.0
     grow_from: float = 1.0
     accumulate: int = 1
@@ -303,6 +306,8 @@ class Recipe:
                 seen=f"{self.probe_epochs:g} of {self.epochs:g}",
                 fix="for a head that learns alone to the end use freeze=-1",
             )
+        if not 0 <= self.clip < math.inf:
+            raise UsageError("clip is a length, 0 or more", seen=self.clip)
         if not (0 < self.layer_decay <= 1 and 0 < self.grow_from <= 1 and 0 <= self.ema < 1):
             raise UsageError(
                 "layer_decay and grow_from are above 0 to 1, ema 0 to below 1",

@@ -33,7 +33,8 @@ SYNONYMS = {
     "num_epochs": "epochs", "warmup_epochs": "warmup",
     "ema_decay": "ema", "layerwise_decay": "layer_decay", "freeze_layers": "freeze",
     "accumulation_steps": "accumulate", "gradient_accumulation_steps": "accumulate",
-    "gradient_checkpointing": "recompute",
+    "gradient_checkpointing": "recompute", "max_grad_norm": "clip", "gradient_clip_val": "clip",
+    "grad_clip": "clip",
 }  # fmt: skip
 
 

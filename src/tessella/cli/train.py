@@ -20,7 +20,7 @@ from tessella.core.record import parse_json, to_plain
 from tessella.search.limits import Limits, limits
 from tessella.search.tuning import CACHE_FOLDER
 from tessella.training.forecast import Forecast
-from tessella.training.machines import started
+from tessella.training.machines import settings_of, started
 from tessella.training.race import described, fastest, lasting
 from tessella.training.ways import NAMES, Way
 
@@ -120,7 +120,9 @@ def train(
     stopped = "stopped: the same command with --resume goes on where it stopped"
     with output(json_only=json, events=events, stopped=stopped) as out_:
         settings = _settings(
-            {} if recipe is None else read_recipe(recipe),
+            {} if recipe is None else read_recipe(
+                recipe, batch_size=batch_size, gpus=gpus, nodes=nodes
+            ),
             {"solver": solver, "policy": policy},
             network=network, dataset=str(dataset), epochs=epochs, batch_size=batch_size,
             precision=precision, quantize=quantize, init=init, backend=backend, gpus=gpus,
@@ -252,8 +254,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
-def read_recipe(given: str) -> dict[str, Any]:
-    """The settings in a recipe, a JSON text or a file, checked before the dataset is opened."""
+def read_recipe(given: str, **options: Any) -> dict[str, Any]:
+    """The settings in a recipe, a JSON text or a file, checked before the dataset is opened.
+
+    Args:
+        options: settings beside it, or None, without which it may be none: several processes.
+    """
     path, inline = Path(given), given.lstrip().startswith("{")
     if not inline and not path.is_file():
         raise UsageError(
@@ -269,10 +275,28 @@ def read_recipe(given: str) -> dict[str, Any]:
                 "a recipe is a JSON object", seen=type(plain).__name__, fix='write {"epochs": 30}'
             )
         plain = spelled_out(plain)
-        known = {k: v for k, v in plain.items() if (k, v) != ("batch_size", "auto")}
-        api.recipe_from({"network": "lenet", "dataset": ".", **known})
+        try:
+            _recipe_from(plain)
+        except UsageError:
+            given_too = {name: value for name, value in options.items() if value is not None}
+            if not _is_recipe(plain | given_too):
+                raise
     except UsageError as error:
         raise UsageError(f"{path}: {error.wrong}", seen=error.seen, fix=error.fix) from error
     except ArtifactError as error:  # a person wrote this file: it is an argument, not an artifact
         raise UsageError(error.wrong, seen=error.seen, fix=f"correct {path}") from error
     return plain
+
+
+def _recipe_from(plain: dict[str, Any]) -> None:
+    known = {k: v for k, v in plain.items() if (k, v) != ("batch_size", "auto")}
+    api.recipe_from({"network": "lenet", "dataset": ".", **known})
+
+
+def _is_recipe(plain: dict[str, Any]) -> bool:
+    """Whether settings are a recipe, with the processes that torchrun started."""
+    try:
+        _recipe_from(plain if (process := started()) is None else settings_of(process, plain))
+    except UsageError:
+        return False
+    return True

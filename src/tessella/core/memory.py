@@ -14,14 +14,18 @@ import torch
 
 LARGE_PAGE = 2**21  # bytes, of x86-64 and of AArch64 with pages of 4 KiB
 
-_CPU_MESSAGES = ("DefaultCPUAllocator: can't allocate", "not enough memory: you tried to allocate")
+_MESSAGES = (
+    "DefaultCPUAllocator: can't allocate",
+    "not enough memory: you tried to allocate",
+    "CUDA error: out of memory",  # where another program has it: torch.AcceleratorError
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out."""
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(m in str(error) for m in _CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and any(m in str(error) for m in _MESSAGES)
 
 
 @contextmanager

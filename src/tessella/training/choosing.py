@@ -247,4 +247,6 @@ def _read(path: Path) -> Choice:
 
 
 def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.2g} min"
+    if seconds < 5400:
+        return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.2g} min"
+    return f"{seconds / 3600:,.0f} h"

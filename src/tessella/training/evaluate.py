@@ -61,12 +61,16 @@ def predict_split(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
+    decodes: bool = False,
     fillers: Fillers | None = None,
     emit: Emit = silent,
 ) -> npt.NDArray[np.float32]:
     """What the task measures of each image's answer, N×R in the split's order.
 
     Rows of images that belong to another rank are 0.
+
+    Args:
+        decodes: ``predict`` takes batches whose JPEG files a GPU decodes.
     """
     require_images(split)
     task = of(split.task)
@@ -84,11 +88,14 @@ def predict_split(
         augment=None,
         training=False,
         workers=workers,
+        for_gpu=decodes,
+        decodes=decodes,
         fillers=fillers,
     )
     for number, batch in enumerate(stream, start=1):
         outputs = predict(batch)
-        count, *sides, _ = batch.pixels.shape
+        count = len(batch.indices)
+        sides = preprocess.sides if preprocess.volume is None else batch.pixels.shape[1:-1]
         wanted = [count, *task.head.shape(classes, sides)]
         if list(outputs.shape) != wanted:
             raise TrainError(

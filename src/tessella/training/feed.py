@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
@@ -81,13 +82,18 @@ class Feed:
         self._device, self._layout = device, layout
         self._scaling = _scaling(record, device)
         self.decodes = decodes
-        self._decoder: Any = _decoder(record, device) if decodes else None
+        if decodes:
+            require_decoding(record, device, fix="leave decode out: the host decodes")
+        # of a stream, and of batches beside it: each is for one thread. nvJPEG takes memory of the
+        # GPU, which a dataset without JPEG files, or one that is kept decoded, has other uses for
+        self._decoder = functools.cache(lambda: _decoder(record, device))
+        self._other = functools.cache(lambda: _decoder(record, device))
         self.waited_s = 0.0
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __call__(self, batch: Batch) -> Fed:
-        """A batch alone."""
-        return self._scaled(*self._all_moved(batch))
+        """A batch alone, also while a stream goes on."""
+        return self._scaled(*self._all_moved(batch, self._other))
 
     def stream(self, batches: Iterator[Batch]) -> Generator[Fed, None, None]:
         """The batches in order, a step computed between one and the next; to be closed."""
@@ -113,7 +119,7 @@ class Feed:
             if batch is None:
                 return None
             with gpu_asked, torch.cuda.device(self._device), torch.cuda.stream(own):
-                return batch, self._all_moved(batch), own.record_event(_timed())
+                return batch, self._all_moved(batch, self._decoder), own.record_event(_timed())
 
         # in a thread: 256 files keep nvJPEG for 17 ms, in which a step could be started
         with ThreadPoolExecutor(1, thread_name_prefix="uploading") as thread:
@@ -140,18 +146,18 @@ class Feed:
             idle, there = self._waits.popleft()
             self.waited_s += max(0.0, idle.elapsed_time(there) / 1e3)
 
-    def _all_moved(self, batch: Batch) -> tuple[Any, ...]:
+    def _all_moved(self, batch: Batch, decoder: Any) -> tuple[Any, ...]:
         words, settings = (None, None) if batch.changes is None else batch.changes[:2]
         return (
-            self._pixels(batch), self._moved(batch.cuts), self._moved(words), settings,
+            self._pixels(batch, decoder), self._moved(batch.cuts), self._moved(words), settings,
             self._moved(batch.labels),
         )  # fmt: skip
 
-    def _pixels(self, batch: Batch) -> Tensor:
+    def _pixels(self, batch: Batch, decoder: Any) -> Tensor:
         pixels: Tensor = self._moved(batch.pixels)
         if batch.files is None:
             return pixels
-        decoded: Tensor = self._decoder(batch.files.contents, batch.files.frames)
+        decoded: Tensor = decoder()(batch.files.contents, batch.files.frames)
         if not len(pixels):
             return decoded
         rows = set(batch.files.rows)
@@ -189,7 +195,6 @@ def _scaling(record: Preprocess, device: torch.device) -> Scaling:
 
 def _decoder(record: Preprocess, device: torch.device) -> Any:
     """What decodes JPEG files on the device."""
-    require_decoding(record, device, fix="leave decode out: the host decodes")
     return importlib.import_module("tessella.kernels.pictures.decode").PictureDecoder(
         record, device
     )

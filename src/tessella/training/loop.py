@@ -6,12 +6,13 @@ run that was killed goes on from its last checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from torch import Tensor
 
@@ -45,7 +46,7 @@ from tessella.training.feed import Fed, loading_threads
 from tessella.training.journal import Journal
 from tessella.training.machines import LOST, Meeting, Place, place_of
 from tessella.training.meter import Meter
-from tessella.training.parallel import World, alone, is_lost, joined, launch
+from tessella.training.parallel import LOG_FILE, World, alone, is_lost, joined, launch
 from tessella.training.precision import arithmetic
 from tessella.training.prepare import begin, check, describe_run, validates
 from tessella.training.quantizing import Quantizer, quantized, roundings
@@ -135,7 +136,7 @@ def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit:
         The run that is there: here it has its record alone, unless ``out`` is a common folder.
     """
     check(recipe)
-    with closing(Meeting(place, emit)) as meeting, TemporaryDirectory(prefix="tessella-") as folder:
+    with closing(Meeting(place, emit)) as meeting, _folder_for_now() as folder:
         try:
             if over is not None:
                 recipe = over(meeting.recipe())
@@ -143,9 +144,30 @@ def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit:
             info = describe_run(recipe)
         except TessellaError as error:
             raise meeting.fail(error) from None
-        write_run(Path(folder), info)
-        launch(Path(folder), recipe.gpus, resumed=False, meeting=meeting, emit=emit)
+        write_run(folder, info)
+        launch(folder, recipe.gpus, resumed=False, meeting=meeting, emit=emit)
     return Run(out, info=info)
+
+
+@contextmanager
+def _folder_for_now() -> Iterator[Path]:
+    """A folder that goes with its block; behind an error what processes said stays, which it may
+    name."""
+    folder = Path(mkdtemp(prefix="tessella-"))
+    failed = False
+    try:
+        yield folder
+    except TessellaError:
+        failed = True
+        raise
+    finally:
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif not (failed and path.name == LOG_FILE):
+                path.unlink()
+        with suppress(OSError):  # it holds what was said
+            folder.rmdir()
 
 
 def train_started(
@@ -261,7 +283,8 @@ class Training:
         self._exchange_s, self._began = 0.0, began
         self._meter = Meter(
             self._schedule, world, self._state, trainer.feed, journal,
-            where=self._where_not_finite, skipped=trainer.skipped,
+            where=self._where_not_finite, skipped=lambda: trainer.mixed.in_a_row,
+            gradient=trainer.gradient_not_finite,
         )  # fmt: skip
         self._workers = loading_threads(run.recipe.workers, world)
         self._fillers = Fillers(max(1, self._workers))
@@ -365,6 +388,7 @@ class Training:
                 rank=self._world.rank,
                 world=self._world.size,
                 workers=self._workers,
+                decodes=self._trainer.feed.decodes,
                 fillers=self._fillers,
                 emit=self._journal,
             )

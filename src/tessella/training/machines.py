@@ -9,10 +9,11 @@ The exchange of gradients has ports of its own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ import torch.distributed as dist
 from tessella.artifacts.run import Recipe
 from tessella.core import errors
 from tessella.core.errors import TessellaError, TrainError, UsageError
-from tessella.core.events import Emit, phase
+from tessella.core.events import Emit, Event, phase
 from tessella.core.record import from_plain, parse_json, to_plain
 
 WAIT_S = 600.0  # for the other machines to come
 SILENT_S = 60.0  # a machine that says nothing for so long is gone
+# or for so long, if nothing goes on meanwhile: NCCL waits for a GPU that is gone without a word
+STILL_S = 12.0
 CAUSE_S = 15.0  # so long the cause of a lost connection is waited for
 END_S = 60.0  # so long the first machine waits until all others have heard the end
 LOST = "the exchange with another process ended"
@@ -224,6 +227,7 @@ class Meeting:
         self._heard = {rank: (b"", time.monotonic()) for rank in range(place.nodes)}
         self._asked: Future[TessellaError | None] | None = None
         self._beats, self._beat_at, self._closed, self._lost = 0, 0.0, False, False
+        self._advanced_at = math.inf  # what has not gone on yet does not stand still
         self._store: Any = None
         try:
             self._store = self._ask(_store, place, limit=WAIT_S + SILENT_S)
@@ -348,13 +352,19 @@ class Meeting:
                 self._ask(self._store.set, "port", str(free.getsockname()[1]))
         return int(self._ask(self._store.get, "port"))
 
-    def look(self) -> None:
+    def look(self, happened: Iterable[Event] = ()) -> None:
         """Tell the others that this machine is here, at most once a second, and hear of them.
 
+        Args:
+            happened: events of its processes; steps go on with all machines alone.
+
         Raises:
-            TessellaError: another machine has failed; or says nothing for ``SILENT_S``.
+            TessellaError: another machine has failed; or says nothing for ``SILENT_S``, or for
+                ``STILL_S`` in which no step went on, either.
         """
         now = time.monotonic()
+        if any(event.kind in ("progress", "metric") for event in happened):
+            self._advanced_at = now
         if self._asked is None:
             if now < self._beat_at + _BEAT_S:
                 return
@@ -373,8 +383,10 @@ class Meeting:
             raise self._gone(0, str(error).splitlines()[0][:200]) from None
         if failed is not None:
             raise failed
-        if (silent := self._silent(SILENT_S)) is not None:
-            raise self.fail(self._gone(silent, f"nothing for {SILENT_S:g} s"))
+        still = self.place.rank == 0 and now > self._advanced_at + STILL_S
+        patience = STILL_S if still else SILENT_S
+        if (silent := self._silent(patience)) is not None:
+            raise self.fail(self._gone(silent, f"nothing for {patience:g} s"))
 
     def _exchange(self, beat: str) -> TessellaError | None:
         self._store.set(f"beat/{self.place.rank}", beat)
@@ -389,10 +401,10 @@ class Meeting:
                     self._heard[rank] = beat, time.monotonic()
 
     def _silent(self, seconds: float) -> int | None:
-        """A machine that has not ended, and of which nothing was heard for so long."""
+        """A machine that has come and not ended, and of which nothing was heard for so long."""
         for rank, (beat, since) in self._heard.items():
             quiet = time.monotonic() - since > seconds
-            if rank != self.place.rank and beat not in _ENDS and quiet:
+            if rank != self.place.rank and beat and beat not in _ENDS and quiet:
                 return rank
         return None
 

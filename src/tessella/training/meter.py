@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,12 +23,22 @@ _REPORT_S = 1.0
 HOPELESS = 50
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """Numbers on their way: of each step, its rate beside it, a row; and a last one of all."""
+
+    steps: list[tuple[int, float]]
+    rows: Tensor
+    there: torch.cuda.Event | None
+
+
 class Meter:
     """Collects losses and emits them as metrics, averaged over all processes.
 
     Args:
         where: says which layer makes numbers that are not finite, where a loss is such.
-        skipped: says how many of the last steps were skipped, and which gradient is not finite.
+        skipped: says how many of the last steps were skipped, on the device; None: none ever is.
+        gradient: says which gradient is not finite.
     """
 
     def __init__(
@@ -38,14 +49,16 @@ class Meter:
         feed: Feed,
         emit: Emit,
         where: Callable[[], str | None] = lambda: None,
-        skipped: Callable[[], tuple[int, str | None]] = lambda: (0, None),
+        skipped: Callable[[], Tensor | None] = lambda: None,
+        gradient: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
-        self._feed, self._where, self._skipped = feed, where, skipped
+        self._feed, self._where, self._skipped, self._gradient = feed, where, skipped, gradient
         self._seconds = self._waited_s = 0.0
         self._reported = 0
-        self._group = _GROUP if world.device.type == "cuda" else 1
+        self._on_gpu = world.device.type == "cuda"
         self._pending: list[tuple[int, float, Tensor]] = []
+        self._sent: _Sent | None = None
         self.asked = False  # a process was asked to stop: all learn it at the same step
         self.start_clock()
 
@@ -55,10 +68,16 @@ class Meter:
         self._waited_before_s = self._feed.waited_s
 
     def add(self, step: int, rate: float, measured: Tensor) -> None:
-        """Add this process's loss and accuracy at ``step``, which may still be in computation."""
+        """Add this process's loss and accuracy at ``step``, which may still be in computation.
+
+        A GPU's are emitted in groups, each a step after its last: when the GPU has that to compute.
+        """
         self._pending.append((step, rate, measured))
-        if len(self._pending) >= self._group:
-            self.flush()
+        self._receive()
+        if len(self._pending) >= _GROUP or not self._on_gpu:
+            self._send()
+        if not self._on_gpu:
+            self._receive()
 
     def flush(self) -> None:
         """Emit the metrics of all steps that were added.
@@ -66,25 +85,45 @@ class Meter:
         Raises:
             TrainError: a loss is NaN or infinite, or ``HOPELESS`` steps in a row were skipped.
         """
+        self._receive()
+        self._send()
+        self._receive()
+
+    def _send(self) -> None:
+        """Let the pending numbers of all processes come to this host, without waiting for them."""
         if not self._pending:
             return
         pairs = [pair for *_, pair in self._pending]
-        wish = torch.full_like(pairs[0], float(self._world.asked()))
-        *measured, (wished, _) = self._world.mean(torch.stack([*pairs, wish])).tolist()
+        count = self._skipped()
+        told = torch.full_like(pairs[0], float(self._world.asked()))
+        told[1] = 0 if count is None else count
+        rows = self._world.mean(torch.stack([*pairs, told])).to("cpu", non_blocking=True)
+        there = torch.cuda.current_stream().record_event() if self._on_gpu else None
+        self._sent = _Sent(
+            steps=[(step, rate) for step, rate, _ in self._pending], rows=rows, there=there
+        )
+        self._pending.clear()
+
+    def _receive(self) -> None:
+        """Emit what was sent."""
+        if (sent := self._sent) is None:
+            return
+        self._sent = None
+        if sent.there is not None:
+            sent.there.synchronize()
+        *measured, (wished, count) = sent.rows.tolist()
         self.asked |= wished > 0
-        for (step, rate, _), (loss, accuracy) in zip(self._pending, measured, strict=True):
+        for (step, rate), (loss, accuracy) in zip(sent.steps, measured, strict=True):
             if not math.isfinite(loss):
                 raise not_finite(loss, step, rate, self._schedule.recipe, self._where())
             self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
             self._state.loss_sum += loss
             self._state.accuracy_sum += accuracy
             self._state.loss_count += 1
-        self._steps += len(self._pending)
-        step = self._pending[-1][0]
-        self._pending.clear()
-        count, gradient = self._skipped()
+        self._steps += len(sent.steps)
+        step = sent.steps[-1][0]
         if count >= HOPELESS:
-            raise only_skipped(count, step, gradient)
+            raise only_skipped(int(count), step, self._gradient())
         self._report_speed(step)
 
     @property

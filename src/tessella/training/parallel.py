@@ -230,7 +230,7 @@ def launch(
                     emit(event)
                     ended |= event.kind == "result"
                 if meeting is not None and running:
-                    meeting.look()
+                    meeting.look(found)
                 if asked() and not sent and running:
                     sent = True
                     with suppress(BrokenPipeError):  # they are at their end already

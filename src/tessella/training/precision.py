@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from tessella.artifacts.run import Precision
 from tessella.core.errors import TrainError
@@ -99,8 +99,16 @@ class MixedPrecision:
         """The backward pass of a loss, whose gradients join those that are there."""
         torch.autograd.backward(self.scaler.scale(loss))
 
-    def step(self, optimizer: optim.Optimizer) -> None:
-        """One step of ``optimizer`` by the gradients that are there."""
+    def step(self, optimizer: optim.Optimizer, *, clip: float = 0.0) -> None:
+        """One step of ``optimizer`` by the gradients that are there.
+
+        Args:
+            clip: as in ``Recipe``.
+        """
+        if clip:
+            self.scaler.unscale_(optimizer)
+            learn = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(learn, clip)
         self.scaler.step(optimizer)
         if not self.scaler.is_enabled():
             return

@@ -217,12 +217,9 @@ class Trainer:
 
         return first_not_finite(self.module, call)
 
-    def skipped(self) -> tuple[int, str | None]:
-        """How many of the last steps were skipped, and the first gradient that is not finite."""
-        count = self.mixed.in_a_row
-        if count is None or not count.item():
-            return 0, None
-        return int(count), gradient_not_finite(self.module)
+    def gradient_not_finite(self) -> str | None:
+        """The first gradient of the last step that is not finite."""
+        return gradient_not_finite(self.module)
 
     def layers(self, count: int) -> tuple[LayerTime, ...]:
         """The times of the module's layers in a step with so many blank images."""
@@ -312,7 +309,7 @@ class Trainer:
         else:
             self.optimizer.zero_grad()
             measured = self._averaged(self._in_parts)(images, labels, mix)
-        self.mixed.step(self.optimizer)
+        self.mixed.step(self.optimizer, clip=recipe.clip)
         return measured
 
     def _in_parts(self, images: Tensor, labels: Any, mix: Mix | None) -> Tensor:
