@@ -28,7 +28,14 @@ from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.task import TaskRecord
 from tessella.server import Repository, Server
-from tessella.server.jpegs import MOST_TOGETHER, JpegQueue, decoder_for, frames_of
+from tessella.server.jpegs import (
+    MOST_TOGETHER,
+    Decoded,
+    Files,
+    JpegQueue,
+    decoder_for,
+    frames_of,
+)
 from tessella.server.short_way import ShortPicture, ShortWay
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
@@ -201,25 +208,23 @@ def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.Mon
 
 
 def test_no_more_wait_than_may() -> None:
-    decoding, told = Decoding(), list[object]()
+    decoding, told = Decoding(), list[Decoded]()
     decoding.may_go.clear()
     queue = JpegQueue(decoding, most_waiting=2, threads=1)
-    content = jpeg(1)
-    frames = frames_of([content])
-    assert frames is not None
-    queue.submit([content], frames, lambda *result: told.append(result))
+    request = Files([jpeg(1)], None, told.append)
+    queue.submit(request)
     while not decoding.sizes:
         pass
     for _ in range(2):
-        queue.submit([content], frames, lambda *result: told.append(result))
+        queue.submit(request)
     with pytest.raises(ServeError, match="too many pictures") as refused:
-        queue.submit([content], frames, lambda *result: told.append(result))
+        queue.submit(request)
     assert refused.value.status == 503
     decoding.may_go.set()
     queue.close()
-    assert len(told) == 3
+    assert sum(len(decoded.requests) for decoded in told) == 3
     with pytest.raises(ServeError):
-        queue.submit([content], frames, print)
+        queue.submit(request)
 
 
 def test_a_large_request_is_decoded_alone() -> None:
@@ -228,9 +233,7 @@ def test_a_large_request_is_decoded_alone() -> None:
     queue = JpegQueue(decoding, most_waiting=9, threads=1)
     content = jpeg(1)
     for count in (1, 2, MOST_TOGETHER + 5, 3):
-        frames = frames_of([content] * count)
-        assert frames is not None
-        queue.submit([content] * count, frames, lambda made, *_: told.append(made))
+        queue.submit(Files([content] * count, None, lambda decoded: told.append(decoded.made())))
         while not decoding.sizes:
             pass
     decoding.may_go.set()
@@ -295,9 +298,8 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
 def test_errors_are_the_clients() -> None:
     """A damaged file is told as the client's fault, through both kinds of server."""
     queue = JpegQueue(Decoding(), most_waiting=2)
-    told: list[Exception | None] = []
-    frames = frames_of([damaged(1)])
-    assert frames is not None
-    queue.submit([damaged(1)], frames, lambda made, error, ns: told.append(error))
+    told: list[Decoded] = []
+    queue.submit(Files([damaged(1)], frames_of([damaged(1)]), told.append))
     queue.close()
-    assert isinstance(told[0], InputError)
+    with pytest.raises(InputError):
+        told[0].made()

@@ -7,6 +7,7 @@ host: from there on they are a request's like any other.
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,8 +32,6 @@ THREADS = 2
 END = b"\xff\xd9"
 
 Decode = Callable[[Sequence[bytes], Sequence[Frame]], np.ndarray]
-# Called with a file's or a request's inputs, or why there are none, in the thread that decoded.
-Done = Callable[[np.ndarray | None, Exception | None, int], object]
 
 
 def frames_of(files: Sequence[bytes]) -> list[Frame] | None:
@@ -151,10 +150,44 @@ def decoder_for(decode: Literal["host", "gpu"]) -> Callable[[Engine], Decode | N
     return gpu_decodes if decode == "gpu" else host_decodes
 
 
-class _Waiting(NamedTuple):
-    files: Sequence[bytes]
-    frames: Sequence[Frame]
-    done: Done
+class Files(NamedTuple):
+    """A request's files.
+
+    Attributes:
+        contents: they; memory that others may change is copied before it is looked at.
+        frames: what ``frames_of`` read of them; None where they are to be copied first.
+        deliver: called in the thread that decoded, with all of a batch that share it.
+        tag: what ``deliver`` knows them by.
+    """
+
+    contents: Sequence[bytes | memoryview]
+    frames: Sequence[Frame] | None
+    deliver: Callable[[Decoded], object]
+    tag: Any = None
+
+
+class Decoded(NamedTuple):
+    """Requests whose files were decoded together, or the one that failed.
+
+    Attributes:
+        pixels: of all their files, one behind the other; None if there is an ``error``.
+        ns: how long the batch took.
+    """
+
+    requests: list[Files]
+    pixels: np.ndarray | None
+    error: Exception | None
+    ns: int
+
+    def made(self) -> np.ndarray:
+        """The pixels.
+
+        Raises:
+            Exception: why there are none.
+        """
+        if self.pixels is None:
+            raise self.error or ServeError("a picture was not decoded", status=500)
+        return self.pixels
 
 
 class JpegQueue:
@@ -169,7 +202,8 @@ class JpegQueue:
 
     def __init__(self, decode: Decode, *, most_waiting: int, threads: int = THREADS) -> None:
         self._decode, self._most_waiting = decode, most_waiting
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[Files] = deque()
+        self._idle = 0  # threads that sleep
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -179,8 +213,8 @@ class JpegQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, files: Sequence[bytes], frames: Sequence[Frame], done: Done) -> None:
-        """Decode a request's files; ``done`` is called with the nanoseconds that it took.
+    def submit(self, request: Files) -> None:
+        """Decode a request's files.
 
         Raises:
             ServeError: 503, too many requests wait.
@@ -193,8 +227,9 @@ class JpegQueue:
                     seen=f"{len(self._waiting)} waiting",
                     fix="try again in a moment, or send fewer requests at once",
                 )
-            self._waiting.append(_Waiting(files, frames, done))
-            self._changed.notify()
+            self._waiting.append(request)
+            if self._idle:
+                self._changed.notify()
 
     def close(self) -> None:
         """Decode what waits, and end."""
@@ -208,36 +243,56 @@ class JpegQueue:
         while some := self._take():
             self._work(some)
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[Files]:
         with self._changed:
             while not self._waiting and not self._is_closed:
+                self._idle += 1
                 self._changed.wait()
-            some, count = list[_Waiting](), 0
+                self._idle -= 1
+            some, count = list[Files](), 0
             while self._waiting:
-                if some and count + len(self._waiting[0].files) > MOST_TOGETHER:
+                if some and count + len(self._waiting[0].contents) > MOST_TOGETHER:
                     break
                 some.append(self._waiting.popleft())
-                count += len(some[-1].files)
+                count += len(some[-1].contents)
             return some
 
-    def _work(self, some: list[_Waiting]) -> None:
+    def _work(self, some: list[Files]) -> None:
         began_ns = perf_counter_ns()
         try:
-            made = self._decode(
-                [content for one in some for content in one.files],
-                [frame for one in some for frame in one.frames],
-            )
+            contents, frames = list[bytes](), list[Frame]()
+            for request in some:
+                read, known = _read(request)
+                contents += read
+                frames += known
+            pixels = self._decode(contents, frames)
         except Exception as error:
-            if len(some) > 1:  # one of them may have caused it: decode each alone
-                for one in some:
-                    self._work([one])
+            if half := len(some) // 2:  # one of them may have caused it: 64 are 13 batches then
+                self._work(some[:half])
+                self._work(some[half:])
                 return
-            some[0].done(None, _told(error), perf_counter_ns() - began_ns)
+            ns = perf_counter_ns() - began_ns
+            some[0].deliver(Decoded(some, None, _told(error), ns))
             return
-        took_ns, first = perf_counter_ns() - began_ns, 0
-        for one in some:
-            one.done(made[first : first + len(one.files)], None, took_ns)
-            first += len(one.files)
+        ns, first = perf_counter_ns() - began_ns, 0
+        for deliver, which in itertools.groupby(some, lambda request: request.deliver):
+            requests = list(which)
+            end = first + sum(len(request.contents) for request in requests)
+            deliver(Decoded(requests, pixels[first:end], None, ns))
+            first = end
+
+
+def _read(request: Files) -> tuple[Sequence[bytes], Sequence[Frame]]:
+    """A request's files, which nobody changes, and their frames.
+
+    Raises:
+        ServeError: 500, who sent them should have seen that no GPU decodes them.
+    """
+    contents = [*map(bytes, request.contents)]  # bytes stay as they are
+    frames = request.frames or frames_of(contents)
+    if frames is None:
+        raise ServeError("a ticket's files are none that a GPU decodes", status=500)
+    return contents, frames
 
 
 def _told(error: Exception) -> Exception:
