@@ -11,11 +11,12 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from tessella.runtime.overlapped import runs_of
 from tessella.server.acceptor import LONE_NS, _Lone
 from tessella.server.counts import Counts
-from tessella.server.looking import SPIN_NS, Looking
+from tessella.server.looking import REST_S, SPIN_NS, Looking
 
 
 def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
@@ -37,9 +38,12 @@ def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
         ours.close()
 
 
-def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps() -> None:
+def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours, theirs = socket.socketpair()
-    looking = Looking(100 * SPIN_NS)
+    wakes, wake = socket.socketpair()
+    looking = Looking(100 * SPIN_NS, wakes)
     looking.register(ours, selectors.EVENT_READ)
 
     def worked_s(come_s: float) -> float:
@@ -65,7 +69,15 @@ def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps() ->
     looking._last_ns = 0
     looking.came(has_files=False)
     assert worked_s(0.4) < 0.2, "it has not slept"
-    for end in (looking, ours, theirs):
+
+    theirs.send(b"ticket")
+    began_ns = time.perf_counter_ns()
+    looking.rest()
+    assert time.perf_counter_ns() - began_ns > 0.9e9 * REST_S, "a ticket has ended its rest"
+    monkeypatch.setattr("tessella.server.looking.REST_S", 600.0)
+    wake.send(b"c")
+    looking.rest()
+    for end in (looking, ours, theirs, wakes, wake):
         end.close()
 
 

@@ -97,9 +97,9 @@ class _Room:
         self._door = door
         self._acceptors: set[_Acceptor] = set()
         self._lock = threading.Lock()
-        self.looking = self._selector = Looking(spin_ns)
-        self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake, wakes = socket.socketpair()
+        self.looking = self._selector = Looking(spin_ns, wakes)
+        self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake.setblocking(False)
         self._selector.register(wakes, selectors.EVENT_READ, lambda: self._woken(wakes))
         self._is_woken = False  # ``work`` is about to look
@@ -116,6 +116,8 @@ class _Room:
         due_ns: int | None = None
         while not self._is_ending or self.busy:
             seconds = None if due_ns is None else due_ns / 1e9
+            if seconds != 0 and self.files.is_busy:
+                self.looking.rest()
             for key, _ in self._selector.found(seconds):
                 key.data()
             while self._next:

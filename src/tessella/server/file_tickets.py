@@ -16,12 +16,13 @@ import numpy as np
 
 from tessella.core.errors import ServeError
 from tessella.server import tickets
-from tessella.server.jpegs import Decoded, Files, JpegQueue
+from tessella.server.jpegs import MOST_TOGETHER, Decoded, Files, JpegQueue
 from tessella.server.lane import Lane, aligned
 from tessella.server.repository import Model
 from tessella.server.tickets import Ticket
 from tessella.server.waiting import Request
 
+PLENTY = MOST_TOGETHER  # that are decoded, or wait for it
 TOGETHER = 8  # pictures of a request: four of them fill an execution of 32
 
 
@@ -62,6 +63,7 @@ class FileTickets:
 
     def __init__(self, room: Room) -> None:
         self._room = room
+        self._decoding = 0  # tickets
         self._decoded_here, self._answer_here = self._decoded, self._answer  # told by identity
 
     def start(self, sender: Sender, ticket: Ticket) -> None:
@@ -74,11 +76,18 @@ class FileTickets:
         # Without frames: nvJPEG shall read what they say, whatever an acceptor does meanwhile
         files = Files(contents, None, self._decoded_here, _Sent(sender, ticket))
         self._room.with_model(ticket.model, lambda model: _queue_of(model).submit(files))
+        self._decoding += 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether so many files wait to be decoded that no more are needed at once."""
+        return self._decoding >= PLENTY
 
     def _decoded(self, decoded: Decoded) -> None:
         self._room.soon(partial(self._go_on, decoded))
 
     def _go_on(self, decoded: Decoded) -> None:
+        self._decoding -= len(decoded.requests)
         first = 0
         for group in _groups([files.tag for files in decoded.requests]):
             end = first + sum(len(sent.ticket.sizes) for sent in group)

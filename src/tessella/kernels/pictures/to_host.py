@@ -46,7 +46,7 @@ class HostDecoder:
         self._rooms: dict[str, torch.Tensor] = {}
         self._kernels: dict[str, tuple[CompiledKernel, Function]] = {}
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def __call__(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> np.ndarray:
         """Pixels, uint8 [N, H, W, C].
 
         Raises:
@@ -62,7 +62,7 @@ class HostDecoder:
                 self._decode(files[some], frames[some], host, some.start)
         return host.numpy()
 
-    def _compile(self, files: Sequence[bytes], frames: Sequence[Frame]) -> None:
+    def _compile(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> None:
         """Have both kernels compiled, by the usual way of a picture."""
         target = default_target()
         with collecting(target) as made:
@@ -76,7 +76,11 @@ class HostDecoder:
             self._kernels[kernel.name] = kernel, loaded
 
     def _decode(
-        self, files: Sequence[bytes], frames: Sequence[Frame], host: torch.Tensor, first: int
+        self,
+        files: Sequence[bytes | memoryview],
+        frames: Sequence[Frame],
+        host: torch.Tensor,
+        first: int,
     ) -> None:
         starts, pitches, nbytes = places(frames)
         made = tables(starts, pitches, frames, self._record, cuts=True)
