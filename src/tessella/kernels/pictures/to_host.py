@@ -7,7 +7,9 @@ up to a millisecond. Of torch's calls there were fifteen a batch; of these there
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,8 +84,7 @@ class HostDecoder:
         host: torch.Tensor,
         first: int,
     ) -> None:
-        starts, pitches, nbytes = places(frames)
-        made = tables(starts, pitches, frames, self._record, cuts=True)
+        starts, pitches, nbytes, made = _layout(tuple(frames), self._record)
         stream = self._stream.cuda_stream
         planes, pixels = self._room("planes", nbytes), self._room("pixels", 4 * made.pixels)
         size = host[0].nbytes
@@ -129,3 +130,10 @@ class HostDecoder:
             function, grid, (compiled.threads, 1, 1), values, stream,
             shared_bytes=compiled.shared_bytes,
         )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)  # 25 KB a batch; of one camera's pictures the next has it again
+def _layout(frames: tuple[Frame, ...], record: Preprocess) -> tuple[Any, Any, int, Tables]:
+    """``places`` of a batch and its tables, which nobody changes."""
+    starts, pitches, nbytes = places(frames)
+    return starts, pitches, nbytes, tables(starts, pitches, frames, record, cuts=True)
