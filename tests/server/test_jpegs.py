@@ -5,6 +5,7 @@ Here the host plays the GPU; ``tests/gpu/test_pictures.py`` has the real one.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from PIL import Image
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.task import TaskRecord
+from tessella.device.nvjpeg import _address
 from tessella.server import Repository, Server
 from tessella.server.jpegs import (
     MOST_TOGETHER,
@@ -205,6 +207,11 @@ def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.Mon
     ran.clear()
     assert told() == short
     assert not ran
+
+
+@pytest.mark.parametrize("content", [b"a file", memoryview(bytearray(b"its end: a file"))[9:]])
+def test_a_decoder_is_told_where_a_file_lies(content: bytes | memoryview) -> None:
+    assert ctypes.string_at(_address(content), 6) == b"a file"
 
 
 def test_no_more_wait_than_may() -> None:
