@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import os
@@ -36,6 +37,32 @@ def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
         assert lone.wait(time.perf_counter_ns() + 10**10) == b""
         assert lone.send(b"ticket") == b"ticket"
         ours.close()
+
+
+def test_an_acceptor_stays_awake_while_its_client_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", 600 * 10**9)
+    ours, theirs = socket.socketpair()
+    alone = [True]
+
+    async def waits(lone: _Lone) -> list[bool]:
+        """Whether it is awake: some turns later, and when another client has come."""
+        loop = asyncio.get_running_loop()
+        found = []
+        for alone[0] in (True, False):
+            lone.stay_awake(loop)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            found.append(lone.is_awake)
+        return found
+
+    for spins in (False, True):
+        lone = _Lone(ours, lambda: alone[0], spins=spins)
+        assert asyncio.run(waits(lone)) == [spins, False]
+        monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", -1)
+        assert asyncio.run(waits(lone)) == [False, False]
+        monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", 600 * 10**9)
+    ours.close()
+    theirs.close()
 
 
 def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps(

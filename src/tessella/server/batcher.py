@@ -468,10 +468,12 @@ class Batcher(Infers):
         joined = {
             n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
         }
-        joined_ns, worked_ns = perf_counter_ns(), thread_time_ns()
+        asks_effort = self._in_loop and not self._only_lone  # each time is a call of the system
+        joined_ns, worked_ns = perf_counter_ns(), thread_time_ns() if asks_effort else 0
         outputs = self._engine(**joined)
-        ran_ns, worked_ns = perf_counter_ns(), thread_time_ns() - worked_ns
-        self._effort.took(samples_of(pieces), worked_ns)
+        ran_ns = perf_counter_ns()
+        if asks_effort:
+            self._effort.took(samples_of(pieces), thread_time_ns() - worked_ns)
         answers = split(outputs, pieces)
         end_ns = perf_counter_ns()
         spent = Computation(
