@@ -18,8 +18,8 @@ from tessella.server.lane import Lane, aligned, make_memory
 from tessella.server.repository import Model
 from tessella.server.tickets import Ticket
 from tessella.server.waiting import Request
-from tests.server.test_jpegs import jpeg
 from tests.support.engines import RECORD, Scores, expected_scores, repository
+from tests.support.planes import jpeg
 
 pytestmark = pytest.mark.timeout(60)
 PLACE = 1 << 13  # bytes of a ticket
@@ -106,20 +106,23 @@ def test_what_was_decoded_together_waits_together_and_is_answered_apart() -> Non
     models.load_all()
     room = Room(models.get("flowers"))
     files, acceptor = FileTickets(room), Acceptor(24)
-    pictures = {number: [jpeg(number, (10 + number, 12, 3))] for number in range(24)}
-    pictures[5] = [jpeg(1), jpeg(2), jpeg(3)]
-    pictures[17] = [jpeg(17, (9, 12, 3))]
+    pictures = {number: [jpeg(10 + number, 12, "4:2:0")] for number in range(24)}
+    pictures[5] = [jpeg(side, 13, "4:2:0") for side in (20, 21, 22)]
+    pictures[17] = [jpeg(9, 12, "4:2:0")]
     changed = {3: {"priority": 1}, 11: {"deadline_ns": 2**62}}
     for number, some in pictures.items():
-        files.start(acceptor, acceptor.ticket(number, some, **changed.get(number, {})))
+        ticket = acceptor.ticket(number, some, **changed.get(number, {}))
+        if number == 20:  # its place has no room for the scores,
+            ticket = ticket._replace(end=ticket.start + aligned(len(some[0])))
+        files.start(acceptor, ticket)
     assert not files.is_busy
     with pytest.raises(ServeError, match="does not lie in its lane"):
-        files.start(acceptor, acceptor.ticket(24, [jpeg(0)])._replace(start=1 << 20))
+        files.start(acceptor, acceptor.ticket(24, [jpeg(20, 13, "4:2:0")])._replace(start=1 << 20))
     decoding.may_go.set()
     acceptor.wait()
     for number, some in pictures.items():
         told = acceptor.told[number]
-        if number == 17:
+        if number in (17, 20):
             assert isinstance(told, ServeError)
             assert told.status == 500
         else:
@@ -138,13 +141,15 @@ def test_plenty_is_told_until_it_is_decoded() -> None:
     decoding = Decoding()
     models = repository({"flowers": Scores()}, decoder_for=lambda engine: decoding)
     models.load_all()
-    files, acceptor = FileTickets(Room(models.get("flowers"))), Acceptor(PLENTY)
+    room, acceptor = Room(models.get("flowers")), Acceptor(PLENTY)
+    files, room.model.max_batch = FileTickets(room), 6  # which eights would not fill
     for number in range(PLENTY):
         assert not files.is_busy
-        files.start(acceptor, acceptor.ticket(number, [jpeg(number)]))
+        files.start(acceptor, acceptor.ticket(number, [jpeg(20, 13, "4:2:0")]))
     assert files.is_busy
     decoding.may_go.set()
     acceptor.wait()
     assert not files.is_busy
-    assert sum(decoding.sizes) == PLENTY
+    assert sum(decoding.sizes) == sum(room.members) == PLENTY
+    assert max(room.members) == 2
     asyncio.run(models.close())

@@ -7,6 +7,7 @@ the engine are some of its pictures together, and answers go to each acceptor on
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +24,9 @@ from tessella.server.tickets import Ticket
 from tessella.server.waiting import Request
 
 PLENTY = MOST_TOGETHER  # that are decoded, or wait for it
-TOGETHER = 8  # pictures of a request: four of them fill an execution of 32
+# Pictures of a request: four of eight fill an execution of 32. A request that is cut is answered
+# with its last piece, so fewer where that fills no execution.
+TOGETHER = 8
 
 
 class Sender(Protocol):
@@ -45,8 +48,11 @@ class Room(Protocol):
 
 
 class _Sent(NamedTuple):
+    """A ticket; and how many are one request at most."""
+
     sender: Sender
     ticket: Ticket
+    most: int
 
     @property
     def is_plain(self) -> bool:
@@ -73,9 +79,13 @@ class FileTickets:
             ServeError: as ``JpegQueue.submit``; 500, the ticket is none that an acceptor sends.
         """
         contents = sender.lane.parts(ticket.start, ticket.sizes)
-        # Without frames: nvJPEG shall read what they say, whatever an acceptor does meanwhile
-        files = Files(contents, None, self._decoded_here, _Sent(sender, ticket))
-        self._room.with_model(ticket.model, lambda model: _queue_of(model).submit(files))
+
+        def submit(model: Model) -> None:
+            sent = _Sent(sender, ticket, math.gcd(TOGETHER, model.max_batch))
+            # Without frames: nvJPEG shall read what they say, whatever an acceptor does meanwhile
+            _queue_of(model).submit(Files(contents, None, self._decoded_here, sent))
+
+        self._room.with_model(ticket.model, submit)
         self._decoding += 1
 
     @property
@@ -154,7 +164,7 @@ def _groups(all_sent: Sequence[_Sent]) -> Iterator[list[_Sent]]:
     """Cuts tickets that were decoded together into those that wait for the engine as one."""
     group: list[_Sent] = []
     for sent in all_sent:
-        if group and not (len(group) < TOGETHER and group[0].is_plain and sent.joins(group[0])):
+        if group and not (len(group) < sent.most and group[0].is_plain and sent.joins(group[0])):
             yield group
             group = []
         group.append(sent)
@@ -170,17 +180,20 @@ def _done(group: Sequence[_Sent], request: Request) -> list[bytes]:
     pack = tickets.done_packer(request.stages, tickets.pack_sizes(sizes))
     parts = [(array.data.cast("B"), array.nbytes // len(group)) for array in arrays]
     frames = []
-    for place, (sender, ticket) in enumerate(group):
+    for place, (sender, ticket, _) in enumerate(group):
         start = ticket.start + aligned(sum(ticket.sizes))
-        for content, nbytes in parts:
-            if start + nbytes > ticket.end:
-                raise ServeError("the outputs are larger than the plan says", status=500)
-            sender.lane.write(start, content[place * nbytes : (place + 1) * nbytes])
-            start = aligned(start + nbytes)
-        frames.append(pack(ticket.number))
+        try:
+            for content, nbytes in parts:
+                if start + nbytes > ticket.end:
+                    raise ServeError("the outputs are larger than the plan says", status=500)
+                sender.lane.write(start, content[place * nbytes : (place + 1) * nbytes])
+                start = aligned(start + nbytes)
+            frames.append(pack(ticket.number))
+        except ServeError as error:  # of this ticket alone
+            frames.append(tickets.pack_error(ticket.number, error))
     return frames
 
 
 def _fail(group: Sequence[_Sent], error: Exception) -> None:
-    for sender, ticket in group:
+    for sender, ticket, _ in group:
         sender.send(tickets.pack_error(ticket.number, error))
