@@ -218,7 +218,8 @@ def test_no_more_wait_than_may() -> None:
     decoding, told = Decoding(), list[Decoded]()
     decoding.may_go.clear()
     queue = JpegQueue(decoding, most_waiting=2, threads=1)
-    request = Files([jpeg(1)], None, told.append)
+    content = [jpeg(1)]
+    request = Files(content, frames_of(content), told.append)
     queue.submit(request)
     while not decoding.sizes:
         pass
@@ -240,7 +241,8 @@ def test_a_large_request_is_decoded_alone() -> None:
     queue = JpegQueue(decoding, most_waiting=9, threads=1)
     content = jpeg(1)
     for count in (1, 2, MOST_TOGETHER + 5, 3):
-        queue.submit(Files([content] * count, None, lambda decoded: told.append(decoded.made())))
+        files = [content] * count
+        queue.submit(Files(files, frames_of(files), lambda decoded: told.append(decoded.made())))
         while not decoding.sizes:
             pass
     decoding.may_go.set()
