@@ -38,7 +38,7 @@ from tessella.server.batcher import Batcher
 from tessella.server.file_tickets import FileTickets
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
-from tessella.server.looking import SPIN_NS, Looking
+from tessella.server.looking import REST_S, SPIN_NS, Looking
 from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
@@ -116,7 +116,7 @@ class _Room:
         due_ns: int | None = None
         while not self._is_ending or self.busy:
             seconds = None if due_ns is None else due_ns / 1e9
-            if seconds != 0 and self.files.is_busy:
+            if (seconds is None or seconds > 100 * REST_S) and self.files.is_busy:
                 self.looking.rest()
             for key, _ in self._selector.found(seconds):
                 key.data()

@@ -29,6 +29,7 @@ from tessella.runtime import Engine
 # Files; an H200 decodes 27,700 pictures of 500 × 375 a second so, and no more in larger batches.
 MOST_TOGETHER = 64
 THREADS = 2
+KEPT_BYTES = 16 << 20  # of copied files, by each thread
 END = b"\xff\xd9"
 
 Contents = Sequence[bytes | memoryview]
@@ -271,38 +272,49 @@ class JpegQueue:
                 frames = _read(contents)
             pixels = self._decode(contents, frames)
         except Exception as error:
-            if half := len(some) // 2:  # one of them may have caused it: 64 are 13 batches then
+            half, ns = len(some) // 2, perf_counter_ns() - began_ns
+            if not half or (isinstance(error, ServeError) and error.status == 503):
+                _deliver(some, None, _told(error), ns)
+            else:  # one of them may have caused it: 64 are 13 batches then
                 self._work(some[:half], copies)
                 self._work(some[half:], copies)
-                return
-            ns = perf_counter_ns() - began_ns
-            some[0].deliver(Decoded(some, None, _told(error), ns))
             return
-        ns, first = perf_counter_ns() - began_ns, 0
-        for deliver, which in itertools.groupby(some, lambda files: files.deliver):
-            together = list(which)
-            end = first + sum(len(files.contents) for files in together)
-            deliver(Decoded(together, pixels[first:end], None, ns))
-            first = end
+        _deliver(some, pixels, None, perf_counter_ns() - began_ns)
+
+
+def _deliver(
+    some: list[Files], pixels: np.ndarray | None, error: Exception | None, ns: int
+) -> None:
+    first = 0
+    for deliver, which in itertools.groupby(some, lambda files: files.deliver):
+        together = list(which)
+        end = first + sum(len(files.contents) for files in together)
+        part = None if pixels is None else pixels[first:end]
+        deliver(Decoded(together, part, error, ns))
+        first = end
 
 
 class _Copies:
-    """Memory of one thread for files of a batch, which nobody else changes. It keeps the largest.
-
-    The copy is one call, which lets go of Python's lock once: a file of 61 kB takes 5 µs or more.
+    """Memory of one thread for files of a batch, which nobody else changes. It keeps that of a
+    usual batch, as memory that was given back is slow to have again.
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = np.empty(0, np.uint8)
 
     def of(self, contents: Contents) -> list[bytes | memoryview]:
         """Copies, which stay until the next call."""
         nbytes = sum(map(len, contents))
-        if self._memory.nbytes < nbytes:
-            self._memory = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
-        made = self._memory[:nbytes]
-        torch.cat([torch.frombuffer(one, dtype=torch.uint8) for one in contents], out=made)
-        whole, copies, first = made.numpy().data, list[bytes | memoryview](), 0
+        memory = self._memory
+        if memory.nbytes < nbytes:
+            memory = np.empty(nbytes + nbytes // 4, np.uint8)
+            if nbytes <= KEPT_BYTES:
+                self._memory = memory
+        # not torch.cat, which wakes a team of OpenMP's in each thread for parts of 32 kB or more
+        made = np.concatenate(
+            [np.frombuffer(one, np.uint8) for one in contents], out=memory[:nbytes]
+        )
+        whole, copies, first = made.data, list[bytes | memoryview](), 0
         for one in contents:
             copies.append(whole[first : first + len(one)])
             first += len(one)
