@@ -35,6 +35,7 @@ from tessella.server.jpegs import (
     Decoded,
     Files,
     JpegQueue,
+    _Copies,
     decoder_for,
     frames_of,
 )
@@ -214,6 +215,20 @@ def test_a_decoder_is_told_where_a_file_lies(content: bytes | memoryview) -> Non
     assert ctypes.string_at(_address(content), 6) == b"a file"
 
 
+def test_a_decoder_remembers_layouts_that_are_small() -> None:
+    decoders = pytest.importorskip("tessella.kernels.pictures.to_host", reason="needs Triton")
+    decoder = decoders.HostDecoder.__new__(decoders.HostDecoder)  # but for the GPU's part
+    decoder._record, decoder._layouts = RECORD, {}
+    usual = (Frame(375, 500, 2, 2),) * MOST_TOGETHER
+    first = decoder._layout(usual)
+    assert decoder._layout(usual) is first
+    decoder._layout((Frame(16, 64_000, 2, 2),))
+    assert list(decoder._layouts) == [usual]
+    for width in range(100, 100 + 2 * decoders.MOST_LAYOUTS):
+        decoder._layout((Frame(20, width, 1, 1),))
+        assert len(decoder._layouts) <= decoders.MOST_LAYOUTS
+
+
 def test_no_more_wait_than_may() -> None:
     decoding, told = Decoding(), list[Decoded]()
     decoding.may_go.clear()
@@ -312,3 +327,23 @@ def test_errors_are_the_clients() -> None:
     queue.close()
     with pytest.raises(InputError):
         told[0].made()
+
+
+@pytest.mark.parametrize(("error", "calls", "told"), [
+    (ServeError("it does not start", status=503), 1, [4]),
+    (KernelError("nvJPEG cannot decode a picture of this batch"), 7, [1, 1, 1, 1]),
+])  # fmt: skip
+def test_a_batch_is_halved_for_a_file_s_fault_alone(
+    error: Exception, calls: int, told: list[int]
+) -> None:
+    sizes, answers = list[int](), list[Decoded]()
+
+    def decode(files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> np.ndarray:
+        sizes.append(len(files))
+        raise error
+
+    queue = JpegQueue(decode, most_waiting=9, threads=0)
+    content = [jpeg(1)]
+    queue._work([Files(content, frames_of(content), answers.append)] * 4, _Copies())
+    assert len(sizes) == calls
+    assert [len(decoded.requests) for decoded in answers] == told
