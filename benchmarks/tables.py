@@ -109,6 +109,7 @@ def page() -> str:
         *_volumes(),
         *_serving(),
         *_gpu_serving(),
+        *_serving_parts(),
         *_coverage(),
         *_catalog(),
     ]
@@ -479,6 +480,20 @@ def _gpu_serving() -> Iterator[str]:
     for number, run in enumerate(runs, 1):
         yield f"{number}. {_origin(run)}"
     yield ""
+
+
+def _serving_parts() -> Iterator[str]:
+    """What a lone request and a picture take behind a GPU's servers, by way and tree."""
+    yield "## Parts of a request on a GPU: `serve-parts-sm_90.json`\n"
+    yield (
+        "What bounds a lone client and JPEG files, by scripts that ran the tree of before (*old*)"
+        " and the new one in turns. A number is one reading, or a median where its run says so.\n"
+    )
+    for number, run in enumerate(_runs("serve-parts-sm_90.json"), 1):
+        columns = list(run["rows"][0])
+        yield f"{number}. {run['date']}, {run['device']}, {run['cores']} cores. {run['about']}\n"
+        lines = [[row[name] for name in columns] for row in run["rows"]]
+        yield markdown([name.replace("_", " ") for name in columns], lines) + "\n"
 
 
 # --- what compiles, and what the catalog keeps ----------------------------------------------------

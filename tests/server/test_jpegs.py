@@ -5,6 +5,7 @@ Here the host plays the GPU; ``tests/gpu/test_pictures.py`` has the real one.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -27,8 +28,17 @@ from PIL import Image
 from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.task import TaskRecord
+from tessella.device.nvjpeg import _address
 from tessella.server import Repository, Server
-from tessella.server.jpegs import MOST_TOGETHER, JpegQueue, decoder_for, frames_of
+from tessella.server.jpegs import (
+    MOST_TOGETHER,
+    Decoded,
+    Files,
+    JpegQueue,
+    _Copies,
+    decoder_for,
+    frames_of,
+)
 from tessella.server.short_way import ShortPicture, ShortWay
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
@@ -200,26 +210,44 @@ def test_pictures_take_the_short_way_to_the_same_answers(monkeypatch: pytest.Mon
     assert not ran
 
 
+@pytest.mark.parametrize("content", [b"a file", memoryview(bytearray(b"its end: a file"))[9:]])
+def test_a_decoder_is_told_where_a_file_lies(content: bytes | memoryview) -> None:
+    assert ctypes.string_at(_address(content), 6) == b"a file"
+
+
+def test_a_decoder_remembers_layouts_that_are_small() -> None:
+    decoders = pytest.importorskip("tessella.kernels.pictures.to_host", reason="needs Triton")
+    decoder = decoders.HostDecoder.__new__(decoders.HostDecoder)  # but for the GPU's part
+    decoder._record, decoder._layouts = RECORD, {}
+    usual = (Frame(375, 500, 2, 2),) * MOST_TOGETHER
+    first = decoder._layout(usual)
+    assert decoder._layout(usual) is first
+    decoder._layout((Frame(16, 64_000, 2, 2),))
+    assert list(decoder._layouts) == [usual]
+    for width in range(100, 100 + 2 * decoders.MOST_LAYOUTS):
+        decoder._layout((Frame(20, width, 1, 1),))
+        assert len(decoder._layouts) <= decoders.MOST_LAYOUTS
+
+
 def test_no_more_wait_than_may() -> None:
-    decoding, told = Decoding(), list[object]()
+    decoding, told = Decoding(), list[Decoded]()
     decoding.may_go.clear()
     queue = JpegQueue(decoding, most_waiting=2, threads=1)
-    content = jpeg(1)
-    frames = frames_of([content])
-    assert frames is not None
-    queue.submit([content], frames, lambda *result: told.append(result))
+    content = [jpeg(1)]
+    request = Files(content, frames_of(content), told.append)
+    queue.submit(request)
     while not decoding.sizes:
         pass
     for _ in range(2):
-        queue.submit([content], frames, lambda *result: told.append(result))
+        queue.submit(request)
     with pytest.raises(ServeError, match="too many pictures") as refused:
-        queue.submit([content], frames, lambda *result: told.append(result))
+        queue.submit(request)
     assert refused.value.status == 503
     decoding.may_go.set()
     queue.close()
-    assert len(told) == 3
+    assert sum(len(decoded.requests) for decoded in told) == 3
     with pytest.raises(ServeError):
-        queue.submit([content], frames, print)
+        queue.submit(request)
 
 
 def test_a_large_request_is_decoded_alone() -> None:
@@ -228,9 +256,8 @@ def test_a_large_request_is_decoded_alone() -> None:
     queue = JpegQueue(decoding, most_waiting=9, threads=1)
     content = jpeg(1)
     for count in (1, 2, MOST_TOGETHER + 5, 3):
-        frames = frames_of([content] * count)
-        assert frames is not None
-        queue.submit([content] * count, frames, lambda made, *_: told.append(made))
+        files = [content] * count
+        queue.submit(Files(files, frames_of(files), lambda decoded: told.append(decoded.made())))
         while not decoding.sizes:
             pass
     decoding.may_go.set()
@@ -295,9 +322,28 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
 def test_errors_are_the_clients() -> None:
     """A damaged file is told as the client's fault, through both kinds of server."""
     queue = JpegQueue(Decoding(), most_waiting=2)
-    told: list[Exception | None] = []
-    frames = frames_of([damaged(1)])
-    assert frames is not None
-    queue.submit([damaged(1)], frames, lambda made, error, ns: told.append(error))
+    told: list[Decoded] = []
+    queue.submit(Files([damaged(1)], frames_of([damaged(1)]), told.append))
     queue.close()
-    assert isinstance(told[0], InputError)
+    with pytest.raises(InputError):
+        told[0].made()
+
+
+@pytest.mark.parametrize(("error", "calls", "told"), [
+    (ServeError("it does not start", status=503), 1, [4]),
+    (KernelError("nvJPEG cannot decode a picture of this batch"), 7, [1, 1, 1, 1]),
+])  # fmt: skip
+def test_a_batch_is_halved_for_a_file_s_fault_alone(
+    error: Exception, calls: int, told: list[int]
+) -> None:
+    sizes, answers = list[int](), list[Decoded]()
+
+    def decode(files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> np.ndarray:
+        sizes.append(len(files))
+        raise error
+
+    queue = JpegQueue(decode, most_waiting=9, threads=0)
+    content = [jpeg(1)]
+    queue._work([Files(content, frames_of(content), answers.append)] * 4, _Copies())
+    assert len(sizes) == calls
+    assert [len(decoded.requests) for decoded in answers] == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import os
@@ -11,11 +12,12 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from tessella.runtime.overlapped import runs_of
 from tessella.server.acceptor import LONE_NS, _Lone
 from tessella.server.counts import Counts
-from tessella.server.looking import SPIN_NS, Looking
+from tessella.server.looking import REST_S, SPIN_NS, Looking
 
 
 def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
@@ -37,9 +39,38 @@ def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
         ours.close()
 
 
-def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps() -> None:
+def test_an_acceptor_stays_awake_while_its_client_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", 600 * 10**9)
     ours, theirs = socket.socketpair()
-    looking = Looking(100 * SPIN_NS)
+    alone = [True]
+
+    async def waits(lone: _Lone) -> list[bool]:
+        """Whether it is awake: some turns later, and when another client has come."""
+        loop = asyncio.get_running_loop()
+        found = []
+        for alone[0] in (True, False):
+            lone.stay_awake(loop)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            found.append(lone.is_awake)
+        return found
+
+    for spins in (False, True):
+        lone = _Lone(ours, lambda: alone[0], spins=spins)
+        assert asyncio.run(waits(lone)) == [spins, False]
+        monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", -1)
+        assert asyncio.run(waits(lone)) == [False, False]
+        monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", 600 * 10**9)
+    ours.close()
+    theirs.close()
+
+
+def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    wakes, wake = socket.socketpair()
+    looking = Looking(100 * SPIN_NS, wakes)
     looking.register(ours, selectors.EVENT_READ)
 
     def worked_s(come_s: float) -> float:
@@ -65,7 +96,15 @@ def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps() ->
     looking._last_ns = 0
     looking.came(has_files=False)
     assert worked_s(0.4) < 0.2, "it has not slept"
-    for end in (looking, ours, theirs):
+
+    theirs.send(b"ticket")
+    began_ns = time.perf_counter_ns()
+    looking.rest()
+    assert time.perf_counter_ns() - began_ns > 0.9e9 * REST_S, "a ticket has ended its rest"
+    monkeypatch.setattr("tessella.server.looking.REST_S", 600.0)
+    wake.send(b"c")
+    looking.rest()
+    for end in (looking, ours, theirs, wakes, wake):
         end.close()
 
 

@@ -36,19 +36,19 @@ class Frame(NamedTuple):
         return -(-self.height // self.down), -(-self.width // self.across)
 
 
-def frame_of(content: bytes) -> Frame | None:
+def frame_of(content: bytes | memoryview) -> Frame | None:
     """The frame of a JPEG that a GPU may decode; None of all else, which the host decodes.
 
     That is: one scan of 8 bits by Huffman's code; grey, 4:4:4, 4:2:2 or 4:2:0, in YCbCr as libjpeg
     reads the markers; no EXIF block, which may turn the picture; at most ``PLAIN_PIXELS``.
     """
-    content = bytes(content)  # a view cannot be looked up; bytes are taken as they are
+    start = bytes(content[:MOST_HEAD_BYTES])  # a view cannot be looked up
     for nbytes in _heads.lengths:
-        if (known := _heads.frames.get(content[:nbytes])) is not None:
+        if (known := _heads.frames.get(start[:nbytes])) is not None:
             return known
-    frame, nbytes = _frame_of(content)
+    frame, nbytes = _frame_of(bytes(content))
     if frame is not None and nbytes <= MOST_HEAD_BYTES:
-        _heads.remember(content[:nbytes], frame)
+        _heads.remember(start[:nbytes], frame)
     return frame
 
 

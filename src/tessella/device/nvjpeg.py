@@ -85,7 +85,7 @@ class JpegDecoder:
         # not when the process ends, with which CUDA does
         weakref.finalize(self, _destroy, self._library, self._handle, self._state).atexit = False
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Planes:
+    def __call__(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> Planes:
         """The planes of some files, whose frames ``core.jpeg.frame_of`` read.
 
         Raises:
@@ -100,7 +100,7 @@ class JpegDecoder:
 
     def decode(
         self,
-        files: Sequence[bytes],
+        files: Sequence[bytes | memoryview],
         addresses: np.ndarray[Any, np.dtype[np.int64]],
         pitches: np.ndarray[Any, np.dtype[np.int64]],
         stream: int,
@@ -124,7 +124,7 @@ class JpegDecoder:
         status = self._library.nvjpegDecodeBatched(
             self._handle,
             self._state,
-            (ctypes.c_char_p * count)(*files),
+            (ctypes.c_void_p * count)(*map(_address, files)),
             (ctypes.c_size_t * count)(*map(len, files)),
             images.ctypes.data_as(ctypes.c_void_p),
             ctypes.c_void_p(stream),
@@ -132,6 +132,13 @@ class JpegDecoder:
         if status != _SUCCESS:
             self._size = 0  # the state may hold half of a batch
         _check(status, "nvJPEG cannot decode a picture of this batch")
+
+
+def _address(content: bytes | memoryview) -> int:
+    """Where the bytes of a file are; a view must be of memory that may be written."""
+    if isinstance(content, bytes):
+        return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(content))
 
 
 def _destroy(library: Any, handle: ctypes.c_void_p, state: ctypes.c_void_p) -> None:

@@ -92,7 +92,7 @@ class Batcher(Infers):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
-        self._samples = 0  # that wait
+        self._samples = self._members = 0  # that wait
         self._abreast = 1  # executions that may run at a time
         self._arrivals = 0
         self._running_until_ns = 0
@@ -143,11 +143,11 @@ class Batcher(Infers):
         with self._lock:
             if self._release is not None:
                 raise unloaded()
-            if len(self._waiting) >= self._max_waiting:
+            if self._members >= self._max_waiting:
                 raise ServeError(
                     "too many requests wait for this model",
                     status=503,
-                    seen=f"{len(self._waiting)} waiting",
+                    seen=f"{self._members} waiting",
                     fix="try again in a moment, or send fewer requests at once",
                 )
             if request.deadline_ns is not None:
@@ -224,11 +224,13 @@ class Batcher(Infers):
         self._arrivals += 1
         heapq.heappush(self._waiting, (request.priority, turn_ns, self._arrivals, request))
         self._samples += request.batch - request.begun
-        self._statistics.waiting = len(self._waiting)
+        self._members += request.members
+        self._statistics.waiting = self._members
 
     def _pop(self) -> Request:
         request = heapq.heappop(self._waiting)[-1]
         self._samples -= request.batch - request.begun
+        self._members -= request.members
         return request
 
     def _require_time(self, request: Request, now_ns: int) -> None:
@@ -289,7 +291,7 @@ class Batcher(Infers):
         for request, _, end in pieces:
             if end < request.batch:  # the rest goes behind all that wait by now
                 self._push(request, now_ns + PATIENCE_NS)
-        self._statistics.waiting = len(self._waiting)
+        self._statistics.waiting = self._members
         return pieces, late
 
     def _company_ns(self) -> int:
@@ -415,7 +417,12 @@ class Batcher(Infers):
         """The requests that have all their outputs with those of an execution."""
         self._statistics.executed(
             samples_of(pieces),
-            [started_ns - r.since_ns for r, start, _ in pieces if start == 0],
+            [
+                started_ns - r.since_ns
+                for r, start, _ in pieces
+                if not start
+                for _ in range(r.members)
+            ],
             spent,
         )
         finished = []
@@ -449,9 +456,10 @@ class Batcher(Infers):
         kept = [entry for entry in self._waiting if entry[-1] is not request]
         if len(kept) < len(self._waiting):
             self._samples -= request.batch - request.begun
+            self._members -= request.members
             heapq.heapify(kept)
             self._waiting = kept
-            self._statistics.waiting = len(kept)
+            self._statistics.waiting = self._members
 
     def _compute(self, pieces: list[Piece]) -> tuple[list[Arrays], Computation]:
         """Join the inputs, run the engine and split the outputs."""
@@ -460,10 +468,12 @@ class Batcher(Infers):
         joined = {
             n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
         }
-        joined_ns, worked_ns = perf_counter_ns(), thread_time_ns()
+        asks_effort = self._in_loop and not self._only_lone  # each time is a call of the system
+        joined_ns, worked_ns = perf_counter_ns(), thread_time_ns() if asks_effort else 0
         outputs = self._engine(**joined)
-        ran_ns, worked_ns = perf_counter_ns(), thread_time_ns() - worked_ns
-        self._effort.took(samples_of(pieces), worked_ns)
+        ran_ns = perf_counter_ns()
+        if asks_effort:
+            self._effort.took(samples_of(pieces), thread_time_ns() - worked_ns)
         answers = split(outputs, pieces)
         end_ns = perf_counter_ns()
         spent = Computation(

@@ -35,15 +35,15 @@ from tessella.core.record import to_plain
 from tessella.server import tickets
 from tessella.server.app import App
 from tessella.server.batcher import Batcher
-from tessella.server.jpegs import frames_of
+from tessella.server.file_tickets import FileTickets
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
-from tessella.server.looking import SPIN_NS, Looking
+from tessella.server.looking import REST_S, SPIN_NS, Looking
 from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
 from tessella.server.tickets import Ticket
 from tessella.server.versions import split_key
-from tessella.server.waiting import Arrays, Request, shapes_of
+from tessella.server.waiting import Arrays, Request
 
 log = logging.getLogger(__name__)
 GREETING = b"lane"
@@ -93,12 +93,13 @@ class _Room:
         self._numbers = itertools.count()
         self.loop = asyncio.new_event_loop()
         self.busy: dict[Batcher, None] = {}  # in the order of their next turns
+        self.files = FileTickets(self)
         self._door = door
         self._acceptors: set[_Acceptor] = set()
         self._lock = threading.Lock()
-        self.looking = self._selector = Looking(spin_ns)
-        self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake, wakes = socket.socketpair()
+        self.looking = self._selector = Looking(spin_ns, wakes)
+        self._selector.register(door, selectors.EVENT_READ, self._accept)
         self._wake.setblocking(False)
         self._selector.register(wakes, selectors.EVENT_READ, lambda: self._woken(wakes))
         self._is_woken = False  # ``work`` is about to look
@@ -115,6 +116,8 @@ class _Room:
         due_ns: int | None = None
         while not self._is_ending or self.busy:
             seconds = None if due_ns is None else due_ns / 1e9
+            if (seconds is None or seconds > 100 * REST_S) and self.files.is_busy:
+                self.looking.rest()
             for key, _ in self._selector.found(seconds):
                 key.data()
             while self._next:
@@ -244,6 +247,31 @@ class _Room:
             raise ServeError("the model was replaced", status=503, fix="send it again")
         return model
 
+    def with_model(self, number: int, use: Callable[[Model], None]) -> None:
+        """Give the model of a ticket something to do; the next one of the same tensors, if it is
+        replaced meanwhile.
+
+        Raises:
+            ServeError: as ``model``, or what ``use`` raises.
+        """
+        while True:
+            model = self.model(number)
+            try:
+                return use(model)
+            except ServeError:
+                if self.model(number) is model:
+                    raise
+
+    def wait(self, model: Model, request: Request) -> None:
+        """Let a request wait for its engine.
+
+        Raises:
+            ServeError: as ``Batcher.submit``.
+        """
+        model.batcher.submit(request)
+        if not model.batcher.has_thread:
+            self.busy[model.batcher] = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
@@ -341,10 +369,10 @@ class _Acceptor:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError("no acceptor of this server")
-        connection.settimeout(SEND_S)
+        connection.setblocking(False)  # with a timeout each call asks the system twice
         self._room = room
         self._connection = connection
-        self._lane = Lane(descriptors[0])
+        self.lane = Lane(descriptors[0])
         self._sending = threading.Lock()
         self._frames = tickets.Frames()
         self._leaving: dict[int, list[_Leaving]] = {}  # by description, until it is understood
@@ -354,7 +382,10 @@ class _Acceptor:
 
     def read(self) -> bool:
         """Start what has come; False if the acceptor is gone."""
-        data = self._connection.recv(1 << 16)
+        try:
+            data = self._connection.recv(1 << 16)
+        except BlockingIOError:
+            return True
         for letter, content in self._frames.feed(data):
             if letter == b"i":
                 self._start(Ticket.unpack(content))
@@ -392,9 +423,20 @@ class _Acceptor:
         """
         with self._sending, suppress(OSError):  # it is gone, as the next ``read`` will find
             try:
-                self._connection.sendall(frames)
-            except TimeoutError:
-                self._connection.shutdown(socket.SHUT_RDWR)  # a frame may have been cut
+                sent = self._connection.send(frames)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(frames):
+                self._send_in_time(frames[sent:])
+
+    def _send_in_time(self, rest: bytes) -> None:
+        self._connection.settimeout(SEND_S)
+        try:
+            self._connection.sendall(rest)
+        except TimeoutError:
+            self._connection.shutdown(socket.SHUT_RDWR)  # a frame may have been cut
+        finally:
+            self._connection.setblocking(False)
 
     def _start(self, ticket: Ticket) -> None:
         self._room.looking.came(has_files=ticket.letter == b"p")
@@ -405,7 +447,7 @@ class _Acceptor:
 
     def _submit(self, ticket: Ticket) -> None:
         if ticket.letter == b"p":
-            self._with_model(ticket, lambda model: self._decode(ticket, model))
+            self._room.files.start(self, ticket)
             return
         kind = ticket.model, ticket.sizes
         layout = self._layouts.get(kind)
@@ -415,27 +457,13 @@ class _Acceptor:
             known = self._room.model(ticket.model)
             layout = self._layouts[kind] = _Layout.of(known.signature, ticket.sizes)
         arrays = {
-            name: self._lane.array(ticket.start + offset, shape, element, nbytes)
+            name: self.lane.array(ticket.start + offset, shape, element, nbytes)
             for name, offset, shape, element, nbytes in layout.places
         }
-        self._with_model(ticket, lambda model: self._wait(model, ticket, arrays, layout))
+        self._room.with_model(ticket.model, lambda model: self._wait(model, ticket, arrays, layout))
 
-    def _with_model(self, ticket: Ticket, use: Callable[[Model], None]) -> None:
-        """Give the model of a ticket something to do; the next one of the same tensors, if it is
-        replaced meanwhile.
-        """
-        while True:
-            model = self._room.model(ticket.model)
-            try:
-                return use(model)
-            except ServeError:
-                if self._room.model(ticket.model) is model:
-                    raise
-
-    def _wait(
-        self, model: Model, ticket: Ticket, arrays: Arrays, layout: _Layout, decode_ns: int = 0
-    ) -> None:
-        """Let a ticket's inputs wait for the engine, after so long a decoding."""
+    def _wait(self, model: Model, ticket: Ticket, arrays: Arrays, layout: _Layout) -> None:
+        """Let a ticket's inputs wait for the engine."""
         request = Request(
             arrays=arrays,
             deliver=self._deliver,
@@ -444,39 +472,9 @@ class _Acceptor:
             tag=(ticket.number, ticket.start + layout.nbytes, ticket.end),
             shapes=layout.shapes,
         )
-        if decode_ns:
-            request.stages.decoded(decode_ns)
-        if model.overlaps and layout.places:  # else it lies elsewhere
-            self._lane.page_lock(ticket.start, ticket.end)
-        model.batcher.submit(request)
-        if not model.batcher.has_thread:
-            self._room.busy[model.batcher] = None
-
-    def _decode(self, ticket: Ticket, model: Model) -> None:
-        """Let a ticket's files be decoded, and then wait for the engine."""
-        name, nbytes = model.signature.image_input, sum(ticket.sizes)
-        # A copy: nvJPEG reads what ``frames_of`` saw, whatever an acceptor does meanwhile
-        content = self._lane.array(ticket.start, (nbytes,), np.dtype(np.uint8)).tobytes()
-        ends = itertools.accumulate(ticket.sizes)
-        files = [content[end - size : end] for size, end in zip(ticket.sizes, ends, strict=True)]
-        frames = frames_of(files)
-        if model.jpegs is None or name is None or frames is None:
-            raise ServeError("a ticket's files are none that a GPU decodes", status=500)
-
-        def go_on(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
-            try:
-                if error is not None or made is None:
-                    raise error or ServeError("a picture was not decoded", status=500)
-                arrays = {name: made}
-                layout = _Layout(places=[], nbytes=aligned(nbytes), shapes=shapes_of(arrays))
-                self._with_model(ticket, lambda m: self._wait(m, ticket, arrays, layout, ns))
-            except Exception as error:
-                self.send(tickets.pack_error(ticket.number, error))
-
-        def decoded(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
-            self._room.soon(lambda: go_on(made, error, ns))
-
-        model.jpegs.submit(files, frames, decoded)
+        if model.overlaps:
+            self.lane.page_lock(ticket.start, ticket.end)
+        self._room.wait(model, request)
 
     def _answer(self, requests: list[Request]) -> None:
         """Write the outputs behind the inputs and tell it, in the engine's thread."""
@@ -504,7 +502,7 @@ class _Acceptor:
         for array in outputs.values():
             if start + array.nbytes > end:
                 raise ServeError("the outputs are larger than the plan says", status=500)
-            self._lane.array(start, array.shape, array.dtype, array.nbytes)[...] = array
+            self.lane.array(start, array.shape, array.dtype, array.nbytes)[...] = array
             start = aligned(start + array.nbytes)
         return tickets.pack_done(number, request.stages, sizes)
 

@@ -410,7 +410,8 @@ class SharedBatcher(Batcher):
         requests = [r for r in dict.fromkeys(waiting) if r.error is None]
         for request in requests:
             request.error = why()
-        self._waiting, self._samples, self._statistics.waiting = [], 0, 0
+        self._waiting, self._samples, self._members = [], 0, 0
+        self._statistics.waiting = 0
         self._again.clear()
         return requests
 

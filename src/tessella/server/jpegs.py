@@ -7,6 +7,7 @@ host: from there on they are a request's like any other.
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,14 +29,14 @@ from tessella.runtime import Engine
 # Files; an H200 decodes 27,700 pictures of 500 × 375 a second so, and no more in larger batches.
 MOST_TOGETHER = 64
 THREADS = 2
+KEPT_BYTES = 16 << 20  # of copied files, by each thread
 END = b"\xff\xd9"
 
-Decode = Callable[[Sequence[bytes], Sequence[Frame]], np.ndarray]
-# Called with a file's or a request's inputs, or why there are none, in the thread that decoded.
-Done = Callable[[np.ndarray | None, Exception | None, int], object]
+Contents = Sequence[bytes | memoryview]
+Decode = Callable[[Contents, Sequence[Frame]], np.ndarray]
 
 
-def frames_of(files: Sequence[bytes]) -> list[Frame] | None:
+def frames_of(files: Contents) -> list[Frame] | None:
     """The frames of files that a GPU may decode; None if any is for the host.
 
     A file that ends early is for the host, which refuses it: nvJPEG makes a picture of it.
@@ -72,7 +73,7 @@ def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Dec
 
     first = [make()]  # here it is seen whether it starts
 
-    def decode(files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def decode(files: Contents, frames: Sequence[Frame]) -> np.ndarray:
         if not hasattr(mine, "decoder"):
             mine.decoder = _another(first, make)
         made: np.ndarray = mine.decoder(files, frames)
@@ -89,7 +90,7 @@ class _Scaled:
         self._scaling = Scaling(record, device)
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def __call__(self, files: Contents, frames: Sequence[Frame]) -> np.ndarray:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             fitted: Any = centre_crop(self._decoder(files, frames), self._record)
             made = self._scaling(fitted)
@@ -151,10 +152,44 @@ def decoder_for(decode: Literal["host", "gpu"]) -> Callable[[Engine], Decode | N
     return gpu_decodes if decode == "gpu" else host_decodes
 
 
-class _Waiting(NamedTuple):
-    files: Sequence[bytes]
-    frames: Sequence[Frame]
-    done: Done
+class Files(NamedTuple):
+    """A request's files.
+
+    Attributes:
+        contents: they; views, if others may change the memory.
+        frames: what ``frames_of`` read of them; None of views, which are copied first.
+        deliver: called in the thread that decoded, with all of a batch that share it.
+        tag: what ``deliver`` knows them by.
+    """
+
+    contents: Contents
+    frames: Sequence[Frame] | None
+    deliver: Callable[[Decoded], object]
+    tag: Any = None
+
+
+class Decoded(NamedTuple):
+    """Requests whose files were decoded together, or the one that failed.
+
+    Attributes:
+        pixels: of all their files, one behind the other; None if there is an ``error``.
+        ns: how long the batch took.
+    """
+
+    requests: list[Files]
+    pixels: np.ndarray | None
+    error: Exception | None
+    ns: int
+
+    def made(self) -> np.ndarray:
+        """The pixels.
+
+        Raises:
+            Exception: why there are none.
+        """
+        if self.pixels is None:
+            raise self.error or ServeError("a picture was not decoded", status=500)
+        return self.pixels
 
 
 class JpegQueue:
@@ -169,7 +204,8 @@ class JpegQueue:
 
     def __init__(self, decode: Decode, *, most_waiting: int, threads: int = THREADS) -> None:
         self._decode, self._most_waiting = decode, most_waiting
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[Files] = deque()
+        self._idle = 0  # threads that sleep
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -179,8 +215,8 @@ class JpegQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, files: Sequence[bytes], frames: Sequence[Frame], done: Done) -> None:
-        """Decode a request's files; ``done`` is called with the nanoseconds that it took.
+    def submit(self, request: Files) -> None:
+        """Decode a request's files.
 
         Raises:
             ServeError: 503, too many requests wait.
@@ -193,8 +229,9 @@ class JpegQueue:
                     seen=f"{len(self._waiting)} waiting",
                     fix="try again in a moment, or send fewer requests at once",
                 )
-            self._waiting.append(_Waiting(files, frames, done))
-            self._changed.notify()
+            self._waiting.append(request)
+            if self._idle:
+                self._changed.notify()
 
     def close(self) -> None:
         """Decode what waits, and end."""
@@ -205,39 +242,94 @@ class JpegQueue:
             thread.join()
 
     def _run(self) -> None:
+        copies = _Copies()
         while some := self._take():
-            self._work(some)
+            self._work(some, copies)
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[Files]:
         with self._changed:
             while not self._waiting and not self._is_closed:
+                self._idle += 1
                 self._changed.wait()
-            some, count = list[_Waiting](), 0
+                self._idle -= 1
+            some, count = list[Files](), 0
             while self._waiting:
-                if some and count + len(self._waiting[0].files) > MOST_TOGETHER:
+                if some and count + len(self._waiting[0].contents) > MOST_TOGETHER:
                     break
                 some.append(self._waiting.popleft())
-                count += len(some[-1].files)
+                count += len(some[-1].contents)
             return some
 
-    def _work(self, some: list[_Waiting]) -> None:
+    def _work(self, some: list[Files], copies: _Copies) -> None:
         began_ns = perf_counter_ns()
         try:
-            made = self._decode(
-                [content for one in some for content in one.files],
-                [frame for one in some for frame in one.frames],
-            )
+            contents: list[bytes | memoryview] = [one for files in some for one in files.contents]
+            known = [files.frames for files in some if files.frames is not None]
+            if len(known) == len(some):
+                frames = [frame for one in known for frame in one]
+            else:
+                contents = copies.of(contents)
+                frames = _read(contents)
+            pixels = self._decode(contents, frames)
         except Exception as error:
-            if len(some) > 1:  # one of them may have caused it: decode each alone
-                for one in some:
-                    self._work([one])
-                return
-            some[0].done(None, _told(error), perf_counter_ns() - began_ns)
+            half, ns = len(some) // 2, perf_counter_ns() - began_ns
+            if not half or (isinstance(error, ServeError) and error.status == 503):
+                _deliver(some, None, _told(error), ns)
+            else:  # one of them may have caused it: 64 are 13 batches then
+                self._work(some[:half], copies)
+                self._work(some[half:], copies)
             return
-        took_ns, first = perf_counter_ns() - began_ns, 0
-        for one in some:
-            one.done(made[first : first + len(one.files)], None, took_ns)
-            first += len(one.files)
+        _deliver(some, pixels, None, perf_counter_ns() - began_ns)
+
+
+def _deliver(
+    some: list[Files], pixels: np.ndarray | None, error: Exception | None, ns: int
+) -> None:
+    first = 0
+    for deliver, which in itertools.groupby(some, lambda files: files.deliver):
+        together = list(which)
+        end = first + sum(len(files.contents) for files in together)
+        part = None if pixels is None else pixels[first:end]
+        deliver(Decoded(together, part, error, ns))
+        first = end
+
+
+class _Copies:
+    """Memory of one thread for files of a batch, which nobody else changes. It keeps that of a
+    usual batch, as memory that was given back is slow to have again.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def of(self, contents: Contents) -> list[bytes | memoryview]:
+        """Copies, which stay until the next call."""
+        nbytes = sum(map(len, contents))
+        memory = self._memory
+        if memory.nbytes < nbytes:
+            memory = np.empty(nbytes + nbytes // 4, np.uint8)
+            if nbytes <= KEPT_BYTES:
+                self._memory = memory
+        # not torch.cat, which wakes a team of OpenMP's in each thread for parts of 32 kB or more
+        made = np.concatenate(
+            [np.frombuffer(one, np.uint8) for one in contents], out=memory[:nbytes]
+        )
+        whole, copies, first = made.data, list[bytes | memoryview](), 0
+        for one in contents:
+            copies.append(whole[first : first + len(one)])
+            first += len(one)
+        return copies
+
+
+def _read(contents: Contents) -> list[Frame]:
+    """The files' frames.
+
+    Raises:
+        ServeError: 500, who sent them should have seen that no GPU decodes them.
+    """
+    if (frames := frames_of(contents)) is None:
+        raise ServeError("a ticket's files are none that a GPU decodes", status=500)
+    return frames
 
 
 def _told(error: Exception) -> Exception:

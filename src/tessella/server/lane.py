@@ -22,6 +22,7 @@ from tessella.core.spec import TensorSpec
 from tessella.device.page_locked import PageLocked
 
 ALIGNMENT = 64  # of tensors: a cache line, and the widest vector register
+BRIEF_BYTES = 1 << 16  # that are copied in some 5 µs
 LEAST_ORDER = 12  # a place has at least a page
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -51,6 +52,7 @@ class Lane:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ServeError("this memory may change its size", status=500)
             self._map = _Mapping(descriptor, 0)
+            self._bytes = memoryview(self._map)
             self._nbytes = len(self._map)
         finally:
             os.close(descriptor)
@@ -81,6 +83,34 @@ class Lane:
         if start < 0 or start % ALIGNMENT or start + nbytes > self._nbytes:
             raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
         return np.ndarray(shape, element, self._map, start)
+
+    def parts(self, start: int, sizes: Sequence[int]) -> list[memoryview]:
+        """The bytes of so many each, one part behind the other, from a place on.
+
+        Raises:
+            ServeError: as ``array``.
+        """
+        found, end = [], start
+        for size in sizes:
+            found.append(self._bytes[end : end + size])
+            end += size
+        if start < 0 or start % ALIGNMENT or end > self._nbytes:
+            raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
+        return found
+
+    def write(self, start: int, content: memoryview) -> None:
+        """Write bytes to a place; of a few, Python's lock is kept: to have it again takes longer.
+
+        Raises:
+            ServeError: as ``array``.
+        """
+        if start < 0 or start % ALIGNMENT or start + len(content) > self._nbytes:
+            raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
+        place = self._bytes[start : start + len(content)]
+        if len(content) <= BRIEF_BYTES:
+            place[:] = content
+        else:
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(content, np.uint8))
 
 
 def places_of(

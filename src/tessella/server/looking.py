@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import select
 import selectors
+import socket
 from time import perf_counter_ns
 
 # How long after a lone request a thread looks for the next one before it sleeps, where cores are
 # idle: to wake it takes 20 to 70 µs. Requests that come faster than that are not lone.
 SPIN_NS, LONE_NS = 10**6, 10**5
+# How long a thread leaves tickets unread while the decoders have enough to do. To look for each
+# one is two calls of the system, after each of which it waits for Python's lock.
+REST_S = 1e-3
 
 
 class Looking(selectors.DefaultSelector):
@@ -15,10 +20,13 @@ class Looking(selectors.DefaultSelector):
 
     Args:
         spin_ns: how long it looks after a lone request; 0 where it always sleeps.
+        wakes: what ends a rest.
     """
 
-    def __init__(self, spin_ns: int) -> None:
+    def __init__(self, spin_ns: int, wakes: socket.socket) -> None:
         super().__init__()
+        self._wakes = select.epoll()
+        self._wakes.register(wakes, select.EPOLLIN)
         self._spin_ns, self._until_ns, self._last_ns = spin_ns, 0, 0
 
     def found(self, seconds: float | None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -28,6 +36,10 @@ class Looking(selectors.DefaultSelector):
                 if found := self.select(0):
                     return found
         return self.select(seconds)
+
+    def rest(self) -> None:
+        """Let things come for a while, unless somebody wakes this thread."""
+        self._wakes.poll(REST_S)
 
     def came(self, *, has_files: bool) -> None:
         """A request has come: see whether the next one is worth looking for. Files are decoded by

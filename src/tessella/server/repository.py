@@ -17,7 +17,6 @@ from pathlib import Path
 from time import perf_counter_ns as now_ns
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from tessella.core.architectures import is_gpu
@@ -29,7 +28,7 @@ from tessella.runtime.overlapped import Overlapped, can_overlap
 from tessella.server.batcher import Batcher, PageLocked
 from tessella.server.instance_process import Instances
 from tessella.server.instances import Placement, SharedBatcher
-from tessella.server.jpegs import Decode, JpegQueue, host_decodes
+from tessella.server.jpegs import Decode, Decoded, Files, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.overlapping import OverlappingBatcher
 from tessella.server.protocol import Signature, signature
@@ -153,26 +152,24 @@ class Model(InfersFiles):
         assert self.signature.image_input is not None
         name, loop, began_ns = self.signature.image_input, asyncio.get_running_loop(), now_ns()
 
-        def go_on(made: np.ndarray | None, error: Exception | None) -> None:
+        def go_on(decoded: Decoded) -> None:
             if answer.done():
                 return
             try:
-                if error is not None or made is None:
-                    raise error or ServeError("a picture was not decoded", status=500)
-                spent_ns = now_ns() - began_ns
+                spent_ns, pixels = now_ns() - began_ns, decoded.made()
                 stages.decoded(spent_ns)
                 left_us = None if timeout_us is None else max(0, timeout_us - spent_ns // 1000)
                 self.batcher.begin(
-                    {name: made}, answer, timeout_us=left_us, priority=priority, stages=stages
+                    {name: pixels}, answer, timeout_us=left_us, priority=priority, stages=stages
                 )
             except Exception as error:
                 answer.set_exception(error)
 
-        def decoded(made: np.ndarray | None, error: Exception | None, ns: int) -> None:
+        def deliver(decoded: Decoded) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(go_on, made, error)
+                loop.call_soon_threadsafe(go_on, decoded)
 
-        self.jpegs.submit(files, frames, decoded)
+        self.jpegs.submit(Files(files, frames, deliver))
 
     @property
     def is_used(self) -> bool:

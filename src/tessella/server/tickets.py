@@ -15,9 +15,10 @@ A frame is its length, a letter, and what the letter says:
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tessella.core.errors import InputError, ServeError, TessellaError
@@ -26,7 +27,9 @@ from tessella.server.statistics import Stages
 _HEAD = struct.Struct("<Ic")
 _TICKET = struct.Struct("<IIBqQQ")
 _DONE = struct.Struct("<IQQQ")
+_SPENT = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<I")
+MOST_STRUCTS = 256  # of tickets by their dimensions: those of usual requests
 MOST_FRAME = 64 << 20  # of answers to questions; tickets are some tens of bytes
 
 
@@ -87,9 +90,15 @@ class Ticket(NamedTuple):
 
     @classmethod
     def unpack(cls, content: bytes, letter: bytes = b"i") -> Ticket:
-        sizes = struct.unpack_from(f"<{(len(content) - _TICKET.size) // 4}I", content, _TICKET.size)
-        number, model, priority, deadline_ns, start, end = _TICKET.unpack_from(content)
-        return cls(number, model, priority, deadline_ns, start, end, sizes, letter)
+        told = _ticket((len(content) - _TICKET.size) // 4).unpack_from(content)
+        number, model, priority, deadline_ns, start, end = told[:6]
+        return cls(number, model, priority, deadline_ns, start, end, told[6:], letter)
+
+
+@functools.lru_cache(MOST_STRUCTS)
+def _ticket(count: int) -> struct.Struct:
+    """A ticket of so many dimensions."""
+    return struct.Struct(f"{_TICKET.format}{count}I")
 
 
 def pack_sizes(sizes: Sequence[int]) -> bytes:
@@ -99,8 +108,14 @@ def pack_sizes(sizes: Sequence[int]) -> bytes:
 
 def pack_done(number: int, stages: Stages, sizes: bytes) -> bytes:
     """The frame of a ticket that is done; ``sizes`` as in ``Ticket``, of the outputs."""
-    spent = _DONE.pack(number, stages.beside, stages.copy, stages.compute)
-    return _HEAD.pack(_DONE.size + len(sizes), b"o") + spent + sizes
+    return done_packer(stages, sizes)(number)
+
+
+def done_packer(stages: Stages, sizes: bytes) -> Callable[[int], bytes]:
+    """``pack_done`` for tickets of which all but the number is alike."""
+    head = _HEAD.pack(_DONE.size + len(sizes), b"o")
+    tail = _SPENT.pack(stages.beside, stages.copy, stages.compute) + sizes
+    return lambda number: head + _NUMBER.pack(number) + tail
 
 
 def unpack_done(content: bytes) -> tuple[int, tuple[int, int, int], tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Request:
         deadline_ns: when the answer has to be there, on ``perf_counter``'s clock; None is whenever.
         answer: what an event loop waits for; None where ``deliver`` is all.
         tag: what ``deliver`` knows it by.
+        members: how many clients' requests it stands for.
         shapes: of the inputs, but for the batch: only requests of equal ones can be joined.
         parts: outputs of its pieces, by the sample that each begins with.
         answered: samples that are in ``parts``.
@@ -50,7 +51,8 @@ class Request:
     deadline_ns: int | None = None
     stages: Stages = field(default_factory=Stages)
     answer: Waiter | None = None
-    tag: tuple[int, ...] = ()
+    tag: tuple[Any, ...] = ()
+    members: int = 1
     outputs: Arrays | None = None
     error: Exception | None = None
     since_ns: int = 0

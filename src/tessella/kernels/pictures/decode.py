@@ -40,7 +40,7 @@ class PictureDecoder:
         self._record, self._device, self._host = record, device, host
         self._decoder = JpegDecoder(device, hardware=hardware)
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
+    def __call__(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> Tensor:
         """Pixels, uint8 [N, H, W, C] of the record's size.
 
         Raises:
@@ -49,7 +49,7 @@ class PictureDecoder:
         parts = [self._some(files[few], frames[few]) for few in few(frames)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _some(self, files: Sequence[bytes], frames: Sequence[Frame]) -> Tensor:
+    def _some(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> Tensor:
         try:
             return fitted(self._decoder(files, frames), frames, self._record)
         except KernelError as error:
@@ -57,7 +57,7 @@ class PictureDecoder:
                 raise
             # libjpeg goes on where a file is damaged; which, is not told
             warnings.warn(f"the host decodes {len(files)} JPEG files: {error}", stacklevel=2)
-            made = np.stack([preprocess.fitted(content, self._record) for content in files])
+            made = np.stack([preprocess.fitted(bytes(content), self._record) for content in files])
             return torch.from_numpy(made).to(self._device)
 
 

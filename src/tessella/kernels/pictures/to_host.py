@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from tessella.kernels.pictures.fit import Tables, fit_block, fitted, tables
 
 COLOUR, FIT = "colour_kernel", "fit_kernel"  # of fit_device
 _ADDRESS, _LEFT_ALONE = ctypes.c_uint64, 2  # the launch's scratch memory, and a profiler's
+MOST_LAYOUTS, MOST_LAYOUT_BYTES = 64, 1 << 16  # of batches that are remembered, and of one's tables
+_Layout = tuple[Any, Any, int, Tables]  # starts, pitches and bytes of ``places``
 
 
 class HostDecoder:
@@ -43,10 +46,11 @@ class HostDecoder:
         self._height, self._width = record.crop or (record.height, record.width)
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._layouts: dict[tuple[Frame, ...], _Layout] = {}
         self._rooms: dict[str, torch.Tensor] = {}
         self._kernels: dict[str, tuple[CompiledKernel, Function]] = {}
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def __call__(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> np.ndarray:
         """Pixels, uint8 [N, H, W, C].
 
         Raises:
@@ -62,7 +66,7 @@ class HostDecoder:
                 self._decode(files[some], frames[some], host, some.start)
         return host.numpy()
 
-    def _compile(self, files: Sequence[bytes], frames: Sequence[Frame]) -> None:
+    def _compile(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> None:
         """Have both kernels compiled, by the usual way of a picture."""
         target = default_target()
         with collecting(target) as made:
@@ -76,10 +80,13 @@ class HostDecoder:
             self._kernels[kernel.name] = kernel, loaded
 
     def _decode(
-        self, files: Sequence[bytes], frames: Sequence[Frame], host: torch.Tensor, first: int
+        self,
+        files: Sequence[bytes | memoryview],
+        frames: Sequence[Frame],
+        host: torch.Tensor,
+        first: int,
     ) -> None:
-        starts, pitches, nbytes = places(frames)
-        made = tables(starts, pitches, frames, self._record, cuts=True)
+        starts, pitches, nbytes, made = self._layout(tuple(frames))
         stream = self._stream.cuda_stream
         planes, pixels = self._room("planes", nbytes), self._room("pixels", 4 * made.pixels)
         size = host[0].nbytes
@@ -92,6 +99,19 @@ class HostDecoder:
         self._launch(FIT, grid, args, stream)
         self._driver.copy_out(host.data_ptr() + first * size, out, len(files) * size, stream)
         self._stream.synchronize()
+
+    def _layout(self, frames: tuple[Frame, ...]) -> _Layout:
+        """Where a batch's planes lie, and its tables: one camera's pictures have them again."""
+        known = self._layouts.get(frames)
+        if known is None:
+            starts, pitches, nbytes = places(frames)
+            made = tables(starts, pitches, frames, self._record, cuts=True)
+            known = starts, pitches, nbytes, made
+            if made.rows.nbytes + made.taps.nbytes <= MOST_LAYOUT_BYTES:
+                if len(self._layouts) >= MOST_LAYOUTS:
+                    self._layouts.clear()
+                self._layouts[frames] = known
+        return known
 
     def _tables(self, made: Tables, stream: int) -> tuple[int, int]:
         """Copy the tables to the GPU: where its rows and its taps are."""
