@@ -14,6 +14,7 @@ from torch import nn
 import tessella as ts
 from tessella import runtime
 from tessella.core import processor
+from tessella.core.device import fingerprint
 from tessella.core.errors import KernelError
 from tessella.core.spec import TensorSpec
 from tessella.device.x86 import code, tiles
@@ -101,7 +102,6 @@ def test_where_linux_refuses_tiles_no_plan_has_them(
             self.syscall = syscall
 
     limited("avx512_amx")
-    monkeypatch.setattr(code, "may_use", lambda _: True)
     monkeypatch.setattr(code, "instructions", lambda: AVX512)
     shape = (3, 96, 7, 5)
     problem = Problem(
@@ -115,9 +115,12 @@ def test_where_linux_refuses_tiles_no_plan_has_them(
         | {"activation": None, "dtype": "float32"},
         constant=(1,),
     )
-    monkeypatch.setattr(tiles, "_granted", [True])
+    has = {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"}
+    monkeypatch.setattr(processor, "flags", lambda: has)
+    monkeypatch.setattr(processor, "_granted", [True])
     assert estimated(problem, target="cpu")[0].kernel == "conv2d.amx_int8"
-    monkeypatch.setattr(tiles, "_granted", [])
+    granted = fingerprint("cpu")
+    monkeypatch.setattr(processor, "_granted", [])
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", Library)
         patch.setattr(platform, "machine", lambda: "x86_64")
@@ -126,6 +129,9 @@ def test_where_linux_refuses_tiles_no_plan_has_them(
         with pytest.raises(KernelError, match=why):
             tiles.require_tiles()
         best, *others = estimated(problem, target="cpu")
+        refused_here = fingerprint("cpu")
+    assert granted.name == f"{refused_here.name}, amx_int8, amx_bf16"
+    assert granted.hash != refused_here.hash  # no time of the one is believed by the other
     assert best.kernel == "conv2d.avx512_vnni_int8"
     (refused,) = [trial.refused for trial in others if trial.kernel == "conv2d.amx_int8"]
     assert refused is not None
