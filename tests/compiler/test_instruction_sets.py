@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,40 @@ def test_an_untuned_network_in_int8_is_right(
         assert small == [f"conv2d.{extension}{'' if 'int8' in extension else '_int8'}"] * 2
     elif isa == "avx2":
         assert small == ["conv2d.avx2_int8"] * 2
+
+
+@pytest.mark.parametrize("untuned", [True, False])
+def test_weights_of_8_bits_from_another_processor_are_multiplied_right(
+    untuned: bool, limited: Any
+) -> None:
+    """AVX2 without VNNI adds two products in 16 bits: its own calibrations have 7 bits."""
+    if code.instructions() is None:
+        pytest.skip("this processor has not the vectors of avx2")
+    limited("avx2")
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.Hardswish(), nn.Conv2d(32, 32, 3, padding=1),
+        nn.Hardswish(), nn.Conv2d(32, 32, 3, padding=1), nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 32),
+    ).eval()  # fmt: skip
+    second = network[2]
+    assert isinstance(second, nn.Conv2d)
+    with torch.no_grad():
+        second.weight[:, ::2] = 0  # of two products one is 0: their sum stays within 16 bits
+    image = torch.randn(2, 3, 12, 12)
+    calibration = ts.calibrate(network, [{"image": image}], inputs=[IMAGE], trust_code=True)
+    made = ts.compile(
+        network, inputs=[IMAGE], target="cpu", precision="int8", untuned=untuned,
+        calibration=replace(calibration, weight_limit=127), trust_code=True,
+    )  # fmt: skip
+    if untuned:
+        taken = [step.kernel for step in made.program.buckets[0].steps if step.op == "conv2d"]
+        assert (taken[1], taken[2]) == ("conv2d.avx2_int8", "conv2d.onednn_int8")
+        made = ts.tune(made)
+    (found,) = runtime.load(made)(image=image).values()
+    with torch.inference_mode():
+        right = network.double()(image.double())
+    assert (found - right).abs().max() < 0.03 * right.abs().max()
 
 
 @pytest.mark.parametrize(
