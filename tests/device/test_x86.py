@@ -122,6 +122,7 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
         a.load_bfloat16(5, place)
         a.load_bfloat16(28, place)
         a.load_bfloat16(9, place, 2)
+        a.broadcast_short(6, place)
         a.store_bfloat16(place, 20)
         a.store_bfloat16(place, 21, 3)
         a.load_vector(18, place, 3)

@@ -57,8 +57,9 @@ VECTOR = {
     "vpxord": (X66, M0F, 0xEF),
     "vpermd": (X66, M0F38, 0x36),
     "vpshufb": (X66, M0F38, 0x00),
+    "vpermt2ps": (X66, M0F38, 0x7F),  # of the first and the third by the second's places
 }
-ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord")
+ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps")
 FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
@@ -330,6 +331,12 @@ class Assembler:
         """32 bits, in each lane."""
         text = f"vbroadcastss {self._name}{to},DWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x18, to, 0, source)
+
+    def broadcast_short(self, to: int, source: At) -> None:
+        """16 bits, in each half of each lane."""
+        self._require_avx512()
+        text = f"vpbroadcastw zmm{to},WORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x79, to, 0, source)
 
     def load_vector(self, to: int, source: At, mask: int = 0) -> None:
         """Zero where the mask is."""

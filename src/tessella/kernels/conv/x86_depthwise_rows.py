@@ -30,6 +30,7 @@ from tessella.operations.problem import Problem
 
 VECTORS = (1, 2, 4)  # of a panel
 LEAST_PIXELS = 3  # of a tile
+FAR_BYTES = 2**20  # of all images: more do not stay in the second cache with their results
 MOST_PRODUCTS = 2000  # in the code, of some 6 bytes: half of the cache for instructions
 BLOCK_PIXELS = 1024  # of a vector of channels: what a thread reads of them stays in its first cache
 ITEM = range(0, 48, code.NUMBER)
@@ -49,12 +50,12 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """Panels of one vector, whose image stays in the first cache, or of more, which are read as
-    they lie: faster from memory."""
-    isa = code.require_instructions()
+    """Panels of one vector, whose rows stay in the first cache, or of more, which are read as they
+    lie: first where images come from far, as a search tries no others of what begins far behind."""
+    isa, is_far = code.require_instructions(), problem["input"].nbytes > FAR_BYTES
     return tuple(
         {"vectors": vectors}
-        for vectors in VECTORS
+        for vectors in (reversed(VECTORS) if is_far else VECTORS)
         if vectors * isa.lanes <= problem.output.shape[1]
         and _most_pixels(problem, vectors) >= LEAST_PIXELS
         and _products(problem, vectors) <= MOST_PRODUCTS
