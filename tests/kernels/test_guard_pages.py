@@ -139,6 +139,11 @@ def images() -> Iterator[Problem]:
     for dtype in ("int8", "uint8", "bfloat16"):
         p = pools.problem("max_pool2d", (2, 51, 9, 14), pools.maximum(), dtype)
         yield replace(p, attrs={**p.attrs, "non_negative": True})
+    yield convolution((1, 3, 7, 9), 16, "bfloat16", kernel=(3, 3), padding=(1, 1))
+    planes = TensorMeta(shape=(2, 3, 5, 7), dtype="float32")
+    pixels = replace(planes, format="channels_last")
+    yield Problem(op="to", inputs=(planes,), outputs=(pixels,), attrs={"dtype": "float32"})
+    yield pools.problem("adaptive_avg_pool2d", (2, 51, 9, 14), {"output_size": (1, 1)}, "bfloat16")
 
 
 def sliced(p: Problem) -> Problem:

@@ -111,25 +111,32 @@ def test_long_steps_of_a_cpu_are_not_asked_again(choices: list[Choice]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behind_us", "program_us", "taken"),
-    [(1.0, 90.0, True), (1.0, 99.9, False), (2.0, 90.0, False)],
-)
+    ("device", "behind_us", "program_us", "taken"),
+    [
+        ("cuda", 1.0, 90.0, True), ("cuda", 1.0, 99.9, False), ("cuda", 2.0, 90.0, False),
+        ("cpu", 20.0, 90.0, True), ("cpu", 20.0, 99.9, False), ("cpu", 30.0, 90.0, False),
+    ],
+)  # fmt: skip
 def test_ours_together_where_a_library_wins_by_less_than_a_start(
+    device: str,
     behind_us: float,
     program_us: float,
     taken: bool,
     choices: list[Choice],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU; what is asked so is no close call then, in whichever way it was decided."""
-    library, ours = "conv2d.cudnn", "conv2d.implicit_gemm.sm90"
+    """What is asked so is no close call then, in whichever way it was decided."""
+    library, ours = {
+        "cuda": ("conv2d.cudnn", "conv2d.implicit_gemm.sm90"),
+        "cpu": ("conv2d.onednn", "conv2d.avx2"),
+    }[device]
     times = {library: 10.0, "reference": 10.9, ours: 10.0 + behind_us}
     trials = tuple(Trial(kernel=k, time_us=t, spread_us=0.01) for k, t in times.items())
-    on_gpu = [replace(c, trials=trials) if c.node.op == "conv2d" else c for c in choices]
-    monkeypatch.setattr(race_close_calls, "torch_device", lambda target: torch.device("cuda"))
-    made, told = decided({library: 50.0, ours: program_us / 2}, on_gpu, monkeypatch)
+    measured = [replace(c, trials=trials) if c.node.op == "conv2d" else c for c in choices]
+    monkeypatch.setattr(race_close_calls, "torch_device", lambda target: torch.device(device))
+    made, told = decided({library: 50.0, ours: program_us / 2}, measured, monkeypatch)
     assert convolutions(made) == [ours if taken else library] * 2
-    asked = behind_us < 2.0
+    asked = behind_us < {"cuda": 2.0, "cpu": 30.0}[device]
     raced = {library: 100.0, ours: program_us} if asked else {}
     assert all(c.raced_us == raced for c in made if c.node.op == "conv2d")
     assert len(told) == asked

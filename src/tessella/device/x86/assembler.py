@@ -57,8 +57,9 @@ VECTOR = {
     "vpxord": (X66, M0F, 0xEF),
     "vpermd": (X66, M0F38, 0x36),
     "vpshufb": (X66, M0F38, 0x00),
+    "vpermt2ps": (X66, M0F38, 0x7F),  # of the first and the third by the second's places
 }
-ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord")
+ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps")
 FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
@@ -331,6 +332,12 @@ class Assembler:
         text = f"vbroadcastss {self._name}{to},DWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x18, to, 0, source)
 
+    def broadcast_short(self, to: int, source: At) -> None:
+        """16 bits, in each half of each lane."""
+        self._require_avx512()
+        text = f"vpbroadcastw zmm{to},WORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x79, to, 0, source)
+
     def load_vector(self, to: int, source: At, mask: int = 0) -> None:
         """Zero where the mask is."""
         masked = f"{{k{mask}}}{{z}}" if mask else ""
@@ -404,12 +411,12 @@ class Assembler:
         self._vector(f"vpshufd xmm{to},xmm{source},0xd8", X66, M0F, 0x70, to, 0, source, short=True)
         self._code.append(0xD8)
 
-    def store_half(self, to: At, source: int) -> None:
+    def store_half(self, to: At, source: int, mask: int = 0) -> None:
         """The lower half of a vector's bytes: 16 (AVX2) or 32."""
         name, prefix = ("vmovdqu8", XF2) if self._wide else ("vmovdqu", XF3)
-        half = "ymm" if self._wide else "xmm"
-        text = f"{name} {half.upper()[0]}MMWORD PTR {to},{half}{source}"
-        self._vector(text, prefix, M0F, 0x7F, source, 0, to, short=True)
+        half, masked = "ymm" if self._wide else "xmm", f"{{k{mask}}}" if mask else ""
+        text = f"{name} {half.upper()[0]}MMWORD PTR {to}{masked},{half}{source}"
+        self._vector(text, prefix, M0F, 0x7F, source, 0, to, short=True, mask=mask)
 
     def store_upper_half(self, to: At, source: int) -> None:
         """The upper 32 bytes of a vector (AVX-512)."""
@@ -433,19 +440,20 @@ class Assembler:
         self._vector(text, X66, M0F, 0x72, 6, to, source)
         self._code.append(bits)
 
-    def load_bfloat16(self, to: int, source: At) -> None:
-        """Sixteen of them as float32."""
+    def load_bfloat16(self, to: int, source: At, mask: int = 0) -> None:
+        """Sixteen of them as float32; zero where the mask, of numbers, is."""
         self._require_avx512()
-        text = f"vpmovzxwd zmm{to},YMMWORD PTR {source}"
-        self._vector(text, X66, M0F38, 0x33, to, 0, source)
+        masked = f"{{k{mask}}}{{z}}" if mask else ""
+        text = f"vpmovzxwd zmm{to}{masked},YMMWORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x33, to, 0, source, mask=mask, zero=bool(mask))
         self.shift_left(to, to, 16)
 
-    def store_bfloat16(self, to: At, source: int) -> None:
+    def store_bfloat16(self, to: At, source: int, mask: int = 0) -> None:
         """Sixteen float32, rounded; the vector holds what was stored then."""
         self._require_avx512()
         text = f"vcvtneps2bf16 ymm{source},zmm{source}"
         self._vector(text, XF3, M0F38, 0x72, source, 0, source)
-        self.store_half(to, source)
+        self.store_half(to, source, mask)
 
     def compare_ordered(self, mask: int, one: int, other: int) -> None:
         """Clears the mask's bits where one of the two is a NaN."""

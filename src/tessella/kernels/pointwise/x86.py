@@ -1,4 +1,5 @@
-"""``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass.
+"""``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass, or of
+bfloat16, which are float32 between.
 
 A thread takes some rows at a time. Of a row a vector of columns after the other is loaded, goes
 through the program in registers, and is stored; what is one number a row, or a vector that all rows
@@ -31,6 +32,8 @@ ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 POINTERS = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rsi", "rbp")  # one a tensor
 REST = 1  # the mask of what is left of a row; in AVX2 a vector
+REST_READ = 2  # of bfloat16: of the numbers where they are read, and ``REST`` of the bytes
+SIZES = {"float32": 4, "bfloat16": 2}
 
 BINARY = {"add": "vaddps", "sub": "vsubps", "mul": "vmulps", "div": "vdivps"}
 WITH_NUMBER = {"plus": "vaddps", "times": "vmulps", "over": "vdivps"}
@@ -38,8 +41,11 @@ BOUNDS = {"at_least": "vmaxps", "at_most": "vminps"}
 
 
 def fits(problem: Problem) -> str | None:
-    if any(m is not None and m.dtype != "float32" for m in (*problem.inputs, *problem.outputs)):
-        return "float32 throughout"
+    types = {m.dtype for m in (*problem.given, *problem.outputs)}
+    if types not in ({"float32"}, {"bfloat16"}):
+        return "float32 or bfloat16 throughout"
+    if types == {"bfloat16"} and not code.has_bfloat16():
+        return "this CPU has no bfloat16 instructions"
     if len(problem.outputs) != 1:
         return "makes one result"
     try:
@@ -55,6 +61,11 @@ def fits(problem: Problem) -> str | None:
         return f"at most {len(POINTERS)} tensors"
     if any(s[-1] not in (0, 1) for s in axes.strides) or axes.strides[-1][-1] != 1:
         return "numbers of a row lie apart"
+    if types == {"bfloat16"} and (
+        any(m.dtype != "bfloat16" for m in lowered.metas(problem.given))
+        or not all(s[-1] for s in axes.strides)
+    ):
+        return "reads other numbers than rows of bfloat16"
     if max(math.prod(m.shape) for m in problem.given) * 4 > MAX_BYTES or problem.output.extent > (
         MAX_BYTES
     ):
@@ -68,10 +79,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     walked, isa = walk(problem), code.require_instructions()
     operands = walked.lowered.binder(constants)
     axes = _rows_of_columns(walked.axes, isa)
-    items = _items(axes)
+    size = SIZES[problem.output.dtype]
+    items = _items(axes, size)
     _require_inside(problem, walked, axes, items)
     table = code.Table(items)
-    made = _machine_code(isa, walked, axes)
+    made = _machine_code(isa, walked, axes, size)
 
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
         *inputs, out = tensors
@@ -85,17 +97,18 @@ _made: dict[tuple[object, ...], code.MachineCode] = {}  # by all that it depends
 _MOST_MADE = 256
 
 
-def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes) -> code.MachineCode:
+def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes, size: int) -> code.MachineCode:
     """The machine code of a program, which is the same for all batch sizes: a step of a plan is
     bound in two thirds of the time with it.
     """
     lowered = walked.lowered
     program = repr((lowered.ops, lowered.reads, lowered.numbers, lowered.results))
     strides = tuple(s[-2:] for s in axes.strides)
-    key = isa, program, walked.inputs, axes.columns, strides
+    key = isa, program, walked.inputs, axes.columns, strides, size
     made = _made.get(key)
     if made is None:
-        written = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
+        constants = Constants(isa)
+        written = _Program(isa=isa, walked=walked, axes=axes, size=size, constants=constants)
         made = code.MachineCode(written.written().code(), written.constants)
         if len(_made) >= _MOST_MADE:
             _made.clear()
@@ -158,7 +171,7 @@ def _rows_of_columns(axes: Axes, isa: InstructionSet) -> Axes:
     return Axes(sizes=(*rows, columns // width, width), strides=strides)
 
 
-def _items(axes: Axes) -> npt.NDArray[np.int64]:
+def _items(axes: Axes, size: int) -> npt.NDArray[np.int64]:
     """What threads take one by one: where some rows begin in each tensor, in bytes; how many."""
     *outer, rows, columns = axes.sizes
     some = max(1, min(rows, BLOCK_NUMBERS // columns))
@@ -167,7 +180,7 @@ def _items(axes: Axes) -> npt.NDArray[np.int64]:
     places = np.ix_(*map(np.arange, outer), row)
     for number, strides in enumerate(axes.strides):
         steps = strides[: len(outer) + 1]  # all but that of a row's numbers
-        table[..., number] = 4 * sum(at * step for at, step in zip(places, steps, strict=True))
+        table[..., number] = size * sum(at * step for at, step in zip(places, steps, strict=True))
     table[..., -1] = np.minimum(some, rows - row)
     return table.reshape(-1, len(axes.strides) + 1)
 
@@ -180,17 +193,18 @@ def _require_inside(
     metas = [*walked.lowered.metas(problem.given), problem.output]
     for meta, begin, strides in zip(metas, begins, axes.strides, strict=True):
         columns = (axes.columns - 1) * strides[-1] + 1
-        spans = 4 * ((rows - 1) * strides[-2] + columns)
+        spans = meta.itemsize * ((rows - 1) * strides[-2] + columns)
         code.require_inside("tensor", begin, spans, meta.extent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """Machine code for rows of columns."""
+    """Machine code for rows of columns, of numbers of ``size`` bytes."""
 
     isa: InstructionSet
     walked: Walk
     axes: Axes
+    size: int
     constants: Constants
 
     def written(self) -> Assembler:
@@ -213,21 +227,23 @@ class _Program:
                 with a.counted("row", "rcx"):
                     a.set("rdx", 0)
                     if whole:
-                        size = self.isa.vector_bytes
+                        size = self.isa.lanes * self.size
                         with a.stepped("columns", "rdx", size, whole * size):
                             self._vector(a, is_rest=False)
                     if rest:
                         self._vector(a, is_rest=True)
                     for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
                         if strides[-2]:
-                            a.add(pointer, 4 * strides[-2])
+                            a.add(pointer, self.size * strides[-2])
         return a
 
     def _begin_rest(self, a: Assembler, rest: int) -> None:
         """The mask of the columns that make no whole vector."""
         if self.isa == AVX512:
-            a.set("rax", (1 << 4 * rest) - 1)
+            a.set("rax", (1 << self.size * rest) - 1)
             a.mask(REST, "rax")
+            a.set("rax", (1 << rest) - 1)
+            a.mask(REST_READ, "rax")
         else:
             self.constants.begin(a)
             a.load_vector(self._rest, self.constants.first(rest))
@@ -253,7 +269,9 @@ class _Program:
         if result < self.walked.inputs and result not in loaded:
             self._load(a, places[result], result, is_rest)
         at = self._at(len(self.axes.strides) - 1)
-        if not is_rest:
+        if self.size == SIZES["bfloat16"]:
+            a.store_bfloat16(at, places[result], REST if is_rest else 0)
+        elif not is_rest:
             a.store_vector(at, places[result])
         elif self.isa == AVX512:
             a.store_vector(at, places[result], REST)
@@ -264,6 +282,8 @@ class _Program:
         at = self._at(operand)
         if self.axes.strides[operand][-1] == 0:
             a.broadcast(to, At(base=at.base))
+        elif self.size == SIZES["bfloat16"]:
+            a.load_bfloat16(to, at, REST_READ if is_rest else 0)
         elif not is_rest:
             a.load_vector(to, at)
         elif self.isa == AVX512:

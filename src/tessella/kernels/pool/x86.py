@@ -26,6 +26,7 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 TOGETHER = 4  # vectors
+LEAST_BYTES = 32  # of a pixel where the last vector has no mask, but begins earlier
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 ALONE_BYTES = 2**15  # so little is not worth waking a thread
 SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
@@ -57,22 +58,26 @@ def fits(problem: Problem) -> str | None:
         return f"images have four axes, not {len(x.shape)}"
     if x.dtype not in MAXIMUM or x.dtype != y.dtype:
         return f"cannot make {y.dtype} of {x.dtype}"
-    if x.dtype in ("float16", "bfloat16") and not problem.attr("non_negative"):
+    is_mean = problem.op == "avg_pool2d"
+    if x.dtype in ("float16", "bfloat16") and not is_mean and not problem.attr("non_negative"):
         return "16-bit floats are compared as integers, which numbers below 0 forbid"
     if any(m.format == "strided" and m.strides is None for m in (x, y)):
         return "strides must be known when the plan is built"
     if x.pixel_pitch is None or y.pixel_pitch is None:
         return "a pixel's channels must lie together"
-    if isa == AVX2 and x.shape[1] * x.itemsize < isa.vector_bytes:
-        return f"a pixel's channels have fewer than {isa.vector_bytes} bytes"
+    halves = is_mean and x.dtype == "bfloat16"
+    if halves and not code.has_bfloat16():
+        return "this CPU has no bfloat16 instructions"
+    if (isa == AVX2 or halves) and x.shape[1] * x.itemsize < LEAST_BYTES:
+        return f"a pixel's channels have fewer than {LEAST_BYTES} bytes"
     if 0 in x.shape or 0 in y.shape:
         return "nothing to pool"
     counts = [{count for _, count in _spans(problem, axis)} for axis in (0, 1)]
     if 0 in {*counts[0], *counts[1]}:
         return "a window without a pixel"
-    if problem.op == "avg_pool2d":
-        if x.dtype != "float32":
-            return "sums are float32"
+    if is_mean:
+        if x.dtype not in ("float32", "bfloat16"):
+            return "sums are float32, of float32 or bfloat16"
         if [{k} for k in problem.attrs["kernel_size"]] != counts:
             return "a window that reaches over the edge"
     steps = [d * s for d, s in zip(_dilation(problem), _strides(x)[2:], strict=True)]
@@ -180,7 +185,7 @@ class _Pool:
         in the table, and the table's end; r14, r15: where the window begins, and its columns; rsi,
         rdx and rax, rcx: the row and the pixel that are read, and how many are left.
         """
-        a, vector = Assembler(self.isa), self.isa.vector_bytes
+        a, vector = Assembler(self.isa), self._vector_bytes
         vectors, rest = divmod(self.channel_bytes, vector)
         many, some = divmod(vectors, TOGETHER)
         with a.function():
@@ -194,7 +199,7 @@ class _Pool:
             if self.isa == AVX512:
                 a.set("rax", -1)
                 a.mask(ALL, "rax")
-            if rest and self.isa == AVX512:
+            if rest and self._has_masks:
                 a.set("rax", (1 << rest) - 1)
                 a.mask(REST, "rax")
             with code.each_item(a, "rcx", 3):
@@ -220,6 +225,20 @@ class _Pool:
         return a
 
     @property
+    def _is_half(self) -> bool:
+        """Whether bfloat16 are added as float32."""
+        return self.divisor is not None and self.dtype == "bfloat16"
+
+    @property
+    def _has_masks(self) -> bool:
+        return self.isa == AVX512 and not self._is_half
+
+    @property
+    def _vector_bytes(self) -> int:
+        """What a vector's numbers take in memory."""
+        return self.isa.vector_bytes // (2 if self._is_half else 1)
+
+    @property
     def _instruction(self) -> tuple[str, int]:
         """What puts a number to the others, and the bits of what it begins with."""
         return MAXIMUM[self.dtype] if self.divisor is None else SUM
@@ -229,7 +248,7 @@ class _Pool:
         for the last, it is masked, or without masks begins so much earlier, and is made again.
         """
         instruction, _ = self._instruction
-        vector, has_masks = self.isa.vector_bytes, self.isa == AVX512
+        vector, has_masks = self._vector_bytes, self._has_masks
         has_nan = self.dtype == "float32" and self.divisor is None
         masks, places = [0] * vectors, [i * vector for i in range(vectors)]
         if rest and has_masks:
@@ -249,7 +268,10 @@ class _Pool:
             a.move("rcx", "r15")
             with a.counted(f"{name} pixel", "rcx"):
                 for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
-                    a.load_vector(TAKEN, At(base="rax", distance=place), mask)
+                    if self._is_half:
+                        a.load_bfloat16(TAKEN, At(base="rax", distance=place))
+                    else:
+                        a.load_vector(TAKEN, At(base="rax", distance=place), mask)
                     a.vector(instruction, i, i, TAKEN)
                     if has_nan and has_masks:
                         a.compare_ordered(1 + i, TAKEN, TAKEN)
@@ -268,7 +290,10 @@ class _Pool:
                 a.vector("vorps", i, i, SEEN + i)  # all bits set are a NaN
             elif self.divisor is not None:
                 a.vector("vmulps", i, i, SCALE)
-            a.store_vector(At(base="r12", distance=place), made, mask)
+            if self._is_half:
+                a.store_bfloat16(At(base="r12", distance=place), made)
+            else:
+                a.store_vector(At(base="r12", distance=place), made, mask)
 
 
 def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:

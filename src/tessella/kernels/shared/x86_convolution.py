@@ -59,6 +59,7 @@ from tessella.kernels.shared.x86_tiles import (
 from tessella.operations.problem import Problem
 
 UNROLLED = 4  # words of a pixel, at most
+MOST_HALVES = 2 * UNROLLED - 1  # channels of bfloat16 whose last word may be half a word
 # products a cycle, of the best, by the vectors of a tile: one vector is as many loads as products
 OF_BEST = {4: 1.0, 3: 1.0, 2: 0.95, 1: 0.75}
 PASS_BYTES = (24 * 2**10, 128 * 2**10)  # of a panel's weights in a pass: first and second cache
@@ -85,7 +86,8 @@ def fits(problem: Problem) -> str | None:
         return why
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] < isa.lanes or weight.shape[1] * x.itemsize % WORD:
+    halves = weight.shape[1] * x.itemsize % WORD and weight.shape[1] > MOST_HALVES
+    if weight.shape[0] < isa.lanes or halves:
         return f"{isa.lanes} channels at least, those of the input by {WORD} bytes"
     return None
 
@@ -175,10 +177,11 @@ def bind(
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
     x = problem["input"]
-    words = x.shape[1] * x.itemsize // WORD
+    words = math.ceil(x.shape[1] * x.itemsize / WORD)
     depth = words if depth is None else depth
     gamma = float(problem.epilogue.gamma) if rounds(problem) else None
-    tiles = _Tiles.of(problem, vectors, words=words, depth=depth, gamma=gamma)
+    ends_half = x.shape[1] * x.itemsize % WORD != 0
+    tiles = _Tiles.of(problem, vectors, words=words, depth=depth, gamma=gamma, ends_half=ends_half)
     if (tiles.panels.overlap or gamma) and depth != words:
         raise KernelError(
             "sums of a pass cannot wait where another panel's are, or in int8",
@@ -190,11 +193,14 @@ def bind(
 
 def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:
     """[K, C, R, S] → [panels, passes, R·S, words of a pass, width, in a word]: as a tile reads
-    it."""
+    it. The last of an odd number of channels in bfloat16 is read twice, with half its weight.
+    """
     inside = WORD // weight.itemsize
     taps = math.prod(weight.shape[2:])
 
     def pack(w: torch.Tensor) -> torch.Tensor:
+        if w.shape[1] % inside:
+            w = torch.cat((w[:, :-1], w[:, -1:] / 2, w[:, -1:] / 2), 1)
         passes = w.shape[1] // (depth * inside)
         shape = (len(panels.begins), -1, passes, depth, inside, taps)
         parts = panels.laid_out(w).reshape(shape)
@@ -211,10 +217,12 @@ class _Tiles(Tiles):
     Attributes:
         words: of a pixel of the image; ``depth`` of them in a pass.
         gamma: what an int8 result is multiplied by before it is rounded; None for others.
+        ends_half: a pixel's last word is one number of bfloat16.
     """
 
     words: int
     depth: int
+    ends_half: bool
     gamma: float | None
 
     @property
@@ -312,7 +320,7 @@ class _Tiles(Tiles):
         unrolled = next(n for n in range(UNROLLED, 0, -1) if self.depth % n == 0)
         a.set("rdx", number * self.depth * WORD)
         a.label(label)
-        key = "multiply", self.size, self.vectors, self.pixels, pixels, unrolled
+        key = "multiply", self.size, self.vectors, self.pixels, pixels, unrolled, self.ends_half
         a.once(key, lambda: self._products(a, pixels, unrolled))
         for _ in range(AHEAD_LINES[self.isa] if self._asks_ahead else 0):
             AHEAD.line(a)
@@ -335,7 +343,11 @@ class _Tiles(Tiles):
                 a.load_vector(taken + v, At(base="rcx", distance=distance))
             for p in range(pixels):
                 of_pixel = spread + p % spreads
-                a.broadcast(of_pixel, At(base=POINTERS[p], index="rdx", distance=word * WORD))
+                read = At(base=POINTERS[p], index="rdx", distance=word * WORD)
+                if self.ends_half and word == words - 1:
+                    a.broadcast_short(of_pixel, read)
+                else:
+                    a.broadcast(of_pixel, read)
                 for v in range(self.vectors):
                     a.vector(multiply, p * self.vectors + v, taken + v, of_pixel)
 
