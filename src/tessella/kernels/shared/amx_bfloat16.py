@@ -28,9 +28,11 @@ from tessella.device.x86 import code
 from tessella.kernels.catalog import Config
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.amx_blocks import (
+    CHUNKS,
     COPIED,
     DIRECT,
     FRAMED,
+    LEAST_CHUNKED,
     PANEL_STEP_BYTES,
     PLACE,
     ROWS,
@@ -147,12 +149,16 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     down, along = (range(0, n * int(d), int(d)) for n, d in zip(filters, dilation, strict=True))
     rows = y.shape[2] * line if way == FRAMED else _pixels(problem)
     items = math.ceil(rows / config["rows"]) * (y.shape[0] if way == FRAMED else 1)
+    steps = math.prod(filters) * math.ceil(x.shape[1] / STEP)
+    chunk = next((n for n in CHUNKS if steps % n == 0), steps)
+    few = way == FRAMED or steps < LEAST_CHUNKED or min(rows, config["rows"]) <= ROWS
     return Blocks(
         panels=panels,
         way=way,
         seen=x.shape[1] * SIZE,
         taps=tuple(r * line + s for r in down for s in along),
         most_rows=config["rows"],
+        chunk=steps if few else chunk,
         ahead=math.ceil(
             PANEL_STEP_BYTES / CACHE_LINE / math.ceil(min(rows, config["rows"]) / ROWS)
         ),
