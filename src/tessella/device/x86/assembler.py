@@ -337,6 +337,15 @@ class Assembler:
         text = f"{self._name}{to}{masked},{self._place} {source}"
         self._copy(text, 0x6F, to, source, mask=mask, zero=bool(mask))
 
+    def expand_words(self, to: int, source: At, mask: int) -> None:
+        """The next 16 bits from memory for each lane of 16 that the mask has; the others are 0.
+
+        AVX-512 with VBMI2, which every processor with AMX has.
+        """
+        self._require_avx512()
+        text = f"vpexpandw zmm{to}{{k{mask}}}{{z}},ZMMWORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x62, to, 0, source, mask=mask, zero=True, wide=True)
+
     def store_vector(self, to: At, source: int, mask: int = 0) -> None:
         masked = f"{{k{mask}}}" if mask else ""
         text = f"{self._place} {to}{masked},{self._name}{source}"
@@ -514,12 +523,14 @@ class Assembler:
         zero: bool = False,
         short: bool = False,
         quarter: bool = False,
+        wide: bool = False,
     ) -> None:
         """EVEX for AVX-512, else VEX; the extra bits of registers stand inverted in both.
 
         Args:
             short: of half the register's bytes.
             quarter: of a quarter of them (AVX-512).
+            wide: W is set, which tells such instructions of AVX-512 apart.
         """
         if not self._wide:
             assert not mask, "AVX2 has no masks"
@@ -535,7 +546,8 @@ class Assembler:
         length = (
             zero << 7 | (0 if quarter else 1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
         )
-        head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
+        third = wide << 7 | (~second & 15) << 3 | 4 | prefix
+        head = bytes((0x62, extended ^ 0xF0 | map, third, length))
         self._emit(text, head + bytes((opcode,)) + tail)
 
     def _vex(

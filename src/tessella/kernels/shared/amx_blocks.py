@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,7 +23,7 @@ from tessella.kernels.shared.x86_tiles import CACHE_LINE, Panels, kept
 ROWS, WIDTH = 32, 32  # of a block: two tiles by two
 SIZE, WORD = 2, 4  # bytes of a number, and of a sum
 STEP = 32  # channels of the image that a product of tiles takes: 64 bytes
-DIRECT, COPIED, FRAMED = range(3)  # how tiles reach rows
+DIRECT, COPIED, FRAMED, SPREAD = range(4)  # how tiles reach rows
 TILE_BYTES = 1024
 BLOCK_BYTES = ROWS * WIDTH * WORD
 LOWER = BLOCK_BYTES // 2  # from the sums of upper tiles to those of lower ones
@@ -47,17 +48,68 @@ TOGETHER = 4  # rows whose sums are finished side by side
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Lines of an image of few channels, spread to four with zeros, as a line of results sees them.
+
+    Attributes:
+        channels: of the image; ``width``: pixels of a line; ``before``: pixels of padding.
+        count: of lines, one below the other; each has ``nbytes``.
+    """
+
+    channels: int
+    width: int
+    before: int
+    count: int
+    nbytes: int
+
+    PIXEL: ClassVar[int] = 4 * SIZE  # bytes
+    TOGETHER: ClassVar[int] = CACHE_LINE // PIXEL  # pixels of a vector
+
+    def copy(self, a: TileAssembler) -> None:
+        """rsi: the lines' places; r8: the image; rdx: where to; masks 1, 2: a vector's channels."""
+        whole, rest = divmod(self.width, self.TOGETHER)
+        for mask, pixels in ((1, self.TOGETHER), (2, rest)):
+            a.set("rax", sum((2**self.channels - 1) << 4 * i for i in range(pixels)))
+            a.mask(mask, "rax")
+        a.vector("vxorps", 1, 1, 1)
+        before = self.before * self.PIXEL
+        a.set("r9", self.count)
+        with a.counted("line", "r9"):
+            a.load_short("rax", At(base="rsi"))
+            a.load_if_negative("rax", kept(BESIDE))
+            a.add("rax", "r8")
+            a.add("rsi", WORD)
+            a.move("rcx", "rdx")
+            for distance in range(0, before, CACHE_LINE):
+                a.store_vector(At(base="rcx", distance=distance), 1)
+            for mask, times in ((1, whole), (2, int(rest > 0))):
+                if times:
+                    a.set("r10", times)
+                    with a.counted(f"pixels {mask}", "r10"):
+                        a.expand_words(0, At(base="rax"), mask)
+                        a.store_vector(At(base="rcx", distance=before), 0)
+                        a.add("rax", self.TOGETHER * self.channels * SIZE)
+                        a.add("rcx", CACHE_LINE)
+            filled = before + (whole + (rest > 0)) * CACHE_LINE
+            for distance in range(0, self.nbytes - filled, CACHE_LINE):
+                a.store_vector(At(base="rcx", distance=before + distance), 1)
+            a.add("rdx", self.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blocks:
     """Machine code for blocks of rows by channels.
 
     Attributes:
         way: how tiles reach rows.
-        seen: bytes of what a place of the filter sees.
-        taps: where those of a result lie in a framed image, in pixels from its first one.
+        seen: bytes of what a place of the filter sees; of lines that are spread, a line of it.
+        taps: where those of a result lie in a framed image, in pixels from its first one, or in
+            lines that are spread, in results.
         most_rows: of an item; ``together``: panels of one, at most.
         chunk: steps that all blocks of an item do before the next ones: a part of a panel's.
         ahead: lines of the next panel that are asked for in a step.
         pitches: bytes from a pixel to the next: image, result, residual (None if there is none).
+        spread: what is copied of an image of few channels; ``along``: the step of its filter.
     """
 
     panels: Panels
@@ -70,6 +122,8 @@ class Blocks:
     ahead: int
     pitches: tuple[int, int, int | None]
     activation: str | None
+    spread: Lines | None = None
+    along: int = 1
 
     @property
     def groups(self) -> list[tuple[int, int]]:
@@ -98,9 +152,12 @@ class Blocks:
     @property
     def pitch(self) -> int:
         """Bytes from a row to the next."""
-        return {DIRECT: self.pitches[0], COPIED: CACHE_LINE, FRAMED: self.lines * CACHE_LINE}[
-            self.way
-        ]
+        return {
+            DIRECT: self.pitches[0],
+            COPIED: CACHE_LINE,
+            FRAMED: self.lines * CACHE_LINE,
+            SPREAD: self.along * Lines.PIXEL,
+        }[self.way]
 
     @property
     def step(self) -> int:
@@ -116,6 +173,9 @@ class Blocks:
     @property
     def part_bytes(self) -> int:
         """Of a thread: blocks' sums, how tiles were configured, what nobody reads, and copies."""
+        if self.spread is not None:  # stores go as far as a vector behind the last line
+            lines = self.spread.count * self.spread.nbytes
+            return self._copies + math.ceil(lines / CACHE_LINE) * CACHE_LINE + CACHE_LINE
         copied = {
             DIRECT: 0,
             COPIED: self.most_rows * len(self.taps),
@@ -294,7 +354,9 @@ class Blocks:
         a.load("r9", ZEROS)
         a.subtract("r9", "r8")
         a.store(kept(BESIDE), "r9")
-        if self.way == FRAMED:
+        if self.spread is not None:
+            self.spread.copy(a)
+        elif self.way == FRAMED:
             a.load("r10", At(base="rbx", distance=OF_COPIES))
             with a.counted("pixel", "r10"):
                 self._copy_pixel(a, "rdx", CACHE_LINE)
@@ -382,7 +444,7 @@ class Blocks:
     def _loops(self, finishes: bool) -> list[tuple[int, int, int, int]]:
         """Loops over the steps: the place of the filter, the first step under it, how many, and how
         many rows of the block before each finishes: a power of two."""
-        taps = self.taps if self.way == FRAMED else (0,)
+        taps = self.taps if self.way in (FRAMED, SPREAD) else (0,)
         under = self.chunk // len(taps)
         rows = 1
         while finishes and rows * under * len(taps) < ROWS:
@@ -432,7 +494,7 @@ class Blocks:
                     at = begin + v * CACHE_LINE // 2
                     a.load_bfloat16(SPARE, At(base=base, distance=at))
                     a.vector("vaddps", x, x, SPARE)
-                activate(a, self.activation, constants, x, SPARE)
+                activate(a, self.activation, constants, x, SPARE, coarse=True)
             a.vector("vcvtne2ps2bf16", pair[0], pair[1], pair[0])
             if framed:
                 a.load_short("r14", At(base="rbx", distance=row * PLACE))
@@ -453,5 +515,9 @@ class Blocks:
 def machine_code(blocks: Blocks) -> code.MachineCode:
     """The machine code of some blocks, which is the same for all weights."""
     require_tiles()
-    constants, tiles = Constants(AVX512, "r10"), configuration([16] * 8, [CACHE_LINE] * 8)
+    read = min(blocks.seen, CACHE_LINE) if blocks.spread else CACHE_LINE  # by a step, of a row
+    tiles = configuration(
+        [ROWS // 2] * 6 + [read // WORD] * 2, [CACHE_LINE] * 4 + [read] * 2 + [CACHE_LINE] * 2
+    )
+    constants = Constants(AVX512, "r10")
     return code.MachineCode(blocks.written(constants, tiles).code(), constants, tiles)
