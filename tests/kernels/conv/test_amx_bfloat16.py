@@ -104,7 +104,7 @@ def test_each_activation_beside_float64(activation: str) -> None:
 
 
 def test_gelu_of_every_number() -> None:
-    """Half a unit in the last place, and what the polynomial is off; infinities are no exception."""
+    """Half a unit in the last place, and what the polynomial is off, infinities too."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     p = problem((1, 32, 256, 256), 32, "bfloat16", bias=False, activation="gelu")
     weight = torch.zeros(32, 32, 1, 1, dtype=torch.bfloat16)

@@ -6,8 +6,9 @@ are multiplied in. Tiles read a pixel's channels in one of four ways: where they
 results lies one behind the other (stride 1: some results beside the image's right edge are computed
 too, and go to a place that nobody reads); or from a copy of all that the filter sees of each
 result. Of an image of a few channels, as a network's first layer has, lines are copied with four
-channels each, and a tile's rows overlap: one reads what a line of the filter sees. Copies are in the workspace, of the rows that a thread takes at a time. Sums leave the tiles
-through the first cache, where residual and activation are done to them; they begin as the bias.
+channels each, and a tile's rows overlap: one reads what a line of the filter sees. Copies are in
+the workspace, of the rows that a thread takes at a time. Sums leave the tiles through the first
+cache, where residual and activation are done to them; they begin as the bias.
 
 Weights are packed as tiles read them: two channels of the image side by side for each channel of
 the result. Where the last pixels or channels are less than a block, it begins earlier, and some of
