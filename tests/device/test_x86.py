@@ -121,7 +121,10 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
         place = At(base=base, distance=-0x1234)
         a.load_bfloat16(5, place)
         a.load_bfloat16(28, place)
+        a.load_bfloat16(21, place, 4)
+        a.broadcast_bfloat16(30, place)
         a.store_bfloat16(place, 20)
+        a.store_bfloat16(place, 17, 2)
         a.load_vector(18, place, 3)
         a.expand_words(9, place, 1)
         a.expand_words(26, place, 7)
@@ -216,6 +219,7 @@ def test_tiles_multiply_and_are_left_as_they_were() -> None:
         lambda a: a.compare_ordered(2, 1, 0),
         lambda a: a.load_bfloat16(5, At(base="rax")),
         lambda a: a.store_bfloat16(At(base="rax"), 5),
+        lambda a: a.broadcast_bfloat16(5, At(base="rax")),
         lambda a: a.load_vector(5, At(base="rax"), 3),
         lambda a: a.expand_words(5, At(base="rax"), 3),
         lambda a: a.copy_vector(1, 2, 3),

@@ -20,6 +20,11 @@ CPU = torch.device("cpu")
 Program = tuple[tuple[str, tuple[int | None, ...], dict[str, Any]], ...]
 
 
+def in_bfloat16(p: Problem) -> Problem:
+    inputs = tuple(m and replace(m, dtype="bfloat16") for m in p.inputs)
+    return replace(p, inputs=inputs, outputs=(replace(p.output, dtype="bfloat16"),))
+
+
 def image(*shape: int, format: Format = "channels_last") -> TensorMeta:
     return TensorMeta(shape=shape, dtype="float32", format=format)
 
@@ -51,7 +56,8 @@ def agrees(p: Problem, isa: InstructionSet) -> None:
         free = [x for i, x in enumerate(given) if i not in constants]
         assert call(*free, out=out) is out
         assert isinstance(right, torch.Tensor)
-        torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+        near = 2**-8 + 1e-3 if p.output.dtype == "bfloat16" else 1e-5
+        torch.testing.assert_close(out.double(), right, rtol=near, atol=1e-5 + near / 8)
 
 
 ADD_RELU: Program = (("add", (0, 1), {"alpha": 1}), ("relu", (2,), {}))
@@ -72,7 +78,10 @@ def test_rows_of_any_length(columns: int, isa: InstructionSet) -> None:
     agrees(problem(ADD_RELU, plain, plain), isa)
     agrees(problem(LONG, plain, plain), isa)
     agrees(problem(ADD_RELU, plain, TensorMeta(shape=(1, columns), dtype="float32")), isa)
-    agrees(problem(GATE, plain, TensorMeta(shape=(7, 1), dtype="float32")), isa)
+    agrees(gate := problem(GATE, plain, TensorMeta(shape=(7, 1), dtype="float32")), isa)
+    if x86.code.has_bfloat16():
+        for p in (problem(ADD_RELU, plain, plain), problem(LONG, plain, plain), gate):
+            agrees(in_bfloat16(p), isa)
 
 
 @pytest.mark.parametrize("channels", [3, 16, 52])
@@ -138,5 +147,6 @@ def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
     assert row.refusal(problem(ADD_RELU, x, image(1, 16, 3, 3, format="contiguous"))) == (
         "numbers of a row lie apart"
     )
-    sixteen_bit = replace(x, dtype="bfloat16")
-    assert row.refusal(problem(ADD_RELU, sixteen_bit, sixteen_bit)) == "float32 throughout"
+    sixteen_bit = replace(x, dtype="float16")
+    why = row.refusal(problem(ADD_RELU, sixteen_bit, sixteen_bit))
+    assert why == "float32 throughout, or bfloat16 where the processor rounds to it"

@@ -442,19 +442,31 @@ class Assembler:
         self._vector(text, X66, M0F, 0x72, 6, to, source)
         self._code.append(bits)
 
-    def load_bfloat16(self, to: int, source: At) -> None:
-        """Sixteen of them as float32."""
+    def load_bfloat16(self, to: int, source: At, mask: int = 0) -> None:
+        """Sixteen of them as float32; zero where the mask, a bit for each, is."""
         self._require_avx512()
-        text = f"vpmovzxwd zmm{to},YMMWORD PTR {source}"
-        self._vector(text, X66, M0F38, 0x33, to, 0, source)
+        masked = f"{{k{mask}}}{{z}}" if mask else ""
+        text = f"vpmovzxwd zmm{to}{masked},YMMWORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x33, to, 0, source, mask=mask, zero=bool(mask))
         self.shift_left(to, to, 16)
 
-    def store_bfloat16(self, to: At, source: int) -> None:
-        """Sixteen float32, rounded; the vector holds what was stored then."""
+    def broadcast_bfloat16(self, to: int, source: At) -> None:
+        """One of them as float32, in each lane."""
+        self._require_avx512()
+        text = f"vpbroadcastw zmm{to},WORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x79, to, 0, source)
+        self.shift_left(to, to, 16)
+
+    def store_bfloat16(self, to: At, source: int, mask: int = 0) -> None:
+        """Sixteen float32, rounded, or those in the mask; the vector holds what was stored then."""
         self._require_avx512()
         text = f"vcvtneps2bf16 ymm{source},zmm{source}"
         self._vector(text, XF3, M0F38, 0x72, source, 0, source)
-        self.store_half(to, source)
+        if not mask:
+            self.store_half(to, source)
+            return
+        text = f"vmovdqu16 YMMWORD PTR {to}{{k{mask}}},ymm{source}"
+        self._vector(text, XF2, M0F, 0x7F, source, 0, to, mask=mask, short=True, wide=True)
 
     def compare_ordered(self, mask: int, one: int, other: int) -> None:
         """Clears the mask's bits where one of the two is a NaN."""

@@ -1,4 +1,5 @@
-"""``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass.
+"""``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass, or of
+bfloat16 (AVX-512 with BF16), which are float32 in registers.
 
 A thread takes some rows at a time. Of a row a vector of columns after the other is loaded, goes
 through the program in registers, and is stored; what is one number a row, or a vector that all rows
@@ -38,8 +39,9 @@ BOUNDS = {"at_least": "vmaxps", "at_most": "vminps"}
 
 
 def fits(problem: Problem) -> str | None:
-    if any(m is not None and m.dtype != "float32" for m in (*problem.inputs, *problem.outputs)):
-        return "float32 throughout"
+    dtypes = {m.dtype for m in (*problem.inputs, *problem.outputs) if m is not None}
+    if dtypes != {"float32"} and (dtypes != {"bfloat16"} or not code.has_bfloat16()):
+        return "float32 throughout, or bfloat16 where the processor rounds to it"
     if len(problem.outputs) != 1:
         return "makes one result"
     try:
@@ -47,6 +49,8 @@ def fits(problem: Problem) -> str | None:
     except (KernelError, CompileError) as reason:
         return str(reason)
     lowered, axes = walked.lowered, walked.axes
+    if any(m.dtype != problem.output.dtype for m in lowered.metas(problem.given)):
+        return "its constants have another element type"
     if 0 in problem.output.shape:
         return "nothing to make"
     if unknown := sorted({op for op, n in zip(lowered.ops, lowered.numbers) if not _known(op, n)}):
@@ -68,10 +72,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     walked, isa = walk(problem), code.require_instructions()
     operands = walked.lowered.binder(constants)
     axes = _rows_of_columns(walked.axes, isa)
-    items = _items(axes)
+    items = _items(axes, problem.output.itemsize)
     _require_inside(problem, walked, axes, items)
     table = code.Table(items)
-    made = _machine_code(isa, walked, axes)
+    made = _machine_code(isa, walked, axes, problem.output.itemsize)
 
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
         *inputs, out = tensors
@@ -85,17 +89,19 @@ _made: dict[tuple[object, ...], code.MachineCode] = {}  # by all that it depends
 _MOST_MADE = 256
 
 
-def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes) -> code.MachineCode:
+def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes, size: int) -> code.MachineCode:
     """The machine code of a program, which is the same for all batch sizes: a step of a plan is
     bound in two thirds of the time with it.
     """
     lowered = walked.lowered
     program = repr((lowered.ops, lowered.reads, lowered.numbers, lowered.results))
     strides = tuple(s[-2:] for s in axes.strides)
-    key = isa, program, walked.inputs, axes.columns, strides
+    key = isa, program, walked.inputs, axes.columns, strides, size
     made = _made.get(key)
     if made is None:
-        written = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa))
+        written = _Program(
+            isa=isa, walked=walked, axes=axes, constants=Constants(isa), itemsize=size
+        )
         made = code.MachineCode(written.written().code(), written.constants)
         if len(_made) >= _MOST_MADE:
             _made.clear()
@@ -158,7 +164,7 @@ def _rows_of_columns(axes: Axes, isa: InstructionSet) -> Axes:
     return Axes(sizes=(*rows, columns // width, width), strides=strides)
 
 
-def _items(axes: Axes) -> npt.NDArray[np.int64]:
+def _items(axes: Axes, size: int) -> npt.NDArray[np.int64]:
     """What threads take one by one: where some rows begin in each tensor, in bytes; how many."""
     *outer, rows, columns = axes.sizes
     some = max(1, min(rows, BLOCK_NUMBERS // columns))
@@ -167,7 +173,7 @@ def _items(axes: Axes) -> npt.NDArray[np.int64]:
     places = np.ix_(*map(np.arange, outer), row)
     for number, strides in enumerate(axes.strides):
         steps = strides[: len(outer) + 1]  # all but that of a row's numbers
-        table[..., number] = 4 * sum(at * step for at, step in zip(places, steps, strict=True))
+        table[..., number] = size * sum(at * step for at, step in zip(places, steps, strict=True))
     table[..., -1] = np.minimum(some, rows - row)
     return table.reshape(-1, len(axes.strides) + 1)
 
@@ -180,18 +186,19 @@ def _require_inside(
     metas = [*walked.lowered.metas(problem.given), problem.output]
     for meta, begin, strides in zip(metas, begins, axes.strides, strict=True):
         columns = (axes.columns - 1) * strides[-1] + 1
-        spans = 4 * ((rows - 1) * strides[-2] + columns)
+        spans = meta.itemsize * ((rows - 1) * strides[-2] + columns)
         code.require_inside("tensor", begin, spans, meta.extent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """Machine code for rows of columns."""
+    """Machine code for rows of columns, of so many bytes a number: four, or two of bfloat16."""
 
     isa: InstructionSet
     walked: Walk
     axes: Axes
     constants: Constants
+    itemsize: int
 
     def written(self) -> Assembler:
         """The code.
@@ -213,24 +220,28 @@ class _Program:
                 with a.counted("row", "rcx"):
                     a.set("rdx", 0)
                     if whole:
-                        size = self.isa.vector_bytes
+                        size = self.isa.lanes * self.itemsize
                         with a.stepped("columns", "rdx", size, whole * size):
                             self._vector(a, is_rest=False)
                     if rest:
                         self._vector(a, is_rest=True)
                     for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
                         if strides[-2]:
-                            a.add(pointer, 4 * strides[-2])
+                            a.add(pointer, self.itemsize * strides[-2])
         return a
 
     def _begin_rest(self, a: Assembler, rest: int) -> None:
         """The mask of the columns that make no whole vector."""
         if self.isa == AVX512:
-            a.set("rax", (1 << 4 * rest) - 1)
+            a.set("rax", (1 << (rest if self._is_narrow else 4 * rest)) - 1)
             a.mask(REST, "rax")
         else:
             self.constants.begin(a)
             a.load_vector(self._rest, self.constants.first(rest))
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.itemsize == 2
 
     @property
     def _rest(self) -> int:
@@ -253,7 +264,9 @@ class _Program:
         if result < self.walked.inputs and result not in loaded:
             self._load(a, places[result], result, is_rest)
         at = self._at(len(self.axes.strides) - 1)
-        if not is_rest:
+        if self._is_narrow:
+            a.store_bfloat16(at, places[result], REST if is_rest else 0)
+        elif not is_rest:
             a.store_vector(at, places[result])
         elif self.isa == AVX512:
             a.store_vector(at, places[result], REST)
@@ -263,7 +276,10 @@ class _Program:
     def _load(self, a: Assembler, to: int, operand: int, is_rest: bool) -> None:
         at = self._at(operand)
         if self.axes.strides[operand][-1] == 0:
-            a.broadcast(to, At(base=at.base))
+            spread = a.broadcast_bfloat16 if self._is_narrow else a.broadcast
+            spread(to, At(base=at.base))
+        elif self._is_narrow:
+            a.load_bfloat16(to, at, REST if is_rest else 0)
         elif not is_rest:
             a.load_vector(to, at)
         elif self.isa == AVX512:
@@ -290,4 +306,4 @@ class _Program:
         else:
             if to != x:
                 a.copy_vector(to, x)
-            activate(a, op, self.constants, to, first)
+            activate(a, op, self.constants, to, first, coarse=self._is_narrow)
