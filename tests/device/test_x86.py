@@ -128,6 +128,7 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
         a.load_vector(18, place, 3)
         a.expand_words(9, place, 1)
         a.expand_words(26, place, 7)
+        a.pick_words(3, 30, 17)
         a.store_vector(place, 31, 7)
         a.store_half(place, 17)
         a.store_upper_half(place, 30)
@@ -220,6 +221,7 @@ def test_tiles_multiply_and_are_left_as_they_were() -> None:
         lambda a: a.load_bfloat16(5, At(base="rax")),
         lambda a: a.store_bfloat16(At(base="rax"), 5),
         lambda a: a.broadcast_bfloat16(5, At(base="rax")),
+        lambda a: a.pick_words(1, 2, 3),
         lambda a: a.load_vector(5, At(base="rax"), 3),
         lambda a: a.expand_words(5, At(base="rax"), 3),
         lambda a: a.copy_vector(1, 2, 3),

@@ -289,7 +289,7 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
-    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", sliced_out=True),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
@@ -358,7 +358,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
+    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", version=2, isa="amx_bf16"),
     *_x86("linear", "{}", "gemm.x86", version=2),
     *_int8("linear", "amx_int8", "gemm.amx_int8", version=2, isa="amx_int8", sliced_out=False),
     *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
@@ -450,6 +450,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_gpu("mean sum adaptive_avg_pool2d pointwise", "columns", "reduce.columns", version=3),
     # moving elements
+    *_cpu("to", "picture", "transform.x86_picture", isa="avx512_bf16"),
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
     *_gpu("cat", "rows", "transform.join_rows"),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tessella.kernels import catalog
 from tessella.kernels.pool import x86
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
 from tests.support.instructions import isa as isa
 from tests.support.problems.pools import agrees as is_the_mean
 from tests.support.problems.pools import maximum, mean, problem

@@ -346,6 +346,13 @@ class Assembler:
         text = f"vpexpandw zmm{to}{{k{mask}}}{{z}},ZMMWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x62, to, 0, source, mask=mask, zero=True, wide=True)
 
+    def pick_words(self, to: int, order: int, other: int) -> None:
+        """Each 16 bits of vector ``to`` become those of this place in it, or behind it in
+        ``other``."""
+        self._require_avx512()
+        text = f"vpermt2w zmm{to},zmm{order},zmm{other}"
+        self._vector(text, X66, M0F38, 0x7D, to, order, other, wide=True)
+
     def store_vector(self, to: At, source: int, mask: int = 0) -> None:
         masked = f"{{k{mask}}}" if mask else ""
         text = f"{self._place} {to}{masked},{self._name}{source}"
