@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import tessella as ts
 from tessella import runtime
 from tessella.core import processor
+from tessella.core.device import fingerprint
 from tessella.core.errors import KernelError
 from tessella.core.spec import TensorSpec
 from tessella.device.x86 import code, tiles
@@ -86,6 +88,40 @@ def test_an_untuned_network_in_int8_is_right(
         assert small == ["conv2d.avx2_int8"] * 2
 
 
+@pytest.mark.parametrize("untuned", [True, False])
+def test_weights_of_8_bits_from_another_processor_are_multiplied_right(
+    untuned: bool, limited: Any
+) -> None:
+    """AVX2 without VNNI adds two products in 16 bits: its own calibrations have 7 bits."""
+    if code.instructions() is None:
+        pytest.skip("this processor has not the vectors of avx2")
+    limited("avx2")
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.Hardswish(), nn.Conv2d(32, 32, 3, padding=1),
+        nn.Hardswish(), nn.Conv2d(32, 32, 3, padding=1), nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 32),
+    ).eval()  # fmt: skip
+    second = network[2]
+    assert isinstance(second, nn.Conv2d)
+    with torch.no_grad():
+        second.weight[:, ::2] = 0  # of two products one is 0: their sum stays within 16 bits
+    image = torch.randn(2, 3, 12, 12)
+    calibration = ts.calibrate(network, [{"image": image}], inputs=[IMAGE], trust_code=True)
+    made = ts.compile(
+        network, inputs=[IMAGE], target="cpu", precision="int8", untuned=untuned,
+        calibration=replace(calibration, weight_limit=127), trust_code=True,
+    )  # fmt: skip
+    if untuned:
+        taken = [step.kernel for step in made.program.buckets[0].steps if step.op == "conv2d"]
+        assert (taken[1], taken[2]) == ("conv2d.avx2_int8", "conv2d.onednn_int8")
+        made = ts.tune(made)
+    (found,) = runtime.load(made)(image=image).values()
+    with torch.inference_mode():
+        right = network.double()(image.double())
+    assert (found - right).abs().max() < 0.03 * right.abs().max()
+
+
 @pytest.mark.parametrize(
     ("number", "why"), [(errno.ENOSPC, "sigaltstack"), (errno.EPERM, "does not let this process")]
 )
@@ -101,7 +137,6 @@ def test_where_linux_refuses_tiles_no_plan_has_them(
             self.syscall = syscall
 
     limited("avx512_amx")
-    monkeypatch.setattr(code, "may_use", lambda _: True)
     monkeypatch.setattr(code, "instructions", lambda: AVX512)
     shape = (3, 96, 7, 5)
     problem = Problem(
@@ -115,9 +150,12 @@ def test_where_linux_refuses_tiles_no_plan_has_them(
         | {"activation": None, "dtype": "float32"},
         constant=(1,),
     )
-    monkeypatch.setattr(tiles, "_granted", [True])
+    has = {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"}
+    monkeypatch.setattr(processor, "flags", lambda: has)
+    monkeypatch.setattr(processor, "_granted", [True])
     assert estimated(problem, target="cpu")[0].kernel == "conv2d.amx_int8"
-    monkeypatch.setattr(tiles, "_granted", [])
+    granted = fingerprint("cpu")
+    monkeypatch.setattr(processor, "_granted", [])
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", Library)
         patch.setattr(platform, "machine", lambda: "x86_64")
@@ -126,6 +164,9 @@ def test_where_linux_refuses_tiles_no_plan_has_them(
         with pytest.raises(KernelError, match=why):
             tiles.require_tiles()
         best, *others = estimated(problem, target="cpu")
+        refused_here = fingerprint("cpu")
+    assert granted.name == f"{refused_here.name}, amx_int8, amx_bf16"
+    assert granted.hash != refused_here.hash  # no time of the one is believed by the other
     assert best.kernel == "conv2d.avx512_vnni_int8"
     (refused,) = [trial.refused for trial in others if trial.kernel == "conv2d.amx_int8"]
     assert refused is not None

@@ -139,6 +139,7 @@ def images() -> Iterator[Problem]:
     for dtype in ("int8", "uint8", "bfloat16"):
         p = pools.problem("max_pool2d", (2, 51, 9, 14), pools.maximum(), dtype)
         yield replace(p, attrs={**p.attrs, "non_negative": True})
+    yield pools.problem("adaptive_avg_pool2d", (2, 51, 9, 14), {"output_size": (1, 1)}, "bfloat16")
 
 
 def sliced(p: Problem) -> Problem:

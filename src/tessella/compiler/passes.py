@@ -42,6 +42,7 @@ from tessella.compiler.rewrites import (
     lower_quantization,
     mark_non_negative,
     mark_sparse_weights,
+    mark_wide_sums,
     move_permutes,
     move_reshapes,
     pad_channels,
@@ -149,6 +150,11 @@ def quantizes(request: Request) -> bool:
 def quantizes_on_gpu(request: Request) -> bool:
     """layers are to be int8 or fp8, or the file rounds; on a GPU"""
     return request.quantized and on_gpu(request)
+
+
+def quantizes_on_cpu(request: Request) -> bool:
+    """layers are to be int8 or fp8, or the file rounds; on cpu"""
+    return request.quantized and on_cpu(request)
 
 
 def narrows(request: Request) -> bool:
@@ -281,6 +287,8 @@ PASSES = (
          multiplies_tf32),
     Pass("mark", mark_non_negative.apply, "8- and 16-bit numbers from zero on, as integers",
          on_cpu),
+    Pass("mark", mark_wide_sums.apply, "int8 weights whose products leave AVX2's sums of 16 bits",
+         quantizes_on_cpu),
     Pass("mark", mark_sparse_weights.apply, "2:4 weights, for kernels that skip their zeros",
          skips_zeros),
     Pass("layout", fuse_siblings.apply,

@@ -14,6 +14,7 @@ from tessella.artifacts.program import Bucket
 from tessella.compiler import verify
 from tessella.compiler.buckets import built, imports, outwards
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
+from tessella.compiler.rewrites import mark_wide_sums
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.compiler.settings import Measuring
 from tessella.compiler.stopping import stopping
@@ -139,6 +140,8 @@ def read_graph(plan: Plan, bucket: Bucket) -> tuple[Graph, Formats]:
         ],
         constants={value: plan.weights[name] for name, value in constants.items()},
     )
+    if plan.manifest.fingerprint.target == "cpu":
+        mark_wide_sums.apply(graph)  # the plan may be from a processor whose sums are wider
     check_graph(graph)
     return graph, _formats(bucket)
 

@@ -7,14 +7,18 @@ either width have.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import functools
 import os
+import platform
 import re
 from pathlib import Path
 
 from tessella.core.errors import UsageError
 
 VARIABLE = "TESSELLA_ISA"
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18  # of Linux (x86/xstate.rst)
 CPUINFO = Path("/proc/cpuinfo")
 # what a set of ours needs beside its vectors, in Linux's words
 EXTENSIONS: dict[str, tuple[str, ...]] = {
@@ -64,10 +68,38 @@ def may_use(extension: str) -> bool:
 
 
 def extensions() -> tuple[str, ...]:
-    """Those of ``EXTENSIONS`` that may be used. Linux may still refuse the tiles of AMX to a
-    process, which is asked where code on them is made.
+    """Those of ``EXTENSIONS`` that this process may use: where Linux refuses it the tiles of AMX,
+    times of kernels are others, and code on tiles would end it.
     """
-    return tuple(filter(may_use, EXTENSIONS))
+    found = tuple(filter(may_use, EXTENSIONS))
+    has_tiles = any(map(on_tiles, found)) and tiles_refusal() is None
+    return tuple(name for name in found if has_tiles or not on_tiles(name))
+
+
+def on_tiles(isa: str) -> bool:
+    """Whether an instruction set is one on the tiles of AMX."""
+    return isa.startswith("amx")
+
+
+_granted: list[bool] = []  # filled once: a refusal may end, leave does not
+
+
+def tiles_refusal() -> str | None:
+    """Why Linux does not let this process use the data of AMX's tiles, or None: it is asked for
+    that.
+    """
+    if _granted:
+        return None
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "tiles of AMX are asked of Linux on x86-64 alone"
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes, call.restype = (ctypes.c_long,) * 3, ctypes.c_long
+    if call(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0:
+        _granted.append(True)
+        return None
+    if ctypes.get_errno() == errno.ENOSPC:
+        return "a thread's alternate signal stack (sigaltstack) is too small for the tiles of AMX"
+    return "Linux does not let this process use the tiles of AMX"
 
 
 @functools.cache

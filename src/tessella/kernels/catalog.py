@@ -291,6 +291,7 @@ KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
     *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", sliced_out=True),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
+    *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", sliced_out=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),

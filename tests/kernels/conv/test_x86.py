@@ -12,7 +12,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.x86.assembler import InstructionSet
 from tessella.kernels import catalog
-from tessella.kernels.conv import x86_depthwise, x86_sum
+from tessella.kernels.conv import x86_depthwise, x86_depthwise_rows, x86_sum
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared import x86_tiles
 from tessella.operations.epilogue import ACTIVATIONS
@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 # float32: sums in another order; bfloat16: the result's rounding, and some of the sum's
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
 
+
+DEPTHWISE = {"_depthwise": x86_depthwise, "_depthwise_rows": x86_depthwise_rows}
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -166,12 +168,23 @@ def test_depthwise_beside_float64(window: str, activation: str | None, dtype: st
         p = problem(
             shape, shape[1], dtype, kernel=kernel, groups=shape[1], activation=activation, **attrs
         )
-        assert row("_depthwise").refusal(p) is None
         given, constants = drawn(p)
         right = exact(p, given, constants)
-        for config in x86_depthwise.configs(p):
-            out = p.output.empty(CPU).fill_(torch.nan)
-            near(x86_depthwise.bind(p, constants, **config)(*given, out=out), right)
+        for way, module in DEPTHWISE.items():
+            assert row(way).refusal(p) is None
+            for config in module.configs(p):
+                out = p.output.empty(CPU).fill_(torch.nan)
+                near(module.bind(p, constants, **config)(*given, out=out), right)
+
+
+def test_depthwise_tiles_whose_ends_differ(dtype: str) -> None:
+    attrs = {"kernel": (3, 5), "stride": (1, 2), "padding": (1, 7), "dilation": (2, 4)}
+    p = problem((2, 32, 3, 150), 32, dtype, groups=32, **attrs)
+    given, constants = drawn(p)
+    for config in x86_depthwise_rows.configs(p):
+        assert len(x86_depthwise_rows._tiles(p, **config)) > 2
+        made = x86_depthwise_rows.bind(p, constants, **config)(*given, out=p.output.empty(CPU))
+        near(made, exact(p, given, constants))
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -187,13 +200,15 @@ def test_depthwise_threads_share_the_work(
         sliced = replace(
             p, inputs=(whole_x.part(1, 96), *p.inputs[1:]), outputs=(whole.part(1, 96),)
         )
-        assert row("_depthwise").refusal(sliced) is None
         image, out = whole_x.empty(CPU).fill_(9), whole.empty(CPU).fill_(3)
         image[:, 32:128] = x
-        x86_depthwise.bind(sliced, constants)(image[:, 32:128], out=out[:, 32:128])
-        near(out[:, 32:128], exact(p, [x], constants))
-        assert (out[:, :32] == 3).all()
-        assert (out[:, 128:] == 3).all()
+        for way, module in DEPTHWISE.items():
+            assert row(way).refusal(sliced) is None
+            out[:, 32:128] = torch.nan
+            module.bind(sliced, constants)(image[:, 32:128], out=out[:, 32:128])
+            near(out[:, 32:128], exact(p, [x], constants))
+            assert (out[:, :32] == 3).all()
+            assert (out[:, 128:] == 3).all()
 
 
 @pytest.mark.parametrize("threads", [2, 5])

@@ -167,7 +167,7 @@ def test_bit_for_bit(
 @pytest.mark.parametrize("largest", [1, 9, 30, 64, 127])
 def test_sums_never_leave_their_bits(largest: int, form: Kernel) -> None:
     """All weights of a channel are the largest or the least there is, and so are the numbers."""
-    words = x86_int8._chain(torch.full((16, 64, 1, 1), largest, dtype=torch.int8), 127)
+    words = x86_int8._chain(torch.full((16, 64, 1, 1), largest, dtype=torch.int8), signed=False)
     assert words == min(8, 32767 // (2 * 127 * largest))
     p = problem((1, 64, 3, 5), 16, kernel=(3, 3), out="float32")
     given, constants = drawn(p)
@@ -186,6 +186,8 @@ def test_weights_that_leave_16_bits_are_refused(form: Kernel) -> None:
     constants[1][3, 4:6] = 65  # 2 · 65 · 255 is more than 32767
     with pytest.raises(KernelError, match="leave 16 bits"):
         form.load().bind(p, constants)
+    marked = replace(p, attrs={**p.attrs, "wide_sums": True})
+    assert "leave 16 bits" in (form.refusal(marked) or "")
     constants[1] = constants[1].clamp(-64, 64)
     assert torch.equal(run(form, p, given, constants), right(p, given, constants))
 

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tessella.core.errors import KernelError
-from tessella.core.processor import may_use, widest_allowed
-from tessella.device.x86 import tiles
+from tessella.core.processor import may_use, on_tiles, tiles_refusal, widest_allowed
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
 CACHE_LINE = 64  # bytes: at a multiple of it a workspace's parts begin
@@ -62,7 +61,7 @@ def refusal(isa: str) -> str | None:
         return f"needs a processor whose widest vectors are those of {vectors}"
     if extended is not None and not may_use(isa):
         return f"this processor has no {isa}, or TESSELLA_ISA forbids it"
-    if isa.startswith("amx") and (why := tiles.refusal()) is not None:
+    if on_tiles(isa) and (why := tiles_refusal()) is not None:
         return why
     return _refusal()
 

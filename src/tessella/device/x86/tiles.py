@@ -1,8 +1,8 @@
 """Machine code on the tiles of AMX: eight registers of up to 16 rows of 64 bytes.
 
-Linux gives their state to a process that asks for it, and saves it with a thread's other registers
-only then. Code of ours finds the tiles as another library's code in the same thread has configured
-them, and leaves them so.
+Linux gives their state to a process that asks for it (``core.processor``), and saves it with a
+thread's other registers only then. Code of ours finds the tiles as another library's code in the
+same thread has configured them, and leaves them so.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; Linux,
 Documentation/arch/x86/xstate.rst.
@@ -10,21 +10,18 @@ Documentation/arch/x86/xstate.rst.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from tessella.core.errors import KernelError
+from tessella.core.processor import tiles_refusal
 from tessella.device.x86.assembler import M0F38, NONE, X66, XF2, XF3, Assembler, At
 
 TILES, ROWS, ROW_BYTES = 8, 16, 64  # palette 1
 CONFIGURATION_BYTES = 64
 _COLUMNS, _ROWS = 16, 48  # where a configuration has the rows' bytes, and how many rows there are
-_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 # sums in 32 bits of products of four bytes each, or of two bfloat16
 PRODUCTS = {
@@ -36,37 +33,13 @@ PRODUCTS = {
 }
 
 
-_granted: list[bool] = []  # filled once: a refusal may end, leave does not
-
-
-def refusal() -> str | None:
-    """Why Linux does not let this process use the data of tiles, or None: it is asked for that."""
-    if _granted:
-        return None
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return "tiles of AMX are asked of Linux on x86-64 alone"
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.argtypes, call.restype = (ctypes.c_long,) * 3, ctypes.c_long
-    if call(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0:
-        _granted.append(True)
-        return None
-    if ctypes.get_errno() == errno.ENOSPC:
-        return "a thread's alternate signal stack (sigaltstack) is too small for the tiles of AMX"
-    return "Linux does not let this process use the tiles of AMX"
-
-
-def permitted() -> bool:
-    """Whether this process may use the data of tiles."""
-    return refusal() is None
-
-
 def require_tiles() -> None:
     """Ask for tiles before code on them is made: without leave it ends the process.
 
     Raises:
         KernelError: Linux does not let this process use them.
     """
-    if (why := refusal()) is not None:
+    if (why := tiles_refusal()) is not None:
         raise KernelError(
             "this process may not use the tiles of AMX",
             seen=why,

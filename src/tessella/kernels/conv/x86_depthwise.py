@@ -56,10 +56,10 @@ def bind(
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
     tiles = _Tiles.of(problem, vectors)
-    return tiles.bound(problem, constants, _weight(constants[1], tiles.panels))
+    return tiles.bound(problem, constants, weight_of(constants[1], tiles.panels))
 
 
-def _weight(weight: torch.Tensor, panels: x86_tiles.Panels) -> torch.Tensor:
+def weight_of(weight: torch.Tensor, panels: x86_tiles.Panels) -> torch.Tensor:
     """[C, 1, R, S] → float32 [panels, R·S, width]: as a tile reads it."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:

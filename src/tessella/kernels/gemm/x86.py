@@ -55,7 +55,7 @@ def as_convolution(problem: Problem) -> Problem:
     """The 1×1 convolution that the problem is."""
     x, weight, epilogue = problem["input"], problem["weight"], problem.epilogue
     residual = epilogue.residual
-    kept = (*NUMBERS, "dtype", "non_negative")
+    kept = (*NUMBERS, "dtype", "non_negative", "wide_sums")
     numbers = {name: n for name, n in problem.attrs.items() if name in kept}
     return replace(
         problem,

@@ -1,4 +1,4 @@
-"""Pictures of three channels from planes to pixels, for machine code: what threads take one by one."""
+"""Pictures of three channels from planes to pixels: what threads of machine code take in turn."""
 
 from __future__ import annotations
 

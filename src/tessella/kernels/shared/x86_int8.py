@@ -62,6 +62,7 @@ TILES = ((2, 6), (2, 3), (1, 7))  # vectors, pixels
 VNNI_TILES = {AVX512: ((4, 6), (2, 7), (1, 7)), AVX2: ((2, 6), (1, 7))}
 MOST_PRODUCTS = 2**16  # 255 · 128 · 2¹⁶ fits 32 bits
 LONGEST = 8  # words whose sums are added in 16 bits
+WIDE = "sums of two products leave 16 bits"
 LOWEST, HIGHEST = -(2**15), 2**15 - 1  # of 16 bits
 UNROLLED = 4
 SHIFT = 128
@@ -74,6 +75,13 @@ ALIGNED = 6  # bits of an address that are 0: vectors do not cross the cache's l
 
 
 def fits(problem: Problem) -> str | None:
+    if problem.attr("wide_sums"):
+        return WIDE
+    return words_refusal(problem)
+
+
+def words_refusal(problem: Problem) -> str | None:
+    """Why no layer that multiplies words of four channels takes a problem, whatever its weights."""
     if problem["weight"].shape[1] % WORD:
         return f"channels of the input by {WORD}"
     return refusal(problem)
@@ -142,11 +150,18 @@ def bound(
     problem.require_constants(constants)
     config = one_of(known, config)
     signed = not problem.attr("non_negative")
+    chain = 1 if vnni else _chain(constants[1], signed=signed)
+    if not chain:
+        raise KernelError(
+            WIDE,
+            seen=f"weights of {constants[1].abs().max()}, numbers up to {_most(signed)}",
+            fix="quantize the weights to 7 bits, or choose another algorithm",
+        )
     tiles = _Tiles.of(
         problem,
         **config,
         words=problem["input"].shape[1] // WORD,
-        chain=1 if vnni else _chain(constants[1], SHIFT + 127 if signed else 127),
+        chain=chain,
         vnni=vnni,
         signed=signed,
         **epilogue_of(problem, constants),
@@ -178,15 +193,27 @@ def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     return packed(weight, ("conv2d.x86_int8", panels), pack)
 
 
-def _chain(weight: torch.Tensor, most: int) -> int:
-    """How many words' products 16 bits hold, of these weights with numbers from 0 to ``most``.
+def sums_are_wide(weight: torch.Tensor, *, signed: bool) -> bool:
+    """Whether sums of two products leave 16 bits, of a weight [K, C, …] whose channels are words.
 
-    Raises:
-        KernelError: not one word's.
+    Args:
+        signed: the image's numbers may be below zero.
     """
+    return weight.shape[1] % WORD == 0 and not _chain(weight, signed=signed)
+
+
+def _most(signed: bool) -> int:
+    """The largest number that is multiplied: 128 is added to those of an image that has signs."""
+    return SHIFT + 127 if signed else 127
+
+
+def _chain(weight: torch.Tensor, *, signed: bool) -> int:
+    """How many words' products 16 bits hold, of these weights; 0 if not one word's."""
+    most = _most(signed)
 
     def longest(w: torch.Tensor) -> torch.Tensor:
-        words = w.flatten(2).transpose(1, 2).reshape(w.shape[0], -1, w.shape[1] // WORD, 2, 2)
+        taps = w.reshape(*w.shape[:2], -1).transpose(1, 2)
+        words = taps.reshape(w.shape[0], -1, w.shape[1] // WORD, 2, 2)
         words = words.movedim(2, 0).to(torch.int16)  # 8 words of 2 weights: far below 2¹⁵
         positive, negative = words.clamp(min=0).sum(-1), words.clamp(max=0).sum(-1)
         for count in range(min(LONGEST, len(words)), 0, -1):
@@ -195,14 +222,7 @@ def _chain(weight: torch.Tensor, most: int) -> int:
                 return torch.tensor(count)
         return torch.tensor(0)
 
-    made = int(packed(weight, ("conv2d.x86_int8 chain", most), longest))
-    if not made:
-        raise KernelError(
-            "sums of two products leave 16 bits",
-            seen=f"weights of {weight.abs().max()}, numbers up to {most}",
-            fix="quantize the weights to 7 bits, or choose another algorithm",
-        )
-    return made
+    return int(packed(weight, ("conv2d.x86_int8 chain", most), longest))
 
 
 def _largest(sums: torch.Tensor, count: int) -> int:

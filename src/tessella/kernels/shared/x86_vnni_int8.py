@@ -13,7 +13,7 @@ from tessella.kernels.catalog import Config
 from tessella.kernels.shared import x86_int8
 from tessella.operations.problem import Problem
 
-fits = x86_int8.fits
+fits = x86_int8.words_refusal
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:

@@ -274,8 +274,14 @@ WINDOW = "stride padding dilation groups"
 FACTORS = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
 OF_QUANTIZED = {"dtype": None, "fast_accumulation": False, "sparsity": None}
 PRODUCT: dict[str, Any] = {  # facts of a row whose sums get an epilogue
-    "defaults": {"activation": None, "non_negative": False, **FACTORS, **OF_QUANTIZED},
-    "hints": "fast_accumulation sparsity non_negative",
+    "defaults": {
+        "activation": None,
+        "non_negative": False,
+        "wide_sums": False,
+        **FACTORS,
+        **OF_QUANTIZED,
+    },
+    "hints": "fast_accumulation sparsity non_negative wide_sums",
     "epilogues": ("",),
 }
 
