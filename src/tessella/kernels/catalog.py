@@ -399,6 +399,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
     *_x86(_ATTENTION, "{}", "attention.x86", **_NEW),
+    *_cpu(_ATTENTION, "amx_bf16", "attention.amx", isa="amx_bf16", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
     *_x86("lstm gru rnn", "{}", "recurrent.x86", **_NEW),

@@ -452,10 +452,16 @@ class Assembler:
     def load_bfloat16(self, to: int, source: At, mask: int = 0) -> None:
         """Sixteen of them as float32; zero where the mask, a bit for each, is."""
         self._require_avx512()
+        self.load_words(to, source, mask)
+        self.shift_left(to, to, 16)
+
+    def load_words(self, to: int, source: At, mask: int = 0) -> None:
+        """Sixteen times 16 bits, in the lower half of each lane, whose upper one is 0; nothing but
+        zeros where the mask, a bit for each, is."""
+        self._require_avx512()
         masked = f"{{k{mask}}}{{z}}" if mask else ""
         text = f"vpmovzxwd zmm{to}{masked},YMMWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x33, to, 0, source, mask=mask, zero=bool(mask))
-        self.shift_left(to, to, 16)
 
     def broadcast_bfloat16(self, to: int, source: At) -> None:
         """One of them as float32, in each lane."""
@@ -602,6 +608,7 @@ def _address(reg: int, place: At, *, scaled: bool = False) -> bytes:
     bases want one more byte.
     """
     base, more = NUMBER[place.base] & 7, b""
+    assert NUMBER[place.index or "rax"] < 8, "an index is one of the first eight registers"
     if place.index is not None or base == NUMBER["rsp"]:
         more = bytes((NUMBER[place.index or "rsp"] << 3 | base,))  # rsp: none
         base = NUMBER["rsp"]
