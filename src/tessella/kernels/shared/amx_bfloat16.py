@@ -58,7 +58,8 @@ PART_BYTES = 2**20  # of an item's rows: half of the second cache where tiles ar
 FEW_ITEMS = 4
 FEW_CHANNELS = 16  # of the image: copies fill them up to 32 with zeros
 MOST_SPREAD, MOST_LINES = 4, 16  # channels, and lines of a filter, which are spread
-MOST_THREADS = 16  # have a part of the workspace, which may be 2 MB
+SOME_THREADS = 16  # have a part of the workspace in any case; more if it stays so small
+MOST_BYTES = 2**24
 
 
 def fits(problem: Problem) -> str | None:
@@ -106,10 +107,16 @@ def may_be_framed(problem: Problem) -> bool:
     enough = math.prod((y.shape[2], _line(problem))) >= ROWS
     if stride != (1, 1) or _line(problem) < y.shape[3] or not enough:
         return False
-    # beside its own rows an item copies those that its last one sees: no more than are its own
+    # Beside its own rows an item copies those that its last one sees: no more than are its own, or
+    # than the other way copies, and few enough for the second cache
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
     down, along = ((n - 1) * int(d) for n, d in zip(filters, dilation, strict=True))
-    return bool(down * _line(problem) + along <= MOST_ROWS)
+    more = down * _line(problem) + along
+    if more <= MOST_ROWS:
+        return True
+    row_bytes, taps = _row_bytes(problem) // math.prod(filters), math.prod(filters)
+    is_less = MOST_ROWS + more < MOST_ROWS * taps
+    return is_less and (MOST_ROWS + more) * row_bytes <= PART_BYTES
 
 
 def may_be_spread(problem: Problem) -> bool:
@@ -161,7 +168,8 @@ def workspace_bytes(problem: Problem, **config: int) -> int:
 
 def _threads(problem: Problem, blocks: Blocks) -> int:
     """How many threads have a part of the workspace."""
-    return min(MOST_THREADS, len(begins(problem, blocks)) * len(blocks.groups))
+    most = max(SOME_THREADS, MOST_BYTES // blocks.part_bytes)
+    return min(most, len(begins(problem, blocks)) * len(blocks.groups))
 
 
 def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
