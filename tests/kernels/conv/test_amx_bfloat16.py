@@ -120,6 +120,8 @@ def test_gelu_of_every_number() -> None:
     some = x.isfinite()
     bound = 2**-8 * right.abs() + 1.4e-3 * right.abs().clamp(max=0.2) + 7e-5
     assert ((made.double() - right).abs() <= bound)[some].all()
+    assert (made[x <= 0] <= 0).all()
+    assert (made[x < -4.5] == 0).all()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

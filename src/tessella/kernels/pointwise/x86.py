@@ -306,4 +306,4 @@ class _Program:
         else:
             if to != x:
                 a.copy_vector(to, x)
-            activate(a, op, self.constants, to, first, coarse=self._is_narrow)
+            activate(a, op, self.constants, to, first)
