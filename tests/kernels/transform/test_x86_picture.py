@@ -50,7 +50,7 @@ def test_what_it_leaves_to_others() -> None:
     assert "16 pixels" in str(ROW.refusal(problem(2, 3, 3, 5)))
     planes = replace(p.output, format="contiguous")
     assert "from planes" in str(ROW.refusal(replace(p, outputs=(planes,))))
-    assert "makes bfloat16" in str(ROW.refusal(replace(p, outputs=p.inputs)))
+    assert "makes bfloat16" in str(ROW.refusal(replace(p, outputs=(p["input"],))))
 
 
 def test_a_result_that_is_too_small_is_refused() -> None:

@@ -32,8 +32,9 @@ NORMAL = (1.0442737340927124, 0.05207711085677147, 0.02206282876431942, 0.003459
           -5.089769729238469e-06, 7.792435644660145e-05, -2.1193918655626476e-06,
           8.485260991619725e-07)  # fmt: skip
 NORMAL_LARGEST = 8.0  # where that is 2e-15
-# The normal distribution below -x, up to 4.5, where this polynomial ends near 0. Times x it is within
-# 1.4e-3 of what is above 0.01 (rounding to bfloat16 takes 2e-3 to 4e-3), and within 7e-5 of the rest.
+# The normal distribution below -x, up to 4.5, where this polynomial ends near 0. Times x it is
+# within 1.4e-3 of what is above 0.01 (rounding to bfloat16 takes 2e-3 to 4e-3), and within 7e-5 of
+# the rest.
 COARSE_NORMAL = (0.5000186562538147, -0.3995804786682129, 0.0053627691231667995,
                  0.048362791538238525, 0.030431900173425674, -0.038314759731292725,
                  0.015059752389788628, -0.002992002759128809, 0.0003065110940951854,
