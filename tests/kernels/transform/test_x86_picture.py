@@ -1,4 +1,5 @@
-"""Pictures from planes of float32 to pixels of bfloat16, bit for bit beside torch's."""
+"""Pictures from planes of float32 to pixels of bfloat16, bit for bit beside torch's; subnormal numbers
+become 0 here, and none is drawn."""
 
 from __future__ import annotations
 
@@ -47,6 +48,7 @@ def test_each_number_is_torchs(
 def test_what_it_leaves_to_others() -> None:
     p = problem(2, 3, 8, 8)
     assert "three channels" in str(ROW.refusal(problem(2, 4, 8, 8)))
+    assert "nothing to move" in str(ROW.refusal(problem(0, 3, 8, 8)))
     assert "16 pixels" in str(ROW.refusal(problem(2, 3, 3, 5)))
     planes = replace(p.output, format="contiguous")
     assert "from planes" in str(ROW.refusal(replace(p, outputs=(planes,))))

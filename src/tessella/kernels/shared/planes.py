@@ -24,6 +24,8 @@ def refusal(problem: Problem, lanes: int) -> str | None:
         return "pictures of three channels"
     if (x.format, y.format) != ("contiguous", "channels_last"):
         return "from planes to channels_last"
+    if 0 in x.shape:
+        return "nothing to move"
     if math.prod(x.shape[2:]) < lanes or math.prod(x.shape) > MAX_BYTES // x.itemsize:
         return f"{lanes} pixels at least, and distances have 32 bits"
     return None

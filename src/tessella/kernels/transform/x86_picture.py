@@ -1,5 +1,5 @@
 """``to`` of pictures, whose channels lie in planes, to bfloat16 whose channels lie together, on a
-CPU with AVX-512 and BF16: torch goes pixel by pixel.
+CPU with AVX-512 and BF16: torch goes pixel by pixel. Subnormal numbers become 0.
 """
 
 from __future__ import annotations
