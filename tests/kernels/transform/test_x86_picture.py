@@ -1,5 +1,5 @@
-"""Pictures from planes of float32 to pixels of bfloat16, bit for bit beside torch's; subnormal numbers
-become 0 here, and none is drawn."""
+"""Pictures from planes of float32 to pixels of bfloat16, bit for bit beside torch's; subnormal
+numbers become 0 here, and none is drawn."""
 
 from __future__ import annotations
 
