@@ -18,14 +18,12 @@ from tessella.device.x86 import code, tiles
 from tessella.device.x86.assembler import (
     AVX2,
     AVX512,
-    CONVERSIONS,
-    ONLY_AVX512,
     REGISTERS,
-    VECTOR,
     Assembler,
     At,
     InstructionSet,
 )
+from tessella.device.x86.opcodes import CONVERSIONS, ONLY_AVX512, VECTOR
 
 HERE = code.instructions() or AVX512
 REFUSAL = code.refusal(HERE.name)
@@ -123,9 +121,13 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
         a.load_bfloat16(28, place)
         a.load_bfloat16(9, place, 2)
         a.broadcast_short(6, place)
+        a.load_bfloat16(21, place, 4)
+        a.broadcast_bfloat16(30, place)
         a.store_bfloat16(place, 20)
-        a.store_bfloat16(place, 21, 3)
+        a.store_bfloat16(place, 17, 2)
         a.load_vector(18, place, 3)
+        a.expand_words(9, place, 1)
+        a.expand_words(26, place, 7)
         a.store_vector(place, 31, 7)
         a.store_half(place, 17)
         a.store_upper_half(place, 30)
@@ -217,7 +219,10 @@ def test_tiles_multiply_and_are_left_as_they_were() -> None:
         lambda a: a.compare_ordered(2, 1, 0),
         lambda a: a.load_bfloat16(5, At(base="rax")),
         lambda a: a.store_bfloat16(At(base="rax"), 5),
+        lambda a: a.broadcast_bfloat16(5, At(base="rax")),
+        lambda a: a.pick_words(1, 2, 3),
         lambda a: a.load_vector(5, At(base="rax"), 3),
+        lambda a: a.expand_words(5, At(base="rax"), 3),
         lambda a: a.copy_vector(1, 2, 3),
         lambda a: a.store_upper_half(At(base="rax"), 5),
         *(partial(Assembler.vector, name=n, to=0, one=1, other=2) for n in ONLY_AVX512),

@@ -12,7 +12,7 @@ from tessella.core.errors import KernelError
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2
 from tessella.kernels import catalog
-from tessella.kernels.attention import x86
+from tessella.kernels.attention import heads
 from tessella.operations.problem import Problem
 from tests.support.instructions import isa as isa
 from tests.support.problems import attentions
@@ -116,7 +116,7 @@ def test_nans_spread_as_far_as_in_torch() -> None:
 def test_a_table_that_leads_out_of_a_tensor_is_refused(
     name: str, by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = x86.items
+    built = heads.items
 
     def moved(*args: Any) -> Any:
         table = built(*args)
@@ -124,7 +124,7 @@ def test_a_table_that_leads_out_of_a_tensor_is_refused(
         table[0 if by < 0 else -1, column] += by
         return table
 
-    monkeypatch.setattr(x86, "items", moved)
+    monkeypatch.setattr(heads, "items", moved)
     problem, inputs = draw(Case(dtype="float32", mask=(2, 1, 1, 45)))
     with pytest.raises(KernelError, match=f"would leave its {name}"):
         bound(problem)(*inputs)

@@ -97,6 +97,8 @@ def asked() -> Iterator[tuple[Problem, Tensors]]:
                         mask=(2, 1, 1, 17)),
         attentions.Case(dtype="float32", n=1, queries=6, keys=5, width=32, mask=(1, 1, 1, 5),
                         mask_dtype="float32"),
+        attentions.Case(dtype="bfloat16", queries=33, keys=17, width=32, value_width=96,
+                        mask=(2, 1, 1, 17)),
     ):  # fmt: skip
         problem, tensors = attentions.draw(case)
         yield problem, [*tensors]
@@ -133,6 +135,8 @@ def images() -> Iterator[Problem]:
         added = convolution(shape, channels, residual=True, **window)
         yield from (p, replace(added, dying=(RESIDUALS,)), sliced(added), in_int8(added))
         yield in_bfloat16(sliced(added))
+    few = {**three, "stride": (2, 2), "residual": True}  # channels, whose lines are spread
+    yield in_bfloat16(convolution((1, 3, 9, 67), 33, **few))
     for op, window in pools.WINDOWS.values():
         for channels in (20, 43):
             yield pools.problem(op, (2, channels, 9, 14), window)
@@ -144,6 +148,8 @@ def images() -> Iterator[Problem]:
     pixels = replace(planes, format="channels_last")
     yield Problem(op="to", inputs=(planes,), outputs=(pixels,), attrs={"dtype": "float32"})
     yield pools.problem("adaptive_avg_pool2d", (2, 51, 9, 14), {"output_size": (1, 1)}, "bfloat16")
+    for op, window in (("avg_pool2d", pools.mean()), ("max_pool2d", pools.maximum())):
+        yield pools.problem(op, (2, 51, 9, 14), window, "bfloat16")
 
 
 def sliced(p: Problem) -> Problem:
@@ -226,7 +232,7 @@ def quantization(count: int) -> tuple[Problem, Tensors]:
 
 
 def others() -> Iterator[tuple[Problem, Tensors]]:
-    """The way back, and a picture in planes."""
+    """The way back, and a picture in planes, to int8 and to bfloat16."""
     p, (_, scale, _) = quantization(1029)
     back = replace(
         p, op="dequantize", inputs=(p.output, *p.inputs[1:]), outputs=(p["input"],),
@@ -236,6 +242,9 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
     image = TensorMeta(shape=(2, 3, 7, 9), dtype="float32")
     made = replace(image, dtype="int8", format="channels_last")
     yield replace(p, inputs=(image, *p.inputs[1:]), outputs=(made,)), [numbers(image), scale, None]
+    made = replace(made, dtype="bfloat16")
+    attrs = {"dtype": "bfloat16"}
+    yield Problem(op="to", inputs=(image,), outputs=(made,), attrs=attrs), [numbers(image)]
 
 
 def numbers(meta: TensorMeta) -> torch.Tensor:

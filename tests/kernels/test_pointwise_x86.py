@@ -51,8 +51,8 @@ def agrees(p: Problem, isa: InstructionSet) -> None:
         free = [x for i, x in enumerate(given) if i not in constants]
         assert call(*free, out=out) is out
         assert isinstance(right, torch.Tensor)
-        rounded = 2**-8 if p.output.dtype == "bfloat16" else 1e-5
-        torch.testing.assert_close(out.double(), right, rtol=rounded, atol=rounded)
+        near = 2**-8 + 1e-3 if p.output.dtype == "bfloat16" else 1e-5
+        torch.testing.assert_close(out.double(), right, rtol=near, atol=1e-5 + near / 8)
 
 
 ADD_RELU: Program = (("add", (0, 1), {"alpha": 1}), ("relu", (2,), {}))
@@ -89,15 +89,13 @@ def test_bfloat16_beside_float64(isa: InstructionSet) -> None:
     if not x86.code.has_bfloat16():
         pytest.skip("this CPU has no bfloat16 instructions")
     for channels in (3, 16, 40, 100):
-        x, gate = (
-            replace(image(2, channels, *size), dtype="bfloat16") for size in ((5, 7), (1, 1))
+        x, gate, pixel = (
+            replace(image(2, *size), dtype="bfloat16")
+            for size in ((channels, 5, 7), (channels, 1, 1), (1, 5, 7))
         )
         agrees(problem((("mul", (0, 1), {}), ("hardswish", (2,), {})), x, gate), isa)
+        agrees(problem(GATE, x, pixel), isa)
         agrees(problem(LONG, x, x), isa)
-    pixel = replace(x, shape=(2, 1, 5, 7))
-    assert "rows of bfloat16" in str(
-        catalog.kernel(f"pointwise.{isa.name}").refusal(problem(GATE, x, pixel))
-    )
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -155,4 +153,5 @@ def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
         "numbers of a row lie apart"
     )
     sixteen_bit = replace(x, dtype="float16")
-    assert "bfloat16 throughout" in str(row.refusal(problem(ADD_RELU, sixteen_bit, sixteen_bit)))
+    why = row.refusal(problem(ADD_RELU, sixteen_bit, sixteen_bit))
+    assert why == "float32 throughout, or bfloat16 where the processor rounds to it"

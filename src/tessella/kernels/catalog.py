@@ -289,7 +289,7 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
-    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", isa="amx_bf16", sliced_out=True),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", sliced_out=True),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
     *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", sliced_out=True),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
@@ -359,7 +359,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", isa="amx_bf16"),
+    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", version=2, isa="amx_bf16"),
     *_x86("linear", "{}", "gemm.x86", version=2),
     *_int8("linear", "amx_int8", "gemm.amx_int8", version=2, isa="amx_int8", sliced_out=False),
     *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
@@ -399,6 +399,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),
     *_x86(_ATTENTION, "{}", "attention.x86", **_NEW),
+    *_cpu(_ATTENTION, "amx_bf16", "attention.amx", isa="amx_bf16", **_NEW),
     *_aten(_ATTENTION, "attention.aten", **_NEW),
     # recurrent layers
     *_x86("lstm gru rnn", "{}", "recurrent.x86", **_NEW),

@@ -39,14 +39,21 @@ WINDOWS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "7×1": ((7, 1), {"padding": (3, 0)}),
     "2×3, askew": ((2, 3), {"padding": (1, 2), "dilation": (3, 1)}),
     "far beside": ((3, 3), {"padding": (5, 5)}),
+    "7×7, by two": ((7, 7), {"padding": (3, 3), "stride": (2, 2)}),
+    "2×8, by four": ((2, 8), {"padding": (0, 1), "stride": (3, 4)}),
 }
-# one block, a rest of pixels, of channels, many steps, several items, steps that zeros fill
+# one block, a rest of pixels, of channels, many steps, several items, steps that zeros fill, few
+# channels, whose lines are spread
 SHAPES = [
     ((1, 32, 8, 8), 32),
     ((2, 64, 9, 11), 80),
     ((1, 256, 7, 9), 64),
     ((1, 96, 21, 20), 224),
     ((2, 19, 9, 8), 48),
+    ((1, 32, 3, 300), 32),
+    ((2, 3, 19, 77), 80),
+    ((1, 1, 9, 144), 32),
+    ((1, 4, 9, 64), 33),
 ]
 
 
@@ -97,6 +104,26 @@ def test_each_activation_beside_float64(activation: str) -> None:
             near(run(p, given, constants, config), exact(p, given, constants))
 
 
+def test_gelu_of_every_number() -> None:
+    """Half a unit in the last place, and what the polynomial is off, infinities too."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    p = problem((1, 32, 256, 256), 32, "bfloat16", bias=False, activation="gelu")
+    weight = torch.zeros(32, 32, 1, 1, dtype=torch.bfloat16)
+    weight[:, 0] = 1
+    image = p.inputs[0].empty(CPU).zero_()
+    image[0, 0] = x.reshape(256, 256)
+    made = run(p, [image], {1: weight}, ROW.configs(p)[0])[0, 7].flatten()
+    right = torch.nn.functional.gelu(x.double())
+    right[x == -torch.inf] = 0
+    assert torch.equal(made.isnan(), x.isnan())
+    assert torch.equal(made.isinf(), x == torch.inf)
+    some = x.isfinite()
+    bound = 2**-8 * right.abs() + 1.4e-3 * right.abs().clamp(max=0.2) + 7e-5
+    assert ((made.double() - right).abs() <= bound)[some].all()
+    assert (made[x <= 0] <= 0).all()
+    assert (made[x < -4.5] == 0).all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("window", ["1×1", "3×3", "3×3, by two"])
 def test_slices_and_threads(window: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +152,12 @@ def test_slices_and_threads(window: str, threads: int, monkeypatch: pytest.Monke
 
 
 def test_an_infinite_pixel_reaches_those_results_that_see_it() -> None:
-    for window, channels in (("1×1", 32), ("1×1", 24), ("3×3", 24), ("3×3, by two", 40)):
+    for window, channels, width in (
+        ("1×1", 32, 13), ("1×1", 24, 13), ("3×3", 24, 13), ("3×3, by two", 40, 13),
+        ("3×3", 3, 32), ("7×7, by two", 3, 76),
+    ):  # fmt: skip
         kernel, attrs = WINDOWS[window]
-        p = problem((1, channels, 12, 13), 32, "bfloat16", kernel=kernel, **attrs)
+        p = problem((1, channels, 12, width), 32, "bfloat16", kernel=kernel, **attrs)
         (x,), constants = drawn(p)
         constants[1].abs_()
         x[0, :, 5, 12] = torch.inf

@@ -17,6 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tessella.device.x86.opcodes import (
+    CONVERSIONS,
+    FIRST_AVX512,
+    M0F,
+    M0F3A,
+    M0F38,
+    NONE,
+    ONLY_AVX512,
+    VECTOR,
+    X66,
+    XF2,
+    XF3,
+)
+
 REGISTERS = (
     "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi",
     "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
@@ -25,44 +39,6 @@ NUMBER = {name: i for i, name in enumerate(REGISTERS)}
 
 SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # what a function gives back as it was
 
-NONE, X66, XF3, XF2 = range(4)  # prefixes, as VEX and EVEX say them
-M0F, M0F38, M0F3A = 1, 2, 3  # maps of opcodes
-
-# name → prefix, map, opcode; three vectors, the last one perhaps from memory
-VECTOR = {
-    "vaddps": (NONE, M0F, 0x58),
-    "vmaxps": (NONE, M0F, 0x5F),
-    "vminps": (NONE, M0F, 0x5D),
-    "vmulps": (NONE, M0F, 0x59),
-    "vsubps": (NONE, M0F, 0x5C),
-    "vdivps": (NONE, M0F, 0x5E),
-    "vandps": (NONE, M0F, 0x54),
-    "vxorps": (NONE, M0F, 0x57),
-    "vorps": (NONE, M0F, 0x56),
-    "vpaddd": (X66, M0F, 0xFE),
-    "vpaddw": (X66, M0F, 0xFD),
-    "vpackssdw": (X66, M0F, 0x6B),
-    "vpacksswb": (X66, M0F, 0x63),
-    "vpmaddwd": (X66, M0F, 0xF5),
-    "vpmaddubsw": (X66, M0F38, 0x04),
-    "vpmaxsw": (X66, M0F, 0xEE),
-    "vpmaxub": (X66, M0F, 0xDE),
-    "vpmaxsb": (X66, M0F38, 0x3C),
-    "vfmadd231ps": (X66, M0F38, 0xB8),
-    "vfmadd213ps": (X66, M0F38, 0xA8),
-    "vfmsub132ps": (X66, M0F38, 0x9A),
-    "vdpbf16ps": (XF3, M0F38, 0x52),
-    "vcvtne2ps2bf16": (XF2, M0F38, 0x72),  # the second operand's numbers are the upper ones
-    "vpdpbusd": (X66, M0F38, 0x50),
-    "vpxord": (X66, M0F, 0xEF),
-    "vpermd": (X66, M0F38, 0x36),
-    "vpshufb": (X66, M0F38, 0x00),
-    "vpermt2ps": (X66, M0F38, 0x7F),  # of the first and the third by the second's places
-}
-ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps")
-FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
-# name → prefix, map, opcode; a vector from a vector or from memory
-CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
 CONDITIONS = {"jge": 0x8D, "jl": 0x8C, "je": 0x84, "jne": 0x85}
 ORDERED, UNORDERED = 7, 3  # of vcmpps: neither is a NaN, one is
 
@@ -344,6 +320,15 @@ class Assembler:
         text = f"{self._name}{to}{masked},{self._place} {source}"
         self._copy(text, 0x6F, to, source, mask=mask, zero=bool(mask))
 
+    def expand_words(self, to: int, source: At, mask: int) -> None:
+        """The next 16 bits from memory for each lane of 16 that the mask has; the others are 0.
+
+        AVX-512 with VBMI2, which every processor with AMX has.
+        """
+        self._require_avx512()
+        text = f"vpexpandw zmm{to}{{k{mask}}}{{z}},ZMMWORD PTR {source}"
+        self._vector(text, X66, M0F38, 0x62, to, 0, source, mask=mask, zero=True, wide=True)
+
     def store_vector(self, to: At, source: int, mask: int = 0) -> None:
         masked = f"{{k{mask}}}" if mask else ""
         text = f"{self._place} {to}{masked},{self._name}{source}"
@@ -411,12 +396,12 @@ class Assembler:
         self._vector(f"vpshufd xmm{to},xmm{source},0xd8", X66, M0F, 0x70, to, 0, source, short=True)
         self._code.append(0xD8)
 
-    def store_half(self, to: At, source: int, mask: int = 0) -> None:
+    def store_half(self, to: At, source: int) -> None:
         """The lower half of a vector's bytes: 16 (AVX2) or 32."""
         name, prefix = ("vmovdqu8", XF2) if self._wide else ("vmovdqu", XF3)
-        half, masked = "ymm" if self._wide else "xmm", f"{{k{mask}}}" if mask else ""
-        text = f"{name} {half.upper()[0]}MMWORD PTR {to}{masked},{half}{source}"
-        self._vector(text, prefix, M0F, 0x7F, source, 0, to, short=True, mask=mask)
+        half = "ymm" if self._wide else "xmm"
+        text = f"{name} {half.upper()[0]}MMWORD PTR {to},{half}{source}"
+        self._vector(text, prefix, M0F, 0x7F, source, 0, to, short=True)
 
     def store_upper_half(self, to: At, source: int) -> None:
         """The upper 32 bytes of a vector (AVX-512)."""
@@ -441,19 +426,34 @@ class Assembler:
         self._code.append(bits)
 
     def load_bfloat16(self, to: int, source: At, mask: int = 0) -> None:
-        """Sixteen of them as float32; zero where the mask, of numbers, is."""
+        """Sixteen of them as float32; zero where the mask, a bit for each, is."""
+        self._require_avx512()
+        self.load_words(to, source, mask)
+        self.shift_left(to, to, 16)
+
+    def load_words(self, to: int, source: At, mask: int = 0) -> None:
+        """Sixteen times 16 bits, in the lower half of each lane, whose upper one is 0; nothing but
+        zeros where the mask, a bit for each, is."""
         self._require_avx512()
         masked = f"{{k{mask}}}{{z}}" if mask else ""
         text = f"vpmovzxwd zmm{to}{masked},YMMWORD PTR {source}"
         self._vector(text, X66, M0F38, 0x33, to, 0, source, mask=mask, zero=bool(mask))
+
+    def broadcast_bfloat16(self, to: int, source: At) -> None:
+        """One of them as float32, in each lane."""
+        self.broadcast_short(to, source)
         self.shift_left(to, to, 16)
 
     def store_bfloat16(self, to: At, source: int, mask: int = 0) -> None:
-        """Sixteen float32, rounded; the vector holds what was stored then."""
+        """Sixteen float32, rounded, or those in the mask; the vector holds what was stored then."""
         self._require_avx512()
         text = f"vcvtneps2bf16 ymm{source},zmm{source}"
         self._vector(text, XF3, M0F38, 0x72, source, 0, source)
-        self.store_half(to, source, mask)
+        if not mask:
+            self.store_half(to, source)
+            return
+        text = f"vmovdqu16 YMMWORD PTR {to}{{k{mask}}},ymm{source}"
+        self._vector(text, XF2, M0F, 0x7F, source, 0, to, mask=mask, short=True, wide=True)
 
     def compare_ordered(self, mask: int, one: int, other: int) -> None:
         """Clears the mask's bits where one of the two is a NaN."""
@@ -522,12 +522,14 @@ class Assembler:
         zero: bool = False,
         short: bool = False,
         quarter: bool = False,
+        wide: bool = False,
     ) -> None:
         """EVEX for AVX-512, else VEX; the extra bits of registers stand inverted in both.
 
         Args:
             short: of half the register's bytes.
             quarter: of a quarter of them (AVX-512).
+            wide: W is set, which tells such instructions of AVX-512 apart.
         """
         if not self._wide:
             assert not mask, "AVX2 has no masks"
@@ -543,7 +545,8 @@ class Assembler:
         length = (
             zero << 7 | (0 if quarter else 1 if short else 2) << 5 | (~second >> 4 & 1) << 3 | mask
         )
-        head = bytes((0x62, extended ^ 0xF0 | map, (~second & 15) << 3 | 4 | prefix, length))
+        third = wide << 7 | (~second & 15) << 3 | 4 | prefix
+        head = bytes((0x62, extended ^ 0xF0 | map, third, length))
         self._emit(text, head + bytes((opcode,)) + tail)
 
     def _vex(
@@ -579,6 +582,7 @@ def _address(reg: int, place: At, *, scaled: bool = False) -> bytes:
     bases want one more byte.
     """
     base, more = NUMBER[place.base] & 7, b""
+    assert NUMBER[place.index or "rax"] < 8, "an index is one of the first eight registers"
     if place.index is not None or base == NUMBER["rsp"]:
         more = bytes((NUMBER[place.index or "rsp"] << 3 | base,))  # rsp: none
         base = NUMBER["rsp"]

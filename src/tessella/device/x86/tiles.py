@@ -17,7 +17,8 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.core.processor import tiles_refusal
-from tessella.device.x86.assembler import M0F38, NONE, X66, XF2, XF3, Assembler, At
+from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.opcodes import M0F38, NONE, X66, XF2, XF3
 
 TILES, ROWS, ROW_BYTES = 8, 16, 64  # palette 1
 CONFIGURATION_BYTES = 64

@@ -14,209 +14,63 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from tessella.core.errors import KernelError
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.kernels.attention import heads
+from tessella.kernels.attention.heads import (
+    CACHE_LINE,
+    ITEM,
+    KEY_STEP,
+    KEYS_AT,
+    MASK,
+    OF_KEYS,
+    OF_MASK,
+    OF_QUERIES,
+    OF_RESULT,
+    OF_VALUES,
+    PART,
+    QUERIES,
+    QUERY_STEP,
+    RESULT,
+    TAKEN,
+    VALUE_STEP,
+    VALUES,
+    VECTORS,
+)
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import Constants, exponential
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
 
-ROWS, VECTORS = {AVX512: 12, AVX2: 6}, 2  # queries and vectors of a tile: its sums
+ROWS = {AVX512: 12, AVX2: 6}  # queries of a tile, which has as many times two sums
 WORD = 4
 UNROLLED = 4  # keys that are multiplied with their values in a round of the loop
-MOST_PART_BYTES = 2**21  # for a thread
-MOST_CHANNELS = 256
-MOST_THREADS = 64
-CACHE_LINE = 64
 # e to it is nothing beside 1, and what values are multiplied with it no subnormal number: slow
 LOWEST = -60.0
-HIDDEN = -3e38  # of a mask, for minus infinity, of which a difference would be no number
-
 AHEAD = 8  # rows: what is read of other layers' results is asked for so long before
 
 
 def fits(problem: Problem) -> str | None:
-    query, key, value = (problem[name] for name in ("query", "key", "value"))
-    a = problem.attrs
-    mask = problem.get("attn_mask")
-    if a["is_causal"] or a["enable_gqa"]:
-        return "all queries see the same keys, and each head has its own"
-    if mask is not None and (
-        mask.dtype not in ("bool", "float32")
-        or mask.shape not in {(n, 1, 1, key.shape[2]) for n in (1, key.shape[0])}
-    ):
-        return "a mask of keys, for each image or all"
-    if problem.constants:
-        return "takes no constants"
-    if {t.dtype for t in (query, key, value, problem.output)} != {"float32"}:
-        return "float32 throughout"
-    if problem.output.format != "strided":
-        return "its result's heads lie side by side in each row"
-    if any(len(t.shape) != 4 for t in (query, key, value)):
-        return "[images, heads, rows, channels]"
-    if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return "nothing is broadcast"
-    if 0 in query.shape or 0 in value.shape:
-        return "nothing to make"
     width = VECTORS * code.require_instructions().lanes
-    for channels in (query.shape[3], value.shape[3]):
-        if channels % width or channels > MOST_CHANNELS:
-            return f"a multiple of {width} channels a head, up to {MOST_CHANNELS}"
-    if _Head.of(problem).part_bytes > MOST_PART_BYTES:
-        return f"keys and values of a head in {MOST_PART_BYTES} bytes"
+    if why := heads.refusal(problem, "float32", width):
+        return why
+    if _Head.of(problem).part_bytes > heads.MOST_PART_BYTES:
+        return f"keys and values of a head in {heads.MOST_PART_BYTES} bytes"
     return None
 
 
 def workspace_bytes(problem: Problem) -> int:
-    return _threads(problem) * _Head.of(problem).part_bytes + CACHE_LINE
-
-
-def _threads(problem: Problem) -> int:
-    """How many threads have a part of the workspace."""
-    return min(MOST_THREADS, math.prod(problem["query"].shape[:2]))
+    return heads.workspace_bytes(problem, _Head.of(problem).part_bytes)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     problem.require_constants(constants)
-    head, most = _Head.of(problem), _threads(problem)
-    made = _machine_code(head)
-    needed, metas = workspace_bytes(problem), problem.inputs
-    images, heads, queries, _ = problem["query"].shape
-    shape = (images, queries, heads, problem["value"].shape[3])
-    known: dict[tuple[tuple[int, ...], ...], code.Table] = {}  # by the strides
-
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *,
-        workspace: torch.Tensor,
-    ) -> torch.Tensor:
-        if workspace.nbytes < needed:
-            raise KernelError(
-                "the workspace is too small",
-                seen=f"{workspace.nbytes} bytes",
-                fix=f"{needed} bytes",
-            )
-        # a permuted view is seldom, and copied: what a search tried lay in rows
-        query, key, value = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
-        )
-        rows = (query, key, value)
-        require_rows(rows, mask, metas)
-        strides = tuple(t.stride() for t in rows)
-        table = known.get(strides)
-        if table is None:
-            known.clear()  # they are the same at each call of a plan
-            numbers = items(rows, mask)
-            require_inside(numbers, rows, mask)
-            table = known[strides] = code.Table(numbers)
-        result = torch.empty(shape, dtype=torch.float32, device="cpu")
-        added = result if mask is None else rows_of_mask(mask, head.panels)
-        made.run(
-            table, *(t.data_ptr() for t in rows), *(s[2] * WORD for s in strides),
-            result.data_ptr(), workspace.data_ptr() + -workspace.data_ptr() % CACHE_LINE, 0,
-            added.data_ptr(), threads=min(most, torch.get_num_threads()),
-        )  # fmt: skip
-        return result.transpose(1, 2)
-
-    return attend
-
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
-
-
-def require_rows(rows: Rows, mask: torch.Tensor | None, metas: Sequence[TensorMeta | None]) -> None:
-    """Refuse tensors that are not what the code was written for."""
-    given = (*rows, mask)
-    for tensor, meta in zip(given, (*metas, None)[: len(given)], strict=True):
-        if tensor is None or meta is None:
-            is_right = tensor is None and meta is None
-        else:
-            is_right = tensor.dtype == getattr(torch, meta.dtype) and tensor.shape == meta.shape
-            # of a mask a copy is read
-            is_right &= tensor.device.type == "cpu" and (tensor is mask or tensor.stride(-1) == 1)
-        if not is_right:
-            seen = "no mask" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise KernelError(
-                "attention in machine code needs rows whose channels lie together",
-                seen=seen if tensor is None else f"{seen} strides {tensor.stride()}",
-                fix=f"give {meta}",
-            )
-
-
-def items(rows: Rows, mask: torch.Tensor | None) -> npt.NDArray[np.int64]:
-    """A row for each head: distances in bytes of its queries, keys, values and results, and of
-    the row of the mask.
-    """
-    query, _, value = rows
-    images, heads, queries, _ = query.shape
-    image, head = np.arange(images)[:, None], np.arange(heads)[None]
-    table = np.zeros((images, heads, len(ITEM)), np.int64)
-    for number, tensor in enumerate(rows):
-        table[..., number] = (image * tensor.stride(0) + head * tensor.stride(1)) * WORD
-    table[..., 3] = (image * queries * heads + head) * value.shape[3] * WORD
-    if mask is not None and len(mask) > 1:
-        table[..., 4] = image * mask_bytes(mask)
-    return table.reshape(-1, len(ITEM))
-
-
-def mask_bytes(mask: torch.Tensor) -> int:
-    """Of a row of ``rows_of_mask``."""
-    isa = code.require_instructions()
-    panels = math.ceil(mask.shape[3] / (VECTORS * isa.lanes))
-    return (panels * VECTORS + 1) * isa.vector_bytes
-
-
-def rows_of_mask(mask: torch.Tensor, panels: int) -> torch.Tensor:
-    """What is added to the scores of each image's keys, in whole panels, and behind it a vector of
-    ones, or of zeros where no key is seen: then the result is 0, as torch's.
-    """
-    # the last panel is filled up with its last key, which must not count where it is hidden
-    lanes = code.require_instructions().lanes
-    shape = (len(mask), (panels * VECTORS + 1) * lanes)
-    rows = torch.full(shape, HIDDEN, dtype=torch.float32, device="cpu")
-    of_keys, seen = rows[:, : mask.shape[3]], mask[:, 0, 0]
-    if mask.dtype == torch.bool:
-        of_keys.zero_().masked_fill_(~seen, HIDDEN)
-    else:
-        torch.clamp(seen, min=HIDDEN, out=of_keys)
-        seen = seen != -torch.inf
-    rows[:, -lanes:] = seen.any(1, keepdim=True)
-    return rows
-
-
-def require_inside(table: npt.NDArray[np.int64], rows: Rows, mask: torch.Tensor | None) -> None:
-    """Refuse a table that leads out of a tensor, whoever wrote it."""
-    query, _, value = rows
-    *begins, results, masks = torch.from_numpy(table).T
-    for name, begin, tensor in zip(("queries", "keys", "values"), begins, rows, strict=True):
-        span = ((tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3]) * WORD
-        behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * WORD
-        code.require_inside(name, begin, torch.full_like(begin, span), int(behind))
-    images, heads, queries, _ = query.shape
-    pixel = value.shape[3] * WORD
-    span, written = ((queries - 1) * heads + 1) * pixel, images * queries * heads * pixel
-    code.require_inside("result", results, torch.full_like(results, span), written)
-    if mask is not None:
-        row = mask_bytes(mask)
-        code.require_inside("mask", masks, torch.full_like(masks, row), len(mask) * row)
-
-
-ITEM = range(0, 5 * code.NUMBER, code.NUMBER)
-OF_QUERIES, OF_KEYS, OF_VALUES, OF_RESULT, OF_MASK = ITEM
-(QUERIES, KEYS_AT, VALUES, QUERY_STEP, KEY_STEP, VALUE_STEP, RESULT, PART, TAKEN, MASK) = map(
-    code.given, range(10)
-)
+    head = _Head.of(problem)
+    return heads.bound(problem, _machine_code(head), head.part_bytes)
 
 
 @functools.lru_cache(64)

@@ -1,5 +1,5 @@
 """``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass, or of
-bfloat16, which are float32 between.
+bfloat16 (AVX-512 with BF16), which are float32 in registers.
 
 A thread takes some rows at a time. Of a row a vector of columns after the other is loaded, goes
 through the program in registers, and is stored; what is one number a row, or a vector that all rows
@@ -32,8 +32,6 @@ ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 POINTERS = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rsi", "rbp")  # one a tensor
 REST = 1  # the mask of what is left of a row; in AVX2 a vector
-REST_READ = 2  # of bfloat16: of the numbers where they are read, and ``REST`` of the bytes
-SIZES = {"float32": 4, "bfloat16": 2}
 
 BINARY = {"add": "vaddps", "sub": "vsubps", "mul": "vmulps", "div": "vdivps"}
 WITH_NUMBER = {"plus": "vaddps", "times": "vmulps", "over": "vdivps"}
@@ -41,11 +39,9 @@ BOUNDS = {"at_least": "vmaxps", "at_most": "vminps"}
 
 
 def fits(problem: Problem) -> str | None:
-    types = {m.dtype for m in (*problem.given, *problem.outputs)}
-    if types not in ({"float32"}, {"bfloat16"}):
-        return "float32 or bfloat16 throughout"
-    if types == {"bfloat16"} and not code.has_bfloat16():
-        return "this CPU has no bfloat16 instructions"
+    dtypes = {m.dtype for m in (*problem.inputs, *problem.outputs) if m is not None}
+    if dtypes != {"float32"} and (dtypes != {"bfloat16"} or not code.has_bfloat16()):
+        return "float32 throughout, or bfloat16 where the processor rounds to it"
     if len(problem.outputs) != 1:
         return "makes one result"
     try:
@@ -53,6 +49,8 @@ def fits(problem: Problem) -> str | None:
     except (KernelError, CompileError) as reason:
         return str(reason)
     lowered, axes = walked.lowered, walked.axes
+    if any(m.dtype != problem.output.dtype for m in lowered.metas(problem.given)):
+        return "its constants have another element type"
     if 0 in problem.output.shape:
         return "nothing to make"
     if unknown := sorted({op for op, n in zip(lowered.ops, lowered.numbers) if not _known(op, n)}):
@@ -61,11 +59,6 @@ def fits(problem: Problem) -> str | None:
         return f"at most {len(POINTERS)} tensors"
     if any(s[-1] not in (0, 1) for s in axes.strides) or axes.strides[-1][-1] != 1:
         return "numbers of a row lie apart"
-    if types == {"bfloat16"} and (
-        any(m.dtype != "bfloat16" for m in lowered.metas(problem.given))
-        or not all(s[-1] for s in axes.strides)
-    ):
-        return "reads other numbers than rows of bfloat16"
     if max(math.prod(m.shape) for m in problem.given) * 4 > MAX_BYTES or problem.output.extent > (
         MAX_BYTES
     ):
@@ -79,11 +72,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     walked, isa = walk(problem), code.require_instructions()
     operands = walked.lowered.binder(constants)
     axes = _rows_of_columns(walked.axes, isa)
-    size = SIZES[problem.output.dtype]
-    items = _items(axes, size)
+    items = _items(axes, problem.output.itemsize)
     _require_inside(problem, walked, axes, items)
     table = code.Table(items)
-    made = _machine_code(isa, walked, axes, size)
+    made = _machine_code(isa, walked, axes, problem.output.itemsize)
 
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
         *inputs, out = tensors
@@ -107,8 +99,9 @@ def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes, size: int) -> c
     key = isa, program, walked.inputs, axes.columns, strides, size
     made = _made.get(key)
     if made is None:
-        constants = Constants(isa)
-        written = _Program(isa=isa, walked=walked, axes=axes, size=size, constants=constants)
+        written = _Program(
+            isa=isa, walked=walked, axes=axes, constants=Constants(isa), itemsize=size
+        )
         made = code.MachineCode(written.written().code(), written.constants)
         if len(_made) >= _MOST_MADE:
             _made.clear()
@@ -199,13 +192,13 @@ def _require_inside(
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """Machine code for rows of columns, of numbers of ``size`` bytes."""
+    """Machine code for rows of columns, of so many bytes a number: four, or two of bfloat16."""
 
     isa: InstructionSet
     walked: Walk
     axes: Axes
-    size: int
     constants: Constants
+    itemsize: int
 
     def written(self) -> Assembler:
         """The code.
@@ -227,26 +220,28 @@ class _Program:
                 with a.counted("row", "rcx"):
                     a.set("rdx", 0)
                     if whole:
-                        size = self.isa.lanes * self.size
+                        size = self.isa.lanes * self.itemsize
                         with a.stepped("columns", "rdx", size, whole * size):
                             self._vector(a, is_rest=False)
                     if rest:
                         self._vector(a, is_rest=True)
                     for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
                         if strides[-2]:
-                            a.add(pointer, self.size * strides[-2])
+                            a.add(pointer, self.itemsize * strides[-2])
         return a
 
     def _begin_rest(self, a: Assembler, rest: int) -> None:
         """The mask of the columns that make no whole vector."""
         if self.isa == AVX512:
-            a.set("rax", (1 << self.size * rest) - 1)
+            a.set("rax", (1 << (rest if self._is_narrow else 4 * rest)) - 1)
             a.mask(REST, "rax")
-            a.set("rax", (1 << rest) - 1)
-            a.mask(REST_READ, "rax")
         else:
             self.constants.begin(a)
             a.load_vector(self._rest, self.constants.first(rest))
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.itemsize == 2
 
     @property
     def _rest(self) -> int:
@@ -269,7 +264,7 @@ class _Program:
         if result < self.walked.inputs and result not in loaded:
             self._load(a, places[result], result, is_rest)
         at = self._at(len(self.axes.strides) - 1)
-        if self.size == SIZES["bfloat16"]:
+        if self._is_narrow:
             a.store_bfloat16(at, places[result], REST if is_rest else 0)
         elif not is_rest:
             a.store_vector(at, places[result])
@@ -281,9 +276,10 @@ class _Program:
     def _load(self, a: Assembler, to: int, operand: int, is_rest: bool) -> None:
         at = self._at(operand)
         if self.axes.strides[operand][-1] == 0:
-            a.broadcast(to, At(base=at.base))
-        elif self.size == SIZES["bfloat16"]:
-            a.load_bfloat16(to, at, REST_READ if is_rest else 0)
+            spread = a.broadcast_bfloat16 if self._is_narrow else a.broadcast
+            spread(to, At(base=at.base))
+        elif self._is_narrow:
+            a.load_bfloat16(to, at, REST if is_rest else 0)
         elif not is_rest:
             a.load_vector(to, at)
         elif self.isa == AVX512:

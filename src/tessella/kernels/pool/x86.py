@@ -8,7 +8,8 @@ windows are all of one size are plain ones; a global mean is.
 
 NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
 vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
-(``non_negative``) are ordered as the integers of their bits, NaNs above all.
+(``non_negative``) are ordered as the integers of their bits, NaNs above all. Of other numbers in
+bfloat16, and of means, float32 is made between memory and registers (AVX-512 with BF16).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 TOGETHER = 4  # vectors
-LEAST_BYTES = 32  # of a pixel where the last vector has no mask, but begins earlier
 MAX_BYTES = 2**31 - 1  # distances have 32 bits
 ALONE_BYTES = 2**15  # so little is not worth waking a thread
 SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
@@ -59,27 +59,28 @@ def fits(problem: Problem) -> str | None:
     if x.dtype not in MAXIMUM or x.dtype != y.dtype:
         return f"cannot make {y.dtype} of {x.dtype}"
     is_mean = problem.op == "avg_pool2d"
-    if x.dtype in ("float16", "bfloat16") and not is_mean and not problem.attr("non_negative"):
-        return "16-bit floats are compared as integers, which numbers below 0 forbid"
+    if is_mean and x.dtype not in ("float32", "bfloat16"):
+        return "sums are float32, of float32 or bfloat16"
+    if _is_widened(problem) and not code.has_bfloat16():
+        return "this processor does not round to bfloat16"
+    if x.dtype == "float16" and not problem.attr("non_negative"):
+        return "float16 is compared as integers, which numbers below 0 forbid"
     if any(m.format == "strided" and m.strides is None for m in (x, y)):
         return "strides must be known when the plan is built"
     if x.pixel_pitch is None or y.pixel_pitch is None:
         return "a pixel's channels must lie together"
-    halves = is_mean and x.dtype == "bfloat16"
-    if halves and not code.has_bfloat16():
-        return "this CPU has no bfloat16 instructions"
-    if (isa == AVX2 or halves) and x.shape[1] * x.itemsize < LEAST_BYTES:
-        return f"a pixel's channels have fewer than {LEAST_BYTES} bytes"
+    if isa == AVX2 and x.shape[1] * x.itemsize < isa.vector_bytes:
+        return f"a pixel's channels have fewer than {isa.vector_bytes} bytes"
     if 0 in x.shape or 0 in y.shape:
         return "nothing to pool"
     counts = [{count for _, count in _spans(problem, axis)} for axis in (0, 1)]
     if 0 in {*counts[0], *counts[1]}:
         return "a window without a pixel"
-    if is_mean:
-        if x.dtype not in ("float32", "bfloat16"):
-            return "sums are float32, of float32 or bfloat16"
-        if [{k} for k in problem.attrs["kernel_size"]] != counts:
-            return "a window that reaches over the edge"
+    if is_mean and [{k} for k in problem.attrs["kernel_size"]] != counts:
+        if not (problem.attrs["count_include_pad"] or problem.attrs["divisor_override"]):
+            return "a window that reaches over the edge, of which fewer numbers count"
+        if any(_behind(problem, axis) > problem.attrs["padding"][axis] for axis in (0, 1)):
+            return "a window that reaches over the padding"
     steps = [d * s for d, s in zip(_dilation(problem), _strides(x)[2:], strict=True)]
     if max(*steps, *(_bytes(m) for m in (x, y))) > MAX_BYTES:
         return "distances have 32 bits"
@@ -96,6 +97,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     pool = _Pool(
         isa=code.require_instructions(),
         dtype=x.dtype,
+        is_widened=_is_widened(problem),
         divisor=_divisor(problem),
         channel_bytes=x.shape[1] * x.itemsize,
         row=_strides(x)[2] * down,
@@ -163,6 +165,7 @@ class _Pool:
     """All sizes in bytes.
 
     Attributes:
+        is_widened: float32 is made of bfloat16.
         divisor: of a sum; None: the maximum.
         row, pixel: from one to the next of a window; ``out_pixel`` of the result.
         columns: of a row of results.
@@ -170,6 +173,7 @@ class _Pool:
 
     isa: InstructionSet
     dtype: str
+    is_widened: bool
     divisor: int | None
     channel_bytes: int
     row: int
@@ -185,7 +189,7 @@ class _Pool:
         in the table, and the table's end; r14, r15: where the window begins, and its columns; rsi,
         rdx and rax, rcx: the row and the pixel that are read, and how many are left.
         """
-        a, vector = Assembler(self.isa), self._vector_bytes
+        a, vector = Assembler(self.isa), self.vector
         vectors, rest = divmod(self.channel_bytes, vector)
         many, some = divmod(vectors, TOGETHER)
         with a.function():
@@ -199,8 +203,8 @@ class _Pool:
             if self.isa == AVX512:
                 a.set("rax", -1)
                 a.mask(ALL, "rax")
-            if rest and self._has_masks:
-                a.set("rax", (1 << rest) - 1)
+            if rest and self.isa == AVX512:
+                a.set("rax", (1 << (rest // 2 if self.is_widened else rest)) - 1)
                 a.mask(REST, "rax")
             with code.each_item(a, "rcx", 3):
                 a.load("r10", At(base="rcx"))
@@ -225,31 +229,26 @@ class _Pool:
         return a
 
     @property
-    def _is_half(self) -> bool:
-        """Whether bfloat16 are added as float32."""
-        return self.divisor is not None and self.dtype == "bfloat16"
-
-    @property
-    def _has_masks(self) -> bool:
-        return self.isa == AVX512 and not self._is_half
-
-    @property
-    def _vector_bytes(self) -> int:
-        """What a vector's numbers take in memory."""
-        return self.isa.vector_bytes // (2 if self._is_half else 1)
-
-    @property
     def _instruction(self) -> tuple[str, int]:
         """What puts a number to the others, and the bits of what it begins with."""
-        return MAXIMUM[self.dtype] if self.divisor is None else SUM
+        if self.divisor is not None:
+            return SUM
+        return MAXIMUM["float32" if self.is_widened else self.dtype]
+
+    @property
+    def vector(self) -> int:
+        """Bytes of a vector in memory."""
+        return self.isa.vector_bytes // (2 if self.is_widened else 1)
 
     def _pooled(self, a: Assembler, name: str, vectors: int, *, rest: int = 0) -> None:
         """Of one window, so many vectors of channels from where r14 is. If only some bytes are left
         for the last, it is masked, or without masks begins so much earlier, and is made again.
         """
         instruction, _ = self._instruction
-        vector, has_masks = self._vector_bytes, self._has_masks
-        has_nan = self.dtype == "float32" and self.divisor is None
+        vector, has_masks = self.vector, self.isa == AVX512
+        has_nan = (self.dtype == "float32" or self.is_widened) and self.divisor is None
+        load = a.load_bfloat16 if self.is_widened else a.load_vector
+        store = a.store_bfloat16 if self.is_widened else a.store_vector
         masks, places = [0] * vectors, [i * vector for i in range(vectors)]
         if rest and has_masks:
             masks[-1] = REST
@@ -268,10 +267,7 @@ class _Pool:
             a.move("rcx", "r15")
             with a.counted(f"{name} pixel", "rcx"):
                 for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
-                    if self._is_half:
-                        a.load_bfloat16(TAKEN, At(base="rax", distance=place))
-                    else:
-                        a.load_vector(TAKEN, At(base="rax", distance=place), mask)
+                    load(TAKEN, At(base="rax", distance=place), mask)
                     a.vector(instruction, i, i, TAKEN)
                     if has_nan and has_masks:
                         a.compare_ordered(1 + i, TAKEN, TAKEN)
@@ -290,10 +286,7 @@ class _Pool:
                 a.vector("vorps", i, i, SEEN + i)  # all bits set are a NaN
             elif self.divisor is not None:
                 a.vector("vmulps", i, i, SCALE)
-            if self._is_half:
-                a.store_bfloat16(At(base="r12", distance=place), made)
-            else:
-                a.store_vector(At(base="r12", distance=place), made, mask)
+            store(At(base="r12", distance=place), made, mask)
 
 
 def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
@@ -311,6 +304,21 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
         count = min(kernel, -((begin - size) // dilation)) - first
         spans.append(((begin + first * dilation) * step, max(0, count)))
     return spans
+
+
+def _behind(problem: Problem, axis: int) -> int:
+    """Pixels from the image's end to the last window's."""
+    kernel, stride, padding = (
+        problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding")
+    )
+    last = (problem.output.shape[2 + axis] - 1) * stride - padding + kernel
+    return int(last - problem["input"].shape[2 + axis])
+
+
+def _is_widened(problem: Problem) -> bool:
+    """Whether numbers become float32 between memory and registers."""
+    is_ordered = problem.op == "max_pool2d" and problem.attr("non_negative")
+    return problem["input"].dtype == "bfloat16" and not is_ordered
 
 
 def _dilation(problem: Problem) -> tuple[int, int]:

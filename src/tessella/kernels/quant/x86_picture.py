@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from tessella.device.x86 import code
@@ -16,11 +15,11 @@ from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import Constants, to_integers
 from tessella.kernels.quant import x86
+from tessella.kernels.shared import planes
+from tessella.kernels.shared.planes import ROW
 from tessella.operations.problem import Problem
 
 CHANNELS = 3
-BLOCK_PIXELS = 2**12  # that one thread takes at a time
-ROW = 3  # numbers of an item: where its pixels and its results begin, how many vectors it has
 LANE = 16  # bytes that vpshufb works on
 SCALE, BYTE, PLACES, ORDER, STORED, LEAST = range(15, 9, -1)  # vectors
 
@@ -33,39 +32,21 @@ def fits(problem: Problem) -> str | None:
         return "one scale, and no zero point"
     if not problem.is_constant("scale"):
         return "scale must be constant"
-    if len(x.shape) != 4 or x.shape[1] != CHANNELS:
-        return "pictures of three channels"
-    if (x.format, y.format) != ("contiguous", "channels_last"):
-        return "from planes to channels_last"
-    lanes = code.require_instructions().lanes
-    if math.prod(x.shape[2:]) < lanes or math.prod(x.shape) > x86.MAX_BYTES // x.itemsize:
-        return f"{lanes} pixels at least, and distances have 32 bits"
-    return None
+    return planes.refusal(problem, code.require_instructions().lanes, (CHANNELS,))
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     problem.require_constants(constants)
-    isa, x, y = code.require_instructions(), problem["input"], problem.output
-    pixels, size = math.prod(x.shape[2:]), x.itemsize
-    first = np.arange(0, pixels // isa.lanes * isa.lanes, BLOCK_PIXELS)
-    times = np.minimum(BLOCK_PIXELS, pixels - first) // isa.lanes
-    if pixels % isa.lanes:  # the last ones begin earlier: some are rounded twice
-        first, times = np.append(first, pixels - isa.lanes), np.append(times, 1)
-    image = np.arange(x.shape[0])[:, None] * CHANNELS * pixels
-    rows = (size * (image + first), image + CHANNELS * first, times + 0 * image)
-    items = np.stack(rows, -1).reshape(-1, ROW)
-    reads, writes, count = torch.from_numpy(items).T
-    planes = size * (CHANNELS - 1) * pixels
-    code.require_inside("image", reads, planes + size * isa.lanes * count, x.extent)
-    code.require_inside("result", writes, CHANNELS * isa.lanes * count, y.extent)
+    isa, x = code.require_instructions(), problem["input"]
     scale = constants[1].reshape(1).clone()
-    table, divisor = code.Table(items, scale), scale.data_ptr()
+    table, divisor = code.Table(planes.items(problem, isa.lanes), scale), scale.data_ptr()
 
     def numbers(x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
         return x.data_ptr(), out.data_ptr(), divisor
 
     few = math.prod(x.shape) <= x86.ALONE_NUMBERS
-    return code.Launch(_machine_code(isa, size * pixels), table, numbers, few=few)
+    plane = x.itemsize * math.prod(x.shape[2:])
+    return code.Launch(_machine_code(isa, plane), table, numbers, few=few)
 
 
 @functools.lru_cache(64)

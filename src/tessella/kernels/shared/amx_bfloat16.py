@@ -1,12 +1,14 @@
 """Convolutions of bfloat16 by the tiles of AMX, with bias, residual and activation around them.
 
 A block of 32 pixels by 32 channels waits in four tiles while 32 channels of the image after another
-are multiplied in. Tiles read a pixel's channels in one of three ways: where they lie in the image
+are multiplied in. Tiles read a pixel's channels in one of four ways: where they lie in the image
 (1×1); from a copy in a frame of zeros, in which what a place of the filter sees of neighbouring
 results lies one behind the other (stride 1: some results beside the image's right edge are computed
 too, and go to a place that nobody reads); or from a copy of all that the filter sees of each
-result. Copies are in the workspace, of the rows that a thread takes at a time. Sums leave the tiles
-through the first cache, where residual and activation are done to them; they begin as the bias.
+result. Of an image of a few channels, as a network's first layer has, lines are copied with four
+channels each, and a tile's rows overlap: one reads what a line of the filter sees. Copies are in
+the workspace, of the rows that a thread takes at a time. Sums leave the tiles through the first
+cache, where residual and activation are done to them; they begin as the bias.
 
 Weights are packed as tiles read them: two channels of the image side by side for each channel of
 the result. Where the last pixels or channels are less than a block, it begins earlier, and some of
@@ -28,17 +30,21 @@ from tessella.device.x86 import code
 from tessella.kernels.catalog import Config
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.amx_blocks import (
+    CHUNKS,
     COPIED,
     DIRECT,
     FRAMED,
+    LEAST_CHUNKED,
     PANEL_STEP_BYTES,
     PLACE,
     ROWS,
     SIZE,
+    SPREAD,
     STEP,
     WIDTH,
     WORD,
     Blocks,
+    Lines,
     machine_code,
 )
 from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, pixel_bytes
@@ -51,7 +57,9 @@ FEW_WEIGHT_BYTES = 2**18
 PART_BYTES = 2**20  # of an item's rows: half of the second cache where tiles are
 FEW_ITEMS = 4
 FEW_CHANNELS = 16  # of the image: copies fill them up to 32 with zeros
-MOST_THREADS = 16  # have a part of the workspace, which may be 2 MB
+MOST_SPREAD, MOST_LINES = 4, 16  # channels, and lines of a filter, which are spread
+SOME_THREADS = 16  # have a part of the workspace in any case; more if it stays so small
+MOST_BYTES = 2**24
 
 
 def fits(problem: Problem) -> str | None:
@@ -62,7 +70,7 @@ def fits(problem: Problem) -> str | None:
         return "bfloat16"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] < WIDTH or x.shape[1] < FEW_CHANNELS:
+    if weight.shape[0] < WIDTH or (x.shape[1] < FEW_CHANNELS and not may_be_spread(problem)):
         return f"{WIDTH} channels at least, {FEW_CHANNELS} of the input"
     if _pixels(problem) < ROWS:
         return f"{ROWS} pixels at least"
@@ -74,6 +82,8 @@ def fits(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """By the rows that a thread takes at a time, and how tiles reach them."""
+    if may_be_spread(problem):
+        return ({"rows": math.ceil(problem.output.shape[3] / ROWS) * ROWS, "way": SPREAD},)
     flat = problem["weight"].shape[2:] == (1, 1)
     if not flat and may_be_framed(problem):
         return ({"rows": MOST_ROWS, "way": FRAMED},)
@@ -97,10 +107,42 @@ def may_be_framed(problem: Problem) -> bool:
     enough = math.prod((y.shape[2], _line(problem))) >= ROWS
     if stride != (1, 1) or _line(problem) < y.shape[3] or not enough:
         return False
-    # beside its own rows an item copies those that its last one sees: no more than are its own
+    # Beside its own rows an item copies those that its last one sees: no more than are its own, or
+    # than the other way copies, and few enough for the second cache
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
     down, along = ((n - 1) * int(d) for n, d in zip(filters, dilation, strict=True))
-    return bool(down * _line(problem) + along <= MOST_ROWS)
+    more = down * _line(problem) + along
+    if more <= MOST_ROWS:
+        return True
+    row_bytes, taps = _row_bytes(problem) // math.prod(filters), math.prod(filters)
+    is_less = MOST_ROWS + more < MOST_ROWS * taps
+    return is_less and (MOST_ROWS + more) * row_bytes <= PART_BYTES
+
+
+def may_be_spread(problem: Problem) -> bool:
+    """Whether a line of the filter sees at most 64 bytes of four channels, and a line of results
+    is a few blocks: as the first layer of a network has it."""
+    x, a = problem["input"], problem.attrs
+    (_, channels, down, along), width = problem["weight"].shape, problem.output.shape[3]
+    fits = channels <= MOST_SPREAD and along <= Lines.TOGETHER and down <= MOST_LINES
+    still = tuple(a["dilation"]) == (1, 1) and a["stride"][1] in (1, 2, 4)
+    return (
+        fits
+        and still
+        and pixel_bytes(x) == channels * SIZE
+        and a["padding"][1] <= Lines.TOGETHER
+        and ROWS <= width <= MOST_ROWS
+    )
+
+
+def _spread(problem: Problem) -> Lines:
+    """The lines of which a line of results is made."""
+    (_, channels, down, along), a = problem["weight"].shape, problem.attrs
+    width, before, vector = problem["input"].shape[3], int(a["padding"][1]), Lines.TOGETHER
+    seen = (problem.output.shape[3] - 1) * int(a["stride"][1]) + along
+    pixels = max(seen, before + math.ceil(width / vector) * vector)
+    nbytes = math.ceil(pixels / vector) * vector * Lines.PIXEL
+    return Lines(channels=channels, width=width, before=before, count=down, nbytes=nbytes)
 
 
 def _line(problem: Problem) -> int:
@@ -126,7 +168,8 @@ def workspace_bytes(problem: Problem, **config: int) -> int:
 
 def _threads(problem: Problem, blocks: Blocks) -> int:
     """How many threads have a part of the workspace."""
-    return min(MOST_THREADS, len(begins(problem, blocks)) * len(blocks.groups))
+    most = max(SOME_THREADS, MOST_BYTES // blocks.part_bytes)
+    return min(most, len(begins(problem, blocks)) * len(blocks.groups))
 
 
 def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
@@ -135,7 +178,12 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
     added = None if residual is None else pixel_bytes(residual)
     panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=16), config["way"], 0
-    offered = {FRAMED: may_be_framed(problem), DIRECT: may_be_direct(problem), COPIED: True}
+    offered = {
+        FRAMED: may_be_framed(problem),
+        DIRECT: may_be_direct(problem),
+        COPIED: x.shape[1] >= FEW_CHANNELS,
+        SPREAD: may_be_spread(problem),
+    }
     if not offered.get(way) or config["rows"] % ROWS or not ROWS <= config["rows"] <= MOST_ROWS:
         raise KernelError(
             "no way of AMX's convolution",
@@ -147,24 +195,39 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     down, along = (range(0, n * int(d), int(d)) for n, d in zip(filters, dilation, strict=True))
     rows = y.shape[2] * line if way == FRAMED else _pixels(problem)
     items = math.ceil(rows / config["rows"]) * (y.shape[0] if way == FRAMED else 1)
+    seen, taps = x.shape[1] * SIZE, tuple(r * line + s for r in down for s in along)
+    spread = _spread(problem) if way == SPREAD else None
+    step = int(problem.attrs["stride"][1])
+    if spread is not None:
+        seen = filters[1] * Lines.PIXEL
+        taps = tuple(r * spread.nbytes // (step * Lines.PIXEL) for r in down)
+        items = math.prod(y.shape[::2])
+    steps = len(taps) * math.ceil(seen / CACHE_LINE)
+    chunk = next((n for n in CHUNKS if steps % n == 0), steps)
+    few = way in (FRAMED, SPREAD) or steps < LEAST_CHUNKED or min(rows, config["rows"]) <= ROWS
     return Blocks(
         panels=panels,
         way=way,
-        seen=x.shape[1] * SIZE,
-        taps=tuple(r * line + s for r in down for s in along),
+        seen=seen,
+        taps=taps,
         most_rows=config["rows"],
+        chunk=steps if few else chunk,
         ahead=math.ceil(
             PANEL_STEP_BYTES / CACHE_LINE / math.ceil(min(rows, config["rows"]) / ROWS)
         ),
         together=math.ceil(len(panels.begins) / math.ceil(FEW_ITEMS / items)),
         pitches=(pixel_bytes(x), pixel_bytes(y), added),
         activation=problem.epilogue.activation,
+        spread=spread,
+        along=step,
     )
 
 
 def begins(problem: Problem, blocks: Blocks) -> list[tuple[int, int, int]]:
     """Of each item: the image, the first row and how many it has, at least a block's."""
-    images, _, height, _ = problem.output.shape
+    images, _, height, width = problem.output.shape
+    if blocks.way == SPREAD:
+        return [(n, i * width, width) for n in range(images) for i in range(height)]
     total = _pixels(problem)
     if blocks.way == FRAMED:
         total = height * _line(problem)
@@ -181,12 +244,13 @@ def begins(problem: Problem, blocks: Blocks) -> list[tuple[int, int, int]]:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     blocks = blocks_of(problem, config)
-    weight, bias = _weight(constants[1], blocks.panels), constants.get(2)
+    weight, bias = _weight(constants[1], blocks), constants.get(2)
     if bias is None:
         bias = torch.zeros(problem.output.shape[1], dtype=torch.float32)
     bias = blocks.panels.laid_out(bias.float()).contiguous()
     places = _places(problem, blocks, constants[1])
-    zeros = torch.zeros(problem["input"].shape[1], dtype=torch.float32)
+    x = problem["input"]
+    zeros = torch.zeros(x.shape[1] * (x.shape[3] if blocks.spread else 1), dtype=torch.float32)
     items = make_items(problem, blocks, weight, bias, places)
     _require_inside(problem, blocks, items, weight, bias, places)
     table = code.Table(items, weight, bias, *places, zeros)
@@ -206,25 +270,29 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     )
 
 
-def _weight(weight: torch.Tensor, panels: Panels) -> torch.Tensor:
+def _weight(weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """[K, C, R, S] → [panels, steps, 2 tiles, 16, 16, 2]: pairs of what the filter sees, for 16
     channels each."""
+    panels, spread = blocks.panels, blocks.way == SPREAD
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        filled = torch.nn.functional.pad(w.permute(0, 2, 3, 1), (0, -w.shape[1] % STEP))
+        filled, fill = w.permute(0, 2, 3, 1), torch.nn.functional.pad
+        if spread:  # a line of the filter is a step
+            filled = fill(filled, (0, MOST_SPREAD - w.shape[1])).flatten(2)
+        filled = fill(filled, (0, -filled.shape[-1] % STEP))
         rows = panels.laid_out(filled.flatten(1))
         shape = (len(panels.begins), 2, WIDTH // 2, rows.shape[1] // STEP, STEP // 2, 2)
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 
-    return packed(weight, ("conv2d.amx_bf16", panels), pack)
+    return packed(weight, ("conv2d.amx_bf16", panels, spread), pack)
 
 
 def _places(problem: Problem, blocks: Blocks, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What is read of the image, in bytes from its begin, -1 beside it; int32.
 
-    Copied: [pixels of all images, places of the filter]. Framed: [the framed pixels of one image],
-    and [its results, those beside it as well, 2]: where one goes, -1 to nowhere, and its part of
-    the residual.
+    Copied: [pixels of all images, places of the filter]. Spread: [lines, those beside the image as
+    well]. Framed: [the framed pixels of one image], and [its results, those beside it as well, 2]:
+    where one goes, -1 to nowhere, and its part of the residual.
     """
     if blocks.way == DIRECT:
         return ()
@@ -262,7 +330,13 @@ def _places(problem: Problem, blocks: Blocks, weight: torch.Tensor) -> tuple[tor
         added = torch.where(inside, pixel * (blocks.pitches[2] or 0), 0)
         return torch.stack((goes, added), 1).to(torch.int32)
 
+    def lines(_: torch.Tensor) -> torch.Tensor:
+        number = torch.arange((y.shape[2] - 1) * moved[0][0] + weight.shape[2]) - moved[1][0]
+        return at(number, 0 * number).to(torch.int32)
+
     key = (x.shape[blocks.way == FRAMED :], y.shape[2:], blocks.pitches, *moved)
+    if blocks.way == SPREAD:
+        return (packed(weight, ("conv2d.amx_bf16 lines", *key), lines),)
     if blocks.way == COPIED:
         return (packed(weight, ("conv2d.amx_bf16 copied", *key), copied),)
     return (
@@ -296,6 +370,10 @@ def make_items(
         elif blocks.way == COPIED:
             first, copies = begin, count
             read = places[0][begin].data_ptr()
+        elif blocks.spread is not None:
+            first, copies = first + begin, blocks.spread.count
+            line = begin // y.shape[3] * int(problem.attrs["stride"][0])
+            read = places[0][line].data_ptr()
         else:
             read, results = places[0][begin].data_ptr(), places[1][begin].data_ptr()
             copies = count + max(blocks.taps)
@@ -340,8 +418,11 @@ def _require_inside(
         code.require_inside("image", image, last * of_x + blocks.seen, x.extent)
     else:
         room = blocks.most_rows + (max(blocks.taps) if blocks.way == FRAMED else 0)
+        read_bytes = blocks.seen
+        if blocks.spread is not None:
+            room, read_bytes = blocks.spread.count, x.shape[3] * of_x
         code.require_inside("workspace", 0 * copies, copies, room)
-        furthest = torch.full_like(image, int(places[0].max()) + blocks.seen)
+        furthest = torch.full_like(image, int(places[0].max()) + read_bytes)
         code.require_inside("image", image, furthest, x.extent)
         spans = copies * places[0][0].nbytes
         code.require_inside("places", read - places[0].data_ptr(), spans, places[0].nbytes)

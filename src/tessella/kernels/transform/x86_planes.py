@@ -1,7 +1,8 @@
 """``to`` of pictures on a CPU with AVX-512: planes of float32 become pixels, float32 or bfloat16.
 
 A thread takes some pixels: a vector of each plane, whose numbers are put among those of the others
-in registers, and stored as they lie. Where pixels fill no last vector, it begins earlier.
+in registers, and stored as they lie. Where pixels fill no last vector, it begins earlier. In
+bfloat16, subnormal numbers become 0.
 """
 
 from __future__ import annotations
@@ -10,71 +11,44 @@ import itertools
 import math
 from collections.abc import Mapping
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, Assembler, At
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import Constants
+from tessella.kernels.shared import planes
+from tessella.kernels.shared.planes import ROW
 from tessella.operations.problem import Problem
 
 CHANNELS = (2, 3, 4)
 LANES = AVX512.lanes
-BLOCK_PIXELS = 2**11  # that one thread takes at a time
+ALONE_BYTES = 2**13  # so few are not worth waking a thread
 PLANES = ("r8", "r9", "r10", "r11")  # where each is read
 ORDERS = 8  # the first vector of those that say how numbers are put together
-MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
 def fits(problem: Problem) -> str | None:
     x, y = problem["input"], problem.output
-    if len(x.shape) != 4 or x.shape[1] not in CHANNELS:
-        return "pictures of two to four channels"
     if x.dtype != "float32" or y.dtype not in ("float32", "bfloat16"):
         return f"makes float32 or bfloat16 of float32, not {y.dtype} of {x.dtype}"
     if y.dtype == "bfloat16" and not code.has_bfloat16():
         return "this CPU has no bfloat16 instructions"
-    if (x.format, y.format) != ("contiguous", "channels_last") or x.strides or y.strides:
+    if x.strides or y.strides:
         return "makes dense pixels of dense planes"
-    if math.prod(x.shape[2:]) < LANES:
-        return f"{LANES} pixels at least"
-    if x.shape[0] == 0:
-        return "nothing to make"
-    return "distances have 32 bits" if x.nbytes > MAX_BYTES else None
+    return planes.refusal(problem, LANES, CHANNELS)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     x, y = problem["input"], problem.output
-    items = _items(problem)
-    image, result, count = torch.from_numpy(items).T
-    channels, pixels = x.shape[1], math.prod(x.shape[2:])
-    read = 4 * ((channels - 1) * pixels + count * LANES)
-    code.require_inside("image", image, read, x.nbytes)
-    code.require_inside("result", result, count * LANES * channels * y.itemsize, y.nbytes)
-    held = Constants(AVX512)
-    made = code.MachineCode(_written(channels, pixels, y.itemsize, held).code(), held)
+    table, held = code.Table(planes.items(problem, LANES)), Constants(AVX512)
+    written = _written(x.shape[1], math.prod(x.shape[2:]), y.itemsize, held)
+    made = code.MachineCode(written.code(), held)
 
     def numbers(x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
         return x.data_ptr(), out.data_ptr()
 
-    return code.Launch(made, code.Table(items), numbers, few=x.nbytes <= 4 * BLOCK_PIXELS)
-
-
-def _items(problem: Problem) -> npt.NDArray[np.int64]:
-    """Where some pixels begin, in bytes: in the first plane and in the result; how many vectors."""
-    x, y = problem["input"], problem.output
-    images, channels, *_ = x.shape
-    pixels = math.prod(x.shape[2:])
-    whole = pixels // LANES * LANES
-    parts = [(i, min(BLOCK_PIXELS, whole - i) // LANES) for i in range(0, whole, BLOCK_PIXELS)]
-    if whole < pixels:
-        parts.append((pixels - LANES, 1))
-    begin, count = np.array(parts, np.int64).T
-    first = np.arange(images)[:, None] * channels * pixels
-    values = (4 * (first + begin), y.itemsize * (first + begin * channels), count)
-    return np.stack(np.broadcast_arrays(*values), -1).reshape(-1, len(values))
+    return code.Launch(made, table, numbers, few=x.nbytes <= ALONE_BYTES)
 
 
 def _written(channels: int, pixels: int, size: int, constants: Constants) -> Assembler:
@@ -92,7 +66,7 @@ def _written(channels: int, pixels: int, size: int, constants: Constants) -> Ass
         constants.begin(a)
         for (of, plane), at in orders.items():
             a.load_vector(at, constants.held((of, plane), _order(channels, of, plane)))
-        with code.each_item(a, "rbx", 3):
+        with code.each_item(a, "rbx", ROW):
             a.load(PLANES[0], code.given(0))
             a.add_stored(PLANES[0], At(base="rbx"))
             for before, pointer in itertools.pairwise(PLANES[:channels]):
