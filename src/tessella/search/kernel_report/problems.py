@@ -256,7 +256,7 @@ def _products(gpu: bool) -> Named:
 
 
 def _attention(gpu: bool) -> Named:
-    n, types = (8, ("float16", "bfloat16", "float32")) if gpu else (1, ("float32",))
+    n, types = (8, ("float16", "bfloat16", "float32")) if gpu else (1, ("float32", "bfloat16"))
     for dtype in types:
         heads = _meta(n, 12, 197, 64, dtype=dtype)
         yield dtype, problems.attention(heads, heads, heads)
@@ -419,6 +419,9 @@ def _moves(gpu: bool) -> Named:
     n, c, h, w = x.shape
     narrow = "float32" if gpu else "bfloat16"
     yield f"to {narrow}", _problem("to", x, format=LAST, dtype=narrow)
+    if not gpu:
+        picture = _meta(1, 3, 224, 224)
+        yield "to pixels", _problem("to", picture, format=LAST, dtype="float32")
     yield x.dtype, _problem("cat", x, x, format=LAST, dim=1)
     pixels = _meta(images, 224, 224, 3, dtype="uint8")
     scaling: dict[str, Any] = {"gain": (0.1, 0.2, 0.3), "offset": (0.0, 0.1, 0.2), "dtype": x.dtype}
