@@ -42,6 +42,7 @@ MAX_PREVIEW = 2048
 THUMB, LARGE = 320, 2048  # pixels of the longer side, on a screen of twice the usual density
 MAX_FILE_BYTES = 256 << 20
 PAUSE_S = 0.05  # between two looks at a slider that moves through slices
+RED = 72  # the number of a class whose color is red: bright voxels are white themselves
 PROCESSES = 2  # for pictures that cost much
 
 
@@ -211,11 +212,11 @@ def _slice(content: bytes, at: int) -> tuple[Pixels, int]:
 
 
 def _told(dataset: Dataset, split: str, index: int, told: Path, *, at: int, wrong: bool) -> Pixels:
-    """A slice of a volume with what a network says of it, or white where that is wrong."""
+    """A slice of a volume with what a network says of it, or red where that is wrong."""
     shown, at = _slice(stored_file(dataset, split, index), at)
     truth = truth_of(dataset, split, index)
     said = told_of(told, truth, dataset)[at]
-    target = np.where(differing(said, truth[at]), IGNORED, 0) if wrong else said
+    target = np.where(differing(said, truth[at]), RED, 0) if wrong else said
     return of(dataset.info.task).answers.taught(_in_rgb(shown), target, dataset.classes)
 
 
