@@ -15,7 +15,6 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from tessella.artifacts.checkpoint import Checkpoint
-from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError
 from tessella.core.record import digest
 from tessella.core.volumes import IGNORED
@@ -26,6 +25,7 @@ from tessella.studio.boxes import boxed, legend
 from tessella.studio.context import Context
 from tessella.studio.theme import text
 from tessella.studio.watching import watch
+from tessella.studio.workspace import open_dataset
 from tessella.tasks import of
 
 Labels = npt.NDArray[np.uint8]
@@ -41,7 +41,7 @@ class VolumeAnswers:
     def __init__(
         self, context: Context, chosen: Checkpoint, data: Path, split: str, index: int
     ) -> None:
-        self._context, self._checkpoint, self._dataset = context, chosen, Dataset(data)
+        self._context, self._checkpoint, self._dataset = context, chosen, open_dataset(data)
         self._split, self._index = split, index
         self._ref, self._data = (context.workspace.ref(p) for p in (chosen.path, data))
         pictures.stored_file(self._dataset, split, index)  # says which volumes there are
