@@ -209,3 +209,48 @@ def test_draws_are_measured_as_the_images_that_they_name(task):
             assert again[name][number] == pytest.approx(value, rel=1e-12), name
     assert measure(rows, None, labels).classes[2].iou is not None
     assert measure(rows[3:], None, labels).classes[2].iou is None
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_a_draw_of_weights_is_the_measure_of_its_images(task):
+    """Equal scores, classes and numbers that a draw lacks, images without any, numbers that never
+    vary, or that lie far from all others in a draw."""
+    rng, labels = np.random.default_rng(7), ("a", "b", "c", "d")
+    count, draws = 40, 24
+    scores = rng.normal(size=(count, 4)).round(1).astype(np.float32)  # with ties
+    drawn = rng.multinomial(count, [1 / count] * count, size=draws)
+    drawn[:6, :3] = 0  # the class c lies in the first three alone
+    drawn[6:9, 3:] = 0
+    drawn[6:9, 3] = 1
+    if task == "multilabel":
+        truth = rng.random((count, 4)) < [0.3, 0.7, 0.0, 0.0]
+        truth[:3, 2] = True
+    else:
+        truth = (scores + rng.normal(size=(count, 4))).astype(np.float32).astype(np.float64)
+        truth[rng.random((count, 4)) < 0.2] = np.nan
+        truth[3:, 2] = np.nan
+        truth[:, 3] = 2.5
+        truth[:2, 3] = 1e6, 1e6 + 1 / 3  # far away
+        drawn[9:12] = np.arange(count) < 2
+        scores[:5, 3] = truth[:5, 3]
+
+    def measured(chosen):
+        if task == "multilabel":
+            targets = labelled(truth[chosen])
+        else:
+            rows = pa.array(truth[chosen].tolist(), NUMBERS.examples.column())
+            targets = NUMBERS.examples.targets(pa.chunked_array([rows]), 4)
+        return named(task).metrics.measure(scores[chosen], targets, labels)
+
+    whole = measured(np.arange(count))
+    assert "resampled" not in whole.to_json()
+    there = [c for c in whole.classes if c.support]
+    assert len(there) == (3 if task == "multilabel" else 4)
+    for name in ("f1", "f1_at_half") if task == "multilabel" else ("r2", "mae"):
+        assert getattr(whole, name) == pytest.approx(np.mean([getattr(c, name) for c in there]))
+    again = whole.resampled(drawn.T.astype(np.float64))
+    for number, counts in enumerate(drawn):
+        one = measured(np.repeat(np.arange(count), counts))
+        assert set(again) == set(one.values)
+        for name, value in one.values.items():
+            assert again[name][number] == pytest.approx(value, rel=1e-12, abs=1e-12), name

@@ -175,6 +175,16 @@ def test_a_run_a_plan_and_labels_in_files(way, tessella: Tessella, tmp_path: Pat
         for k in range(len(CLASSES)):
             common[k] += ((found == k) & (truth == k)).sum()
             both[k] += (found == k).sum() + (truth == k).sum()
+    one = tmp_path / "one.npy"
+    stored = ("--data", dataset.path, "--split", "val", "--index", 1, "--out", one)
+    (told,) = json.loads(tessella("run", plan, *stored, "--json").out)["volumes"]
+    assert told["answer"][0]["voxels"] == made["volumes"][1]["answer"][0]["voxels"]
+    assert np.array_equal(np.load(one), np.load(made["volumes"][1]["labels"]))
+    assert "no such volume" in tessella("run", plan, *stored[:5], 9, "--json").out
+    assert "volume of --data's split" in tessella("run", plan, files[0], *stored[4:], "--json").out
+    spaced = api.segment(api.load(plan), dataset.val[1])  # there is no file to look at
+    spaced.save(tmp_path / "one.nii.gz")
+    assert np.array_equal(np.asarray(nibabel.load(tmp_path / "one.nii.gz").dataobj).T, np.load(one))
     right = (2 * common / np.maximum(both, 1))[1:].mean()  # the report's, from the written files
     assert report.values["dice"] == pytest.approx(right, abs=1e-3)
     whole = api.segment(api.load(plan), files[-1])

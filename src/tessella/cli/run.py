@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,9 @@ import typer
 from typer import Argument, Option
 
 from tessella import api
+from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import require_place, write_atomic
+from tessella.artifacts.shards import Example
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import encode
@@ -49,6 +52,10 @@ def run(
             ".npy, of several into this folder."
         ),
     ] = None,
+    index: Annotated[
+        int | None,
+        Option(help="Of --data: segment this volume of the split, from 0, into --out.", min=0),
+    ] = None,
     rows: Annotated[
         Path | None, Option(help="Write what is measured of each image here, as .npy.")
     ] = None,
@@ -64,25 +71,32 @@ def run(
     Example: tessella run flowers.plan photo.jpg --top 3
     """
     with output(json_only=json, events=events) as out_:
-        if bool(images) == (data is not None):
-            raise UsageError(
-                "give images to classify, or --data to evaluate, one of the two",
-                fix="tessella run MODEL photo.jpg, or tessella run MODEL --data datasets/flowers",
-            )
+        _require_one(images, data)
         for place in (out, rows):
             if place is not None:
                 require_place(place)
         opened = api.open_model(model, compiled=not recompile)
-        if images and api.task_of(opened)[0].volumes:
+        query = Query(top=top, threshold=threshold)
+        if index is not None:
+            asked = [_example(opened, data, split, index)]
+            _segment(out_, opened, asked, query, out, trust_code)
+        elif images and api.task_of(opened)[0].volumes:
             if draw is not None:
                 raise UsageError("volumes are not drawn", seen=draw, fix="--out labels.nii.gz")
-            query = Query(top=top, threshold=threshold)
-            _segment(out_, opened, images, query, out, trust_code)
+            files = api.pictures(images, is_one=suffix_of)
+            _segment(out_, opened, files, query, out, trust_code)
         elif images:
-            query = Query(top=top, threshold=threshold)
             _answer(out_, opened, api.pictures(images), query, draw, trust_code)
         elif data is not None:
             _evaluate(out_, opened, (data, split), (out, rows), trust_code)
+
+
+def _require_one(images: list[Path] | None, data: Path | None) -> None:
+    if bool(images) == (data is not None):
+        raise UsageError(
+            "give images to classify, or --data to evaluate, one of the two",
+            fix="tessella run MODEL photo.jpg, or tessella run MODEL --data datasets/flowers",
+        )
 
 
 def _answer(
@@ -121,18 +135,34 @@ def _answer(
         raise typer.Exit(failed[0].exit_code)
 
 
+def _example(model: api.Model, data: Path | None, split: str, index: int) -> Example:
+    """A volume of a dataset by its number in a split."""
+    task, _ = api.task_of(model)
+    if data is None or not task.volumes:
+        raise UsageError(
+            "--index is a volume of --data's split, for a network of volumes",
+            seen=f"a network of {task.name}, --data {data}",
+            fix="leave it out",
+        )
+    examples = Dataset(data).split(split)
+    if index >= len(examples):
+        raise UsageError(
+            "the split has no such volume", seen=index, fix=f"0 to {len(examples) - 1}"
+        )
+    return examples[index]
+
+
 def _segment(
     out_: Output,
     model: api.Model,
-    volumes: list[Path],
+    volumes: Sequence[Path | Example],
     query: Query,
     out: Path | None,
     trust_code: bool,
 ) -> None:
     """The classes of each volume, and its labels in files. Errors as in ``_answer``."""
     task, _ = api.task_of(model)
-    files = api.pictures(volumes, is_one=suffix_of)
-    several = len(files) > 1 or (out is not None and suffix_of(out) is None)
+    several = len(volumes) > 1 or (out is not None and suffix_of(out) is None)
     if out is not None and not several and suffix_of(out) not in WRITTEN:
         raise UsageError(
             f"labels are written as {', '.join(WRITTEN)}", seen=out.name, fix="give such a name"
@@ -140,7 +170,7 @@ def _segment(
     plain: list[dict[str, Any]] = []
     rows: list[tuple[object, ...]] = []
     failed: list[TessellaError] = []
-    for path, told in api.segment_each(model, files, trust_code=trust_code):
+    for path, told in api.segment_each(model, volumes, trust_code=trust_code):
         if isinstance(told, TessellaError):
             failed.append(told)
             plain.append({"volume": str(path), **told.to_json()})

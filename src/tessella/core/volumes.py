@@ -216,8 +216,11 @@ def middle_slice(content: bytes | memoryview) -> Pixels:
 WRITTEN = (".npy", ".nii", ".nii.gz")
 
 
-def write_labels(file: str | Path, labels: Pixels, like: str | Path) -> None:
-    """Write numbers of classes [D, H, W] as .npy or NIfTI, with the place in space of ``like``.
+def write_labels(
+    file: str | Path, labels: Pixels, spacing: Sequence[float], like: Path | None = None
+) -> None:
+    """Write numbers of classes [D, H, W] as .npy or NIfTI, there with the spacing of slices, rows
+    and columns; the place in space is that of ``like``, where it is a NIfTI file.
 
     Raises:
         UsageError: a name that ends otherwise, or nibabel is not there.
@@ -228,8 +231,8 @@ def write_labels(file: str | Path, labels: Pixels, like: str | Path) -> None:
         np.save(path, labels, allow_pickle=False)
     elif suffix in (".nii", ".nii.gz"):
         nibabel = _nibabel()
-        affine = np.diag([*reversed(read_header(like).spacing), 1.0])
-        if suffix_of(like) in (".nii", ".nii.gz"):
+        affine = np.diag([*reversed(spacing), 1.0])
+        if like is not None and suffix_of(like) in (".nii", ".nii.gz"):
             affine = nibabel.load(like).affine
         nibabel.save(nibabel.Nifti1Image(labels.transpose(), affine), path)
     else:

@@ -272,6 +272,17 @@ def classify(
     return JobSpec(name=f"classify with {Path(source).name}", kind="run", argv=tuple(argv))
 
 
+def segment(
+    source: PathLike, dataset: PathLike, *, split: str, index: int, out: PathLike,
+    trust_code: bool = False,
+) -> JobSpec:  # fmt: skip
+    """``tessella run`` on one volume of a dataset; its labels are written into ``out``."""
+    argv = ["run", _path(source), "--data", _path(dataset), "--split", split]
+    argv += ["--index", str(index), "--out", _path(out), *["--trust-code"] * trust_code]
+    name = f"segment {split} {index} with {Path(source).name}"
+    return JobSpec(name=name, kind="run", argv=tuple(argv), resumable=True)
+
+
 def evaluate(
     source: PathLike,
     dataset: PathLike,

@@ -64,14 +64,6 @@ class _Asked:
     kind: Kind | None = None
 
 
-def _slider(least: float, most: float, step: float, value: float) -> ui.slider:
-    slider = ui.slider(min=least, max=most, step=step, value=value)
-    # An answer that arrives while the slider still moves would set it back to an older value.
-    slider.LOOPBACK = False
-    slider.props["loopback"] = False
-    return slider
-
-
 class BoxErrors:
     """The errors of a checkpoint: controls, numbers, curve, table and gallery.
 
@@ -104,13 +96,11 @@ class BoxErrors:
         with parts.box("sliders"):
             with parts.box("stack").style("gap:2px"):
                 self._score = text("label", "").classes("small")
-                slider = _slider(0.01, 0.99, 0.01, self._usual())
-                slider.props["aria-label"] = "Least score"
+                slider = parts.slider("Least score", 0.01, 0.99, 0.01, self._usual())
                 slider.on("update:model-value", lambda e: self._scored(e.args), throttle=PAUSE_S)
             with parts.box("stack").style("gap:2px"):
                 self._least = text("label", "").classes("small")
-                slider = _slider(0.3, 0.95, 0.05, errors.OVERLAP)
-                slider.props["aria-label"] = "Least overlap"
+                slider = parts.slider("Least overlap", 0.3, 0.95, 0.05, errors.OVERLAP)
                 slider.on("change", lambda e: self._overlapped(e.args))
             names: dict[int, str] = {-1: "all classes", **dict(enumerate(self._dataset.classes))}
             parts.field(ui.select(names, value=-1, label="Class", on_change=self._class_chosen))

@@ -263,6 +263,15 @@ class Track:
             self._text.text = line
 
 
+def slider(label: str, least: float, most: float, step: float, value: float) -> ui.slider:
+    """A slider; an answer that arrives while it still moves does not set it back."""
+    element = ui.slider(min=least, max=most, step=step, value=value)
+    element.LOOPBACK = False
+    element.props["loopback"] = False
+    element.props["aria-label"] = label
+    return element
+
+
 def drop_zone(
     title: str,
     hint: str,

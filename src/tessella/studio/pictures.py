@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter
 from nicegui.element import Element
 from starlette.responses import FileResponse, Response
@@ -25,7 +26,7 @@ from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess, ResizeMode, centre_crop, encode, to_depth
 from tessella.core.record import canonical_json, from_plain, parse_json, to_plain
-from tessella.core.volumes import array_in
+from tessella.core.volumes import IGNORED, array_in, read_labels
 from tessella.data.blocks import Located, seen_block
 from tessella.data.joining import check_joins, drawn_pieces, made_of
 from tessella.studio import parts
@@ -40,6 +41,8 @@ _KEEP = {"Cache-Control": "private, max-age=86400"}
 MAX_PREVIEW = 2048
 THUMB, LARGE = 320, 2048  # pixels of the longer side, on a screen of twice the usual density
 MAX_FILE_BYTES = 256 << 20
+PAUSE_S = 0.05  # between two looks at a slider that moves through slices
+RED = 72  # the number of a class whose color is red: bright voxels are white themselves
 PROCESSES = 2  # for pictures that cost much
 
 
@@ -52,16 +55,20 @@ def router(workspace: Workspace, uploads: Uploads) -> APIRouter:
     @routes.get("/example")
     def example(
         dataset: str, split: str, index: int, v: str = "", drawn: bool = False, most: int = 0,
-        at: int = -1,
+        at: int = -1, told: str = "", wrong: bool = False,
     ) -> Response:  # fmt: skip
         """An image of a dataset, ``drawn`` with its target; ``v`` is the dataset's content hash.
 
         ``most`` are the pixels of its longer side (0: all); ``at`` a volume's slice (-1: the
-        middle).
+        middle). With the labels that a network has ``told`` of the volume in place of its own, or
+        with what is ``wrong`` in them.
         """
         opened = open_dataset(workspace.path(dataset))
-        shown = _stored(opened, split, index, decoder, drawn=drawn, at=at)
-        return _png(reduced(shown, most) if most > 0 else shown, _KEEP)
+        if told:  # not kept: another answer may come under this name
+            shown = _told(opened, split, index, told_file(workspace, told), at=at, wrong=wrong)
+        else:
+            shown = _stored(opened, split, index, decoder, drawn=drawn, at=at)
+        return _png(reduced(shown, most) if most > 0 else shown, None if told else _KEEP)
 
     @routes.get("/trained")
     def trained(dataset: str, index: int, changes: str, epoch: int = 0, v: str = "") -> Response:
@@ -186,18 +193,61 @@ def _stored(
     ``at``, or the one in the middle."""
     content, record = stored_file(dataset, split, index), dataset.preprocess
     if record.volume is not None:
-        volume = array_in(content, "uint16")
-        at = at if 0 <= at < len(volume) else len(volume) // 2
-        shown = np.array(volume[at])
+        shown, at = _slice(content, at)
     else:
-        shown = decoder(content, record, name=f"image {index}")
-    shown = to_depth(shown, 8)
+        shown = to_depth(decoder(content, record, name=f"image {index}"), 8)
     if not drawn:
         return shown
-    target = targets_of(dataset.split(split)).batch(np.array([index], np.int64))[0]
+    target = truth_of(dataset, split, index)
     if record.volume is not None:
         target = target[at]
     return of(dataset.info.task).answers.taught(_in_rgb(shown), target, dataset.classes)
+
+
+def _slice(content: bytes, at: int) -> tuple[Pixels, int]:
+    """A slice of a stored volume, of 8 bits, and its number: ``at``, or that of the middle one."""
+    volume = array_in(content, "uint16")
+    at = at if 0 <= at < len(volume) else len(volume) // 2
+    return to_depth(np.array(volume[at]), 8), at
+
+
+def _told(dataset: Dataset, split: str, index: int, told: Path, *, at: int, wrong: bool) -> Pixels:
+    """A slice of a volume with what a network says of it, or red where that is wrong."""
+    shown, at = _slice(stored_file(dataset, split, index), at)
+    truth = truth_of(dataset, split, index)
+    said = told_of(told, truth, dataset)[at]
+    target = np.where(differing(said, truth[at]), RED, 0) if wrong else said
+    return of(dataset.info.task).answers.taught(_in_rgb(shown), target, dataset.classes)
+
+
+def truth_of(dataset: Dataset, split: str, index: int) -> Any:
+    """The target of an image as a training has it."""
+    return targets_of(dataset.split(split)).batch(np.array([index], np.int64))[0]
+
+
+def told_file(workspace: Workspace, key: str) -> Path:
+    """Where a network's labels of a volume lie.
+
+    Raises:
+        UsageError: the key is none.
+    """
+    if not re.fullmatch(r"[0-9a-f]{24}", key):
+        raise UsageError("there are no such labels", seen=key[:120])
+    return workspace.own("segmented") / f"{key}.npy"
+
+
+def told_of(file: Path, truth: Pixels, dataset: Dataset) -> Pixels:
+    """The labels in a file, which are those of a volume with this truth, uint8 [D, H, W].
+
+    Raises:
+        DataError: they are not.
+    """
+    return read_labels(file, truth.shape, len(dataset.classes))[0]
+
+
+def differing(said: Pixels, truth: Pixels) -> npt.NDArray[np.bool_]:
+    """Where labels are wrong; where no class is known, nothing is."""
+    return np.asarray((said != truth) & (truth != IGNORED))
 
 
 def _in_rgb(shown: Pixels) -> Pixels:

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from nicegui import ui
 
 from tessella.artifacts.checkpoint import Checkpoint
@@ -22,15 +21,16 @@ from tessella.studio.box_errors import BoxErrors
 from tessella.studio.boxes import boxed, legend, masks_of
 from tessella.studio.confusion import Confusion, Report, figures
 from tessella.studio.context import Context
+from tessella.studio.examples import examples
 from tessella.studio.layers import Layers, Look
 from tessella.studio.theme import RESPONSE_S, frame, text
+from tessella.studio.volume_answers import VolumeAnswers
 from tessella.studio.warm import Opened
 from tessella.studio.watching import watch
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
 from tessella.tasks import of
 from tessella.tasks.thing import Thing
 
-EXAMPLES = 12
 PROMPTS = {"classify": "Classify a picture", "detect": "Find things in a picture",
            "segment": "Segment a picture"}  # fmt: skip
 MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, older ones stay."
@@ -38,11 +38,16 @@ MISSING = "Open another run from Monitor; a damaged checkpoint can be deleted, o
 
 def register(context: Context) -> None:
     @ui.page("/explore", response_timeout=RESPONSE_S)
-    async def explore(run: str = "", checkpoint: str = "") -> None:
-        await _page(context, run, checkpoint)
+    async def explore(
+        run: str = "", checkpoint: str = "", split: str = "val", index: int = -1
+    ) -> None:
+        await _page(context, run, checkpoint, (split, index))
 
 
-async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
+async def _page(
+    context: Context, run_ref: str, checkpoint_ref: str, example: tuple[str, int]
+) -> None:
+    """The page; ``example`` are the split and the number of a volume to look at, -1: of none."""
     space = context.workspace
     found = readable(await asyncio.to_thread(space.runs))
     runs = {ref: run for ref, run in found.items() if _has_checkpoint(run)}
@@ -76,14 +81,17 @@ async def _page(context: Context, run_ref: str, checkpoint_ref: str) -> None:
             left, right = parts.box("stack"), parts.box("stack")
             with right:
                 _about(chosen)
+                answers = _beside_labels(context, chosen, example) if volumes else None
                 layers = None if volumes else _layers_box()
                 errors = _Errors(context, chosen)
             with left:
                 _chooser(context, runs, run_ref, chosen)
                 if layers is None:
-                    _volumes(context, chosen)
+                    _volumes(context, chosen, run_ref)
                 else:
                     _Classify(context, chosen, layers)
+            if answers is not None:
+                await answers.show()
             await errors.show()
 
 
@@ -142,15 +150,36 @@ def _about(chosen: Checkpoint) -> None:
         )
 
 
-def _volumes(context: Context, chosen: Checkpoint) -> None:
-    """How a volume is asked about: it is too large to be looked at in a page."""
-    with parts.card("Ask about a volume"):
-        text("p", "A network goes through a volume window by window, for a minute or more: its "
-             "labels become a file, which any viewer of volumes lays over the volume."
+def _volumes(context: Context, chosen: Checkpoint, run: str) -> None:
+    """Volumes of the dataset to be looked at, and how others are asked about."""
+    here = context.workspace.ref(chosen.path)
+
+    def look(_: Dataset, split: str, index: int) -> None:
+        asked = {"run": run, "checkpoint": here, "split": split, "index": str(index)}
+        ui.navigate.to(parts.address("/explore", **asked))
+
+    with parts.card("Segment a volume"):
+        examples(context, chosen, look)
+        text("p", "A network goes through a volume window by window, for a minute or more. Of a "
+             "file its labels become a file, which any viewer of volumes lays over the volume."
              ).classes("muted small")  # fmt: skip
-        run = commands.classify(context.workspace.ref(chosen.path), ["volume.nii.gz"])
-        argv = [*run.argv[: run.argv.index("--top")], "--out", "labels.nii.gz"]
+        told = commands.classify(here, ["volume.nii.gz"])
+        argv = [*told.argv[: told.argv.index("--top")], "--out", "labels.nii.gz"]
         parts.Command(shlex.join(("tessella", *argv)))
+
+
+def _beside_labels(
+    context: Context, chosen: Checkpoint, example: tuple[str, int]
+) -> VolumeAnswers | None:
+    """The card of the volume that the address names, if it names one."""
+    data = context.workspace.find_dataset(chosen.info.dataset_hash)
+    if data is None or example[1] < 0:
+        return None
+    try:
+        return VolumeAnswers(context, chosen, data, *example)
+    except TessellaError as error:
+        parts.refused(error, "Click another volume.")
+        return None
 
 
 def _layers_box() -> ui.element:
@@ -173,7 +202,7 @@ class _Classify:
         self._layers_command: parts.Command
         with parts.card(PROMPTS.get(of(chosen.info.task).answers.VERB, "Ask about a picture")):
             parts.drop_zone("Drop a picture", "or click to choose one", "image/*", self._uploaded)
-            self._examples()
+            examples(context, chosen, self._example)
             self._trust = ui.switch("Run the Python code that this checkpoint brings")
             own_code = ".py" in chosen.info.network.name
             self._trust.set_visibility(own_code)
@@ -186,25 +215,6 @@ class _Classify:
         path = self._checkpoint.path
         stamp = (path / "checkpoint.json").stat().st_mtime_ns
         return Opened(path=path, stamp=stamp, trust_code=bool(self._trust.value))
-
-    def _examples(self) -> None:
-        """Pictures of the validation split to click, where the dataset is still there."""
-        path = self._context.workspace.find_dataset(self._checkpoint.info.dataset_hash)
-        if path is None:
-            return
-        dataset = open_dataset(path)
-        name = "val" if "val" in dataset.info.splits else next(iter(dataset.info.splits))
-        count = len(dataset.split(name))
-        picks = np.linspace(0, count - 1, min(EXAMPLES, count)).astype(int)
-        ref = self._context.workspace.ref(path)
-        with parts.box("thumbs").style("grid-template-columns:repeat(6,minmax(0,1fr));gap:8px"):
-            for index in dict.fromkeys(int(i) for i in picks):
-                target = dataset.split(name)[index].label
-                truth = of(dataset.info.task).answers.truth(target, dataset.classes)
-                with parts.box("thumb").style("cursor:pointer") as thumb:
-                    shown = pictures.example_picture(dataset, ref, name, index, f"Example: {truth}")
-                    shown.props["title"] = truth
-                thumb.on("click", lambda i=index: self._example(dataset, name, i))
 
     async def _example(self, dataset: Dataset, split: str, index: int) -> None:
         content = dataset.split(split)[index].content

@@ -96,11 +96,8 @@ def _slices(shown: Element, count: int) -> None:
         picture.props["src"] = f"{source}&at={at - 1}"
         said.text = f"slice {at} of {count}"
 
-    slider = ui.slider(min=1, max=count, step=1, value=middle + 1)
-    slider.LOOPBACK = False
-    slider.props["loopback"] = False
-    slider.props["aria-label"] = "Slice"
-    slider.on("update:model-value", choose, throttle=0.05)
+    slider = parts.slider("Slice", 1, count, 1, middle + 1)
+    slider.on("update:model-value", choose, throttle=pictures.PAUSE_S)
 
 
 def _step(ref: str, split: str, index: int, count: int, label: str, icon: str) -> None:

@@ -7,19 +7,25 @@ mean F1 at probability one half, which nothing was fitted to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import sparse
 from torch import Tensor
 
 from tessella.core.record import to_plain
 from tessella.core.task import TaskRecord
-from tessella.tasks.task import Rows, Targets
+from tessella.tasks.known import Floats, mean_known
+from tessella.tasks.task import Resampled, Rows, Targets
 
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 CHUNK = 4096  # images whose targets are unfolded at a time
 COUNTED = False
+KEPT = ("scores", "resampled")  # what a report's JSON leaves out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,7 @@ class Evaluation:
     loss: float
     classes: tuple[LabelReport, ...]
     scores: npt.NDArray[np.float32]
+    resampled: Resampled = field(repr=False, compare=False)
 
     @property
     def values(self) -> dict[str, float]:
@@ -71,12 +78,8 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {"threshold": tuple(c.threshold for c in self.classes)}
 
-    @property
-    def resampled(self) -> None:
-        return None
-
     def to_json(self) -> dict[str, Any]:
-        return {k: to_plain(v) for k, v in vars(self).items() if k != "scores"}
+        return {k: to_plain(v) for k, v in vars(self).items() if k not in KEPT}
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
         header = ("class", "images", "AP", "threshold", "precision", "recall", "F1")
@@ -98,25 +101,23 @@ def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluat
     """The ``Evaluation`` of logits N×K."""
     count = len(rows_NR)
     truth_NK = np.zeros(rows_NR.shape, bool)
-    loss = 0.0
+    losses_N = np.zeros(count)
     for start in range(0, count, CHUNK):
         part = np.arange(start, min(start + CHUNK, count))
         hot = targets.batch(part)
         truth_NK[part] = hot > 0.5
         logits = rows_NR[part].astype(np.float64)
-        loss += float((np.logaddexp(0.0, logits) - logits * hot).sum())
-    reports = [_of_class(rows_NR[:, k], truth_NK[:, k], label) for k, label in enumerate(labels)]
-    cuts = np.array([_logit(r.threshold) for r in reports])
-    known = [r for r in reports if r.average_precision is not None]
+        losses_N[part] = (np.logaddexp(0.0, logits) - logits * hot).mean(axis=1)
+    ranked = [_ranked(rows_NR[:, k], truth_NK[:, k]) for k in range(len(labels))]
+    again = functools.partial(_drawn, ranked, losses_N)
+    once = np.ones((count, 1))
+    values = {name: float(value[0]) for name, value in again(once).items()}
     return Evaluation(
         count=count,
-        map=_mean([r.average_precision or 0.0 for r in known]),
-        f1=_mean([r.f1 for r in known]),
-        f1_at_half=_mean([r.f1_at_half for r in known]),
-        exact=float(((rows_NR >= cuts) == truth_NK).all(axis=1).mean()),
-        loss=loss / rows_NR.size,
-        classes=tuple(reports),
+        classes=tuple(_report(c.drawn(once), n) for c, n in zip(ranked, labels, strict=True)),
         scores=rows_NR,
+        resampled=again,
+        **values,
     )
 
 
@@ -130,50 +131,142 @@ def losses(
     return each_N
 
 
-def _mean(values: list[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """One class in S draws; of a draw without the class ``average_precision`` alone is NaN."""
+
+    average_precision: Floats
+    threshold: Floats
+    precision: Floats
+    recall: Floats
+    f1: Floats
+    f1_at_half: Floats
+    support: Floats
 
 
-def _of_class(scores_N: Rows, truth_N: npt.NDArray[np.bool_], label: str) -> LabelReport:
-    hits_M, shown_M, cuts_M = _curve(scores_N, truth_N)
-    support = int(truth_N.sum())
-    precision_M, recall_M = hits_M / shown_M, hits_M / max(support, 1)
-    f1_M = 2 * hits_M / (shown_M + support)
-    best = int(f1_M.argmax())
-    positive_N = scores_N >= 0
-    right = int((positive_N & truth_N).sum())
-    steps_M = np.diff(recall_M, prepend=0.0)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ranked:
+    """The images of a split by their score for a class, the highest first.
+
+    Precision and recall are told at the M distinct scores that images of the class have: between
+    these F1 falls, and recall stays.
+
+    Attributes:
+        scores: of the images, in the split's order.
+        order: their places in the split.
+        hits: the places in the split of the images of the class, in that order.
+        last: the place in ``hits`` of the last one of each score, [M].
+        ends: how many images have each score, or a higher one, [M].
+    """
+
+    scores: Floats
+    truth: Bools
+    order: Ints
+    hits: Ints
+    last: Ints
+    ends: Ints
+
+    def drawn(self, drawn_NS: Floats) -> _Drawn:
+        """The measures of draws."""
+        support_S = drawn_NS[self.hits].sum(axis=0)
+        positive_N = self.scores >= 0
+        right_S, shown_S = np.stack([positive_N & self.truth, positive_N]) @ drawn_NS
+        at_half_S = 2 * right_S / np.maximum(shown_S + support_S, 1)
+        if not len(self.hits):
+            zero_S = np.zeros(drawn_NS.shape[1])
+            return _Drawn(
+                average_precision=zero_S + np.nan, threshold=zero_S + 0.5, precision=zero_S,
+                recall=zero_S, f1=zero_S, f1_at_half=at_half_S, support=support_S,
+            )  # fmt: skip
+        hits_MS = np.cumsum(drawn_NS[self.hits], axis=0)[self.last]
+        shown_MS = self._shown(drawn_NS)
+        precision_MS = hits_MS / np.maximum(shown_MS, 1)
+        recall_MS = hits_MS / np.maximum(support_S, 1)
+        f1_MS = 2 * hits_MS / np.maximum(shown_MS + support_S, 1)
+        best_S = f1_MS.argmax(axis=0)
+        area_S = (precision_MS * np.diff(recall_MS, axis=0, prepend=0.0)).sum(axis=0)
+        there_S = support_S > 0
+        precision_S, recall_S, f1_S = (
+            np.take_along_axis(v, best_S[None], axis=0)[0] for v in (precision_MS, recall_MS, f1_MS)
+        )
+        return _Drawn(
+            average_precision=np.where(there_S, area_S, np.nan),
+            threshold=np.where(there_S, self._threshold(self.ends[best_S]), 0.5),
+            precision=precision_S,
+            recall=recall_S,
+            f1=f1_S,
+            f1_at_half=at_half_S,
+            support=support_S,
+        )
+
+    def _shown(self, drawn_NS: Floats) -> Floats:
+        """How many images have each of the M scores, or a higher one, [M, S]."""
+        chosen = self.order[: self.ends[-1]]
+        shape = (len(self.ends), len(drawn_NS))
+        between = sparse.csr_matrix((np.ones(len(chosen)), chosen, np.append(0, self.ends)), shape)
+        return np.asarray(np.cumsum(between @ drawn_NS, axis=0))
+
+    def _threshold(self, ends_S: Ints) -> Floats:
+        """The probability halfway between the last score that counts and the next one.
+
+        An image that a draw lacks may be next: the same images of the draw count.
+        """
+        cut_S = self.scores[self.order[ends_S - 1]]
+        low_S = self.scores[np.append(self.order, self.order[-1])[ends_S]]
+        middle_S = (cut_S + np.where(ends_S < len(self.order), low_S, cut_S - 1.0)) / 2
+        made = 1 / (1 + np.exp(-np.clip(middle_S, -700, 700)))
+        return np.asarray(np.clip(made, 1e-12, 1 - 1e-12))
+
+
+def _ranked(scores_N: Rows, truth_N: Bools) -> _Ranked:
+    order = np.argsort(-scores_N, kind="stable")
+    scores = scores_N.astype(np.float64)
+    places = np.flatnonzero(truth_N[order])
+    sorted_N = scores[order]
+    own = sorted_N[places]
+    last = np.append(np.flatnonzero(np.diff(own)), len(own) - 1) if len(own) else places
+    ends = np.searchsorted(-sorted_N, -own[last], side="right")
+    return _Ranked(
+        scores=scores, truth=truth_N, order=order, hits=order[places], last=last, ends=ends
+    )
+
+
+def _drawn(ranked: list[_Ranked], losses_N: Floats, drawn_NS: Floats) -> dict[str, Floats]:
+    """The measures of draws: means over the classes that occur."""
+    found = [c.drawn(drawn_NS) for c in ranked]
+    right_NS = np.ones(drawn_NS.shape, bool)
+    for c, made in zip(ranked, found, strict=True):
+        right_NS &= (c.scores[:, None] >= _logit(made.threshold)) == c.truth[:, None]
+    known_KS = np.stack([made.support > 0 for made in found])
+    count_S = drawn_NS.sum(axis=0)
+
+    def mean(name: str) -> Floats:
+        values_KS = np.stack([getattr(made, name) for made in found])
+        return np.nan_to_num(mean_known(np.where(known_KS, values_KS, np.nan)))
+
+    return {
+        "map": mean("average_precision"),
+        "f1": mean("f1"),
+        "f1_at_half": mean("f1_at_half"),
+        "exact": np.einsum("ns,ns->s", right_NS, drawn_NS) / count_S,
+        "loss": losses_N @ drawn_NS / count_S,
+    }
+
+
+def _report(made: _Drawn, label: str) -> LabelReport:
+    """A class of the split itself, the only draw."""
+    support = int(made.support[0])
     return LabelReport(
         label=label,
-        average_precision=float((precision_M * steps_M).sum()) if support else None,
-        threshold=_threshold(cuts_M, best) if support else 0.5,
-        precision=float(precision_M[best]) if support else 0.0,
-        recall=float(recall_M[best]),
-        f1=float(f1_M[best]),
-        f1_at_half=float(2 * right / max(int(positive_N.sum()) + support, 1)),
+        average_precision=float(made.average_precision[0]) if support else None,
+        threshold=float(made.threshold[0]),
+        precision=float(made.precision[0]),
+        recall=float(made.recall[0]),
+        f1=float(made.f1[0]),
+        f1_at_half=float(made.f1_at_half[0]),
         support=support,
     )
 
 
-def _curve(
-    scores_N: Rows, truth_N: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Right ones, and all that are shown, when every score from one of M distinct ones on counts.
-
-    Highest score first, as scikit-learn's ``precision_recall_curve`` has them from its end.
-    """
-    order = np.argsort(-scores_N, kind="stable")
-    scores = scores_N[order].astype(np.float64)
-    last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)
-    return np.cumsum(truth_N[order])[last], last + 1, scores[last]
-
-
-def _threshold(cuts_M: npt.NDArray[np.float64], best: int) -> float:
-    """The probability halfway between the last logit that counts and the next one."""
-    low = cuts_M[best + 1] if best + 1 < len(cuts_M) else cuts_M[best] - 1.0
-    middle = (cuts_M[best] + low) / 2
-    return float(np.clip(1 / (1 + np.exp(-np.clip(middle, -700, 700))), 1e-12, 1 - 1e-12))
-
-
-def _logit(probability: float) -> float:
-    return float(np.log(probability) - np.log1p(-probability))
+def _logit(probability_S: Floats) -> Floats:
+    return np.asarray(np.log(probability_S) - np.log1p(-probability_S))

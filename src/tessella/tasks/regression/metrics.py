@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from tessella.core.record import to_plain
 from tessella.core.task import TaskRecord
+from tessella.tasks.known import Floats, mean_known
 from tessella.tasks.regression.examples import Values
-from tessella.tasks.task import Rows, Targets
+from tessella.tasks.task import Resampled, Rows, Targets
 
 COUNTED = False
+KEPT = ("values_NK", "resampled")  # what a report's JSON leaves out
+CANCELLED = 0.1  # of a sum of squares: what is left of it has lost more than a digit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class Evaluation:
     loss: float
     classes: tuple[NumberReport, ...]
     values_NK: npt.NDArray[np.float32]
+    resampled: Resampled = field(repr=False, compare=False)
 
     @property
     def values(self) -> dict[str, float]:
@@ -60,12 +65,8 @@ class Evaluation:
     def numbers(self) -> dict[str, tuple[float, ...]]:
         return {}
 
-    @property
-    def resampled(self) -> None:
-        return None
-
     def to_json(self) -> dict[str, Any]:
-        return {k: to_plain(v) for k, v in vars(self).items() if k != "values_NK"}
+        return {k: to_plain(v) for k, v in vars(self).items() if k not in KEPT}
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
         rows = [(c.label, c.support, c.r2, c.mae, c.rmse) for c in self.classes]
@@ -83,19 +84,17 @@ def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
 def measure(rows_NR: Rows, targets: Targets, labels: tuple[str, ...]) -> Evaluation:
     """The ``Evaluation`` of answers N×K in the user's units."""
     assert isinstance(targets, Values)
-    reports = [
-        _of_number(rows_NR[:, k].astype(np.float64), targets.values_NK[:, k], label)
-        for k, label in enumerate(labels)
-    ]
-    known = [r for r in reports if r.support]
-    r2 = float(np.mean([r.r2 for r in known])) if known else 0.0
+    each = _each(rows_NR, targets.values_NK, np.ones((len(rows_NR), 1)))
+    reports = []
+    for label, made in zip(labels, each[..., 0].tolist(), strict=True):
+        r2, mae, rmse, support = made
+        reports.append(NumberReport(label=label, r2=r2, mae=mae, rmse=rmse, support=int(support)))
     return Evaluation(
         count=len(rows_NR),
-        r2=r2,
-        mae=float(np.mean([r.mae for r in known])) if known else 0.0,
-        loss=1 - r2,
         classes=tuple(reports),
         values_NK=rows_NR,
+        resampled=functools.partial(_drawn, rows_NR, targets.values_NK),
+        **{name: float(value[0]) for name, value in _means(each).items()},
     )
 
 
@@ -115,22 +114,43 @@ def losses(
     return each_N
 
 
-def _of_number(
-    answers_N: npt.NDArray[np.float64], truth_N: npt.NDArray[np.float64], label: str
-) -> NumberReport:
+def _drawn(rows_NR: Rows, truth_NK: Floats, drawn_NS: Floats) -> dict[str, Floats]:
+    """The measures of draws."""
+    return _means(_each(rows_NR, truth_NK, drawn_NS))
+
+
+def _means(each: Floats) -> dict[str, Floats]:
+    """The means of [K, 4, S] over the numbers that are known somewhere."""
+    r2_KS, mae_KS, _, support_KS = each.swapaxes(0, 1)
+    none_KS = np.where(support_KS > 0, 0.0, np.nan)
+    r2_S, mae_S = (np.nan_to_num(mean_known(v + none_KS)) for v in (r2_KS, mae_KS))
+    return {"r2": r2_S, "mae": mae_S, "loss": 1 - r2_S}
+
+
+def _each(rows_NR: Rows, truth_NK: Floats, drawn_NS: Floats) -> Floats:
+    """R², mean absolute and root mean square error and support of each number, [K, 4, S]."""
+    columns = zip(rows_NR.T.astype(np.float64), truth_NK.T, strict=True)
+    return np.stack([_of_number(answers, truth, drawn_NS) for answers, truth in columns])
+
+
+def _of_number(answers_N: Floats, truth_N: Floats, drawn_NS: Floats) -> Floats:
     known_N = ~np.isnan(truth_N)
-    answers, truth = answers_N[known_N], truth_N[known_N]
-    if not len(truth):
-        return NumberReport(label=label, r2=0.0, mae=0.0, rmse=0.0, support=0)
-    errors = answers - truth
-    squares = float((errors**2).sum())
-    total = float(((truth - truth.mean()) ** 2).sum())
+    if not known_N.any():
+        return np.zeros((4, drawn_NS.shape[1]))
+    errors_N = np.where(known_N, answers_N - truth_N, 0.0)
+    # from the median no mean is farther than a standard deviation, so that little is cancelled
+    apart_N = np.where(known_N, truth_N - np.median(truth_N[known_N]), 0.0)
+    sums = np.stack([known_N, np.abs(errors_N), errors_N**2, apart_N, apart_N**2]) @ drawn_NS
+    support_S, absolute_S, squares_S, sum_S, total_S = sums
+    count_S = np.maximum(support_S, 1)
+    mean_S = sum_S / count_S
+    left_S = total_S - sum_S * mean_S
+    lost = left_S < CANCELLED * total_S
+    if lost.any():  # a draw may lie far from the median
+        again_NL = np.where(known_N[:, None], apart_N[:, None] - mean_S[lost], 0.0)
+        left_S[lost] = (again_NL**2 * drawn_NS[:, lost]).sum(axis=0)
     # A number that never varies: right everywhere is 1, else 0, as scikit-learn has it.
-    r2 = 1 - squares / total if total > 0 else float(squares == 0)
-    return NumberReport(
-        label=label,
-        r2=r2,
-        mae=float(np.abs(errors).mean()),
-        rmse=float(np.sqrt(squares / len(truth))),
-        support=len(truth),
-    )
+    varies_S = left_S > 0
+    r2_S = np.where(varies_S, 1 - squares_S / np.where(varies_S, left_S, 1.0), squares_S == 0)
+    r2_S = np.where(support_S > 0, r2_S, 0.0)
+    return np.stack([r2_S, absolute_S / count_S, np.sqrt(squares_S / count_S), support_S])
