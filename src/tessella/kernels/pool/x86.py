@@ -270,9 +270,9 @@ class _Pool:
                     load(TAKEN, At(base="rax", distance=place), mask)
                     a.vector(instruction, i, i, TAKEN)
                     if has_nan and has_masks:
-                        a.compare_ordered(1 + i, TAKEN, TAKEN)
+                        a.compare_lanes("vcmpordps", 1 + i, TAKEN, TAKEN, mask=1 + i)
                     elif has_nan:
-                        a.unordered(TAKEN, TAKEN, TAKEN)
+                        a.compare_lanes("vcmpunordps", TAKEN, TAKEN, TAKEN)
                         a.vector("vorps", SEEN + i, SEEN + i, TAKEN)
                 a.add("rax", self.pixel)
             a.add("rsi", self.row)
