@@ -20,6 +20,7 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, At
+from tessella.device.x86.code import CACHE_LINE
 from tessella.device.x86.tiles import (
     CONFIGURATION_BYTES,
     TileAssembler,
@@ -28,7 +29,6 @@ from tessella.device.x86.tiles import (
 )
 from tessella.kernels.attention import heads
 from tessella.kernels.attention.heads import (
-    CACHE_LINE,
     ITEM,
     KEY_STEP,
     KEYS_AT,

@@ -13,6 +13,7 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.x86 import code
+from tessella.device.x86.code import CACHE_LINE
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -21,7 +22,6 @@ VECTORS = 2  # of a panel of keys or values
 MOST_PART_BYTES = 2**21  # for a thread
 MOST_CHANNELS = 256
 MOST_THREADS = 64
-CACHE_LINE = 64
 # of a mask, for minus infinity, of which a difference would be no number; log2 e times it is one
 HIDDEN = -2e38
 NOTHING = -87.0  # e to what is less is 0, here as in torch: else one would see huge values

@@ -21,9 +21,9 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.device.x86.code import CACHE_LINE
 from tessella.kernels.attention import heads
 from tessella.kernels.attention.heads import (
-    CACHE_LINE,
     ITEM,
     KEY_STEP,
     KEYS_AT,

@@ -27,6 +27,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
+from tessella.device.x86.code import CACHE_LINE, MAX_BYTES
 from tessella.kernels.catalog import Config
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.amx_blocks import (
@@ -47,7 +48,7 @@ from tessella.kernels.shared.amx_blocks import (
     Lines,
     machine_code,
 )
-from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, pixel_bytes
+from tessella.kernels.shared.x86_tiles import Panels, pixel_bytes
 from tessella.operations.problem import Problem
 
 MOST_ROWS = 512  # of an item
