@@ -384,7 +384,7 @@ class _Head:
         self._across(a, "vmaxps", EXTREMES)
         if self.is_masked:
             for row in range(TOGETHER):
-                a.vector("vaddps", EXTREMES + row, EXTREMES + row, At(base="rcx", index="rdx"))
+                a.vector("vsubps", EXTREMES + row, EXTREMES + row, At(base="rcx", index="rdx"))
 
     def _across(self, a: TileAssembler, name: str, first: int) -> None:
         """The lanes of each row's vector combined, in all of them."""

@@ -158,8 +158,8 @@ def mask_bytes(mask: torch.Tensor) -> int:
 
 def rows_of_mask(mask: torch.Tensor) -> torch.Tensor:
     """What is added to the scores of each image's keys, in whole panels, and behind it a vector of
-    what is added to their largest: 0, or infinity where no key is seen, beside which all are
-    nothing: then the result is 0, as torch's.
+    what is subtracted from their largest: 0, or ``HIDDEN`` where no key is seen, beside which
+    all are nothing then: the result is 0, as torch's.
     """
     # the last panel is filled up with its last key, which must not count where it is hidden
     lanes = code.require_instructions().lanes
@@ -171,7 +171,7 @@ def rows_of_mask(mask: torch.Tensor) -> torch.Tensor:
     else:
         torch.clamp(seen.float(), min=HIDDEN, out=of_keys)
         seen = seen != -torch.inf
-    rows[:, -lanes:] = torch.where(seen.any(1, keepdim=True), 0.0, torch.inf)
+    rows[:, -lanes:].masked_fill_(seen.any(1, keepdim=True), 0.0)
     return rows
 
 

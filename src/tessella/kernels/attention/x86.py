@@ -354,7 +354,7 @@ class _Head:
         self._fold(a, f"{name} largest", "vmaxps", rows)
         for row in range(rows):
             if self.is_masked:  # r9: behind the panels
-                a.vector("vaddps", row, row, At(base="r9"))
+                a.vector("vsubps", row, row, At(base="r9"))
             a.store_vector(self._factor(row), row)
         a.load_vector(self.isa.vectors - 1, constants.at(LOWEST))
         a.move("r8", "r13")
