@@ -425,12 +425,14 @@ class _Head:
         if self.is_masked:  # a NaN counts
             a.compare_lanes("vcmpnltps", counts, score, constants.at(heads.NOTHING))
         a.vector("vmaxps", score, self.isa.vectors - 1, score)  # a NaN stays
-        exponential(a, constants, score, power, score + 2, score + 3)
-        a.vector("vsubps", score, score, score)  # 0, or a NaN, which the power is not
         by_mask = self.is_masked and self.isa == AVX512
-        a.vector("vaddps", power, power, score, mask=counts if by_mask else 0)
-        if self.is_masked and not by_mask:
-            a.vector("vandps", power, power, counts)
+        mask = counts if by_mask else 0
+        exponential(a, constants, score, power, score + 2, score + 3, mask)
+        if self.isa == AVX2:
+            a.vector("vsubps", score, score, score)  # 0, or a NaN, which the power is not
+            a.vector("vaddps", power, power, score)
+            if self.is_masked:
+                a.vector("vandps", power, power, counts)
         lanes = min(self.isa.lanes, max(0, keys - v * self.isa.lanes))
         if lanes < self.isa.lanes:
             a.vector("vandps", power, power, constants.first(lanes))
