@@ -286,7 +286,7 @@ def test_what_a_filter_sees_far_away_is_not_copied_for_each_thread() -> None:
     ],
 )
 def test_plans_from_before_find_their_workspace_enough(
-    shape: tuple[int, ...], channels: int, attrs: dict[str, Any], rows: int, needed: int
+    shape: tuple[int, int, int, int], channels: int, attrs: dict[str, Any], rows: int, needed: int
 ) -> None:
     p = problem(shape, channels, "bfloat16", **attrs)
     config = ROW.configs(p)[0] | {"rows": rows}
