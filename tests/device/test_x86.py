@@ -135,7 +135,9 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
     for register in REGISTERS[:8]:
         a.mask(6, register)
     for one in (0, 7, 8, 15, 16, 31):
-        a.compare_ordered(2, one, 31 - one)
+        a.compare_lanes("vcmpordps", 2, one, 31 - one, mask=2)
+        a.compare_lanes("vcmpnltps", 7, one, At(base="r10", distance=64))
+        a.vector("vscalefps", one, 31 - one, one ^ 8, mask=3)
         a.copy_mask(1, 5)
         a.copy_vector(one, 31 - one, 4)
     assert told_of(a, tmp_path) == a.listing
@@ -144,7 +146,8 @@ def test_what_only_avx512_has(tmp_path: Path) -> None:
 def test_what_only_avx2_has(tmp_path: Path) -> None:
     a = Assembler(AVX2)
     for one in (0, 7, 8, 15):
-        a.unordered(one, 15 - one, one ^ 8)
+        a.compare_lanes("vcmpunordps", one, 15 - one, one ^ 8)
+        a.compare_lanes("vcmpnltps", one, 15 - one, At(base="rax", distance=32))
         a.upper_half(one, 15 - one)
         a.swap_middle(one, 15 - one)
         a.in_half("vpmaxsb", one, 15 - one, one ^ 8)
@@ -216,11 +219,11 @@ def test_tiles_multiply_and_are_left_as_they_were() -> None:
     [
         lambda a: a.mask(6, "rax"),
         lambda a: a.copy_mask(1, 5),
-        lambda a: a.compare_ordered(2, 1, 0),
+        lambda a: a.compare_lanes("vcmpordps", 2, 1, 0, mask=2),
+        lambda a: a.vector("vaddps", 1, 2, 3, mask=4),
         lambda a: a.load_bfloat16(5, At(base="rax")),
         lambda a: a.store_bfloat16(At(base="rax"), 5),
         lambda a: a.broadcast_bfloat16(5, At(base="rax")),
-        lambda a: a.pick_words(1, 2, 3),
         lambda a: a.load_vector(5, At(base="rax"), 3),
         lambda a: a.expand_words(5, At(base="rax"), 3),
         lambda a: a.copy_vector(1, 2, 3),

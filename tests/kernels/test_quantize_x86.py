@@ -92,4 +92,4 @@ def test_pictures_in_planes_become_pixels(
     assert out[0, 0, 0, 0] == 127  # as where nothing moves
     assert (memory[:64] == 99).all()
     assert (memory[64 + count :] == 99).all()
-    assert "three channels" in str(row.refusal(problem((1, 4, 8, 8))))
+    assert "pictures of 3 channels" in str(row.refusal(problem((1, 4, 8, 8))))

@@ -277,6 +277,25 @@ def test_what_a_filter_sees_far_away_is_not_copied_for_each_thread() -> None:
             assert ROW.workspace_bytes(p, config) < 20 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("shape", "channels", "attrs", "rows", "needed"),
+    [
+        ((1, 1024, 14, 14), 256, {}, 256, 16_960),
+        ((1, 64, 56, 56), 256, {}, 64, 67_648),
+        ((1, 128, 56, 56), 128, WINDOWS["3×3, by two"][1] | {"kernel": (3, 3)}, 256, 2_376_256),
+    ],
+)
+def test_plans_from_before_find_their_workspace_enough(
+    shape: tuple[int, int, int, int], channels: int, attrs: dict[str, Any], rows: int, needed: int
+) -> None:
+    p = problem(shape, channels, "bfloat16", **attrs)
+    config = ROW.configs(p)[0] | {"rows": rows}
+    assert config.pop("chunks")
+    assert ROW.workspace_bytes(p, config) == needed < ROW.workspace_bytes(p, config | {"chunks": 1})
+    given, constants = drawn(p)
+    near(run(p, given, constants, config), exact(p, given, constants))
+
+
 def test_batch_sizes_of_a_linear_layer_share_its_packed_weight() -> None:
     weight = torch.randn(64, 96).bfloat16()
     made = []

@@ -4,6 +4,8 @@ below the normal numbers, which become 0.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,3 +51,5 @@ def test_what_it_leaves_to_others() -> None:
     assert "2, 3, 4 channels" in str(refusal(problem((1, 5, 8, 8))))
     assert "of float32" in str(refusal(problem((1, 3, 8, 8), "bfloat16", "float32")))
     assert "16 pixels" in str(refusal(problem((1, 3, 3, 5))))
+    known = replace(problem((1, 3, 8, 8)), constant=(0,))
+    assert "no constants" in str(refusal(known))

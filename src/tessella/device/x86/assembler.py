@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessella.device.x86.opcodes import (
+    COMPARISONS,
     CONVERSIONS,
     FIRST_AVX512,
     M0F,
@@ -40,7 +41,6 @@ NUMBER = {name: i for i, name in enumerate(REGISTERS)}
 SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")  # what a function gives back as it was
 
 CONDITIONS = {"jge": 0x8D, "jl": 0x8C, "je": 0x84, "jne": 0x85}
-ORDERED, UNORDERED = 7, 3  # of vcmpps: neither is a NaN, one is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,16 +356,17 @@ class Assembler:
         text = f"vmovaps {self._name}{to}{masked},{self._name}{source}"
         self._vector(text, NONE, M0F, 0x28, to, 0, source, mask=mask)
 
-    def vector(self, name: str, to: int, one: int, other: int | At) -> None:
-        """Write the instruction of this name in ``VECTOR``."""
+    def vector(self, name: str, to: int, one: int, other: int | At, mask: int = 0) -> None:
+        """Write the instruction of this name in ``VECTOR``; zero where the mask is."""
         if name in ONLY_AVX512:
             self._require_avx512()
         registers = self._name
         said = f"{registers}{other}" if isinstance(other, int) else f"{self._place} {other}"
-        text = f"{name} {registers}{to},{registers}{one},{said}"
+        masked = f"{{k{mask}}}{{z}}" if mask else ""
+        text = f"{name} {registers}{to}{masked},{registers}{one},{said}"
         if name in FIRST_AVX512 and not self._wide:
             text = "{vex} " + text
-        self._vector(text, *VECTOR[name], to, one, other)
+        self._vector(text, *VECTOR[name], to, one, other, mask=mask, zero=bool(mask))
 
     def convert(self, name: str, to: int, source: int | At) -> None:
         """Write the instruction of this name in ``CONVERSIONS``; it rounds half to even."""
@@ -455,21 +456,16 @@ class Assembler:
         text = f"vmovdqu16 YMMWORD PTR {to}{{k{mask}}},ymm{source}"
         self._vector(text, XF2, M0F, 0x7F, source, 0, to, mask=mask, short=True, wide=True)
 
-    def compare_ordered(self, mask: int, one: int, other: int) -> None:
-        """Clears the mask's bits where one of the two is a NaN."""
-        self._require_avx512()
-        text = f"vcmpordps k{mask}{{k{mask}}},zmm{one},zmm{other}"
-        self._vector(text, NONE, M0F, 0xC2, mask, one, other, mask=mask)
-        self._code.append(ORDERED)
-
-    def unordered(self, to: int, one: int, other: int) -> None:
-        """Set all bits of the lanes in which one of the two numbers is a NaN, and clear the others
-        (AVX2).
+    def compare_lanes(self, name: str, to: int, one: int, other: int | At, mask: int = 0) -> None:
+        """Set the bit of each lane in mask ``to`` (AVX-512), or all bits of the lane in vector
+        ``to`` (AVX2), where the comparison of this name in ``COMPARISONS`` holds, and clear the
+        others; also those that ``mask`` has not.
         """
-        assert not self._wide, "AVX-512 compares into a mask"
-        text = f"vcmpunordps ymm{to},ymm{one},ymm{other}"
-        self._vector(text, NONE, M0F, 0xC2, to, one, other)
-        self._code.append(UNORDERED)
+        made = f"k{to}{{k{mask}}}" if mask else f"k{to}" if self._wide else f"ymm{to}"
+        said = f"{self._place} {other}" if isinstance(other, At) else f"{self._name}{other}"
+        text = f"{name} {made},{self._name}{one},{said}"
+        self._vector(text, NONE, M0F, 0xC2, to, one, other, mask=mask)
+        self._code.append(COMPARISONS[name])
 
     # encoding
 

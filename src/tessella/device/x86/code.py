@@ -22,6 +22,7 @@ from tessella.core.processor import may_use, on_tiles, tiles_refusal, widest_all
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
 CACHE_LINE = 64  # bytes: at a multiple of it a workspace's parts begin
+MAX_BYTES = 2**31 - 1  # distances have 32 bits
 NUMBER = 8  # bytes, in tables and in what a function is given
 _COUNTER, _ITEMS, _COUNT, _FIRST = range(4)  # numbers of a call: those of ``run`` come last
 # instruction sets beside those of vectors alone, each with the one that it extends

@@ -30,6 +30,7 @@ VECTOR = {
     "vfmadd213ps": (X66, M0F38, 0xA8),
     "vfmsub132ps": (X66, M0F38, 0x9A),
     "vdpbf16ps": (XF3, M0F38, 0x52),
+    "vscalefps": (X66, M0F38, 0x2C),  # the first times 2 to the second, rounded down
     "vcvtne2ps2bf16": (XF2, M0F38, 0x72),  # the second operand's numbers are the upper ones
     "vpdpbusd": (X66, M0F38, 0x50),
     "vpxord": (X66, M0F, 0xEF),
@@ -37,7 +38,9 @@ VECTOR = {
     "vpshufb": (X66, M0F38, 0x00),
     "vpermt2ps": (X66, M0F38, 0x7F),  # of the first and the third by the second's places
 }
-ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps")
+ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps", "vscalefps")
 FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
+# name → what VCMPPS is told; unless ordered, also of a NaN: neither is one, one is, not less
+COMPARISONS = {"vcmpordps": 7, "vcmpunordps": 3, "vcmpnltps": 5}
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}

@@ -20,6 +20,7 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, At
+from tessella.device.x86.code import CACHE_LINE
 from tessella.device.x86.tiles import (
     CONFIGURATION_BYTES,
     TileAssembler,
@@ -28,7 +29,6 @@ from tessella.device.x86.tiles import (
 )
 from tessella.kernels.attention import heads
 from tessella.kernels.attention.heads import (
-    CACHE_LINE,
     ITEM,
     KEY_STEP,
     KEYS_AT,
@@ -56,7 +56,6 @@ STEP = 32  # channels, or keys, that a product of tiles takes
 SIZE, WORD = 2, 4
 TILE_BYTES = 1024
 TOGETHER = 8  # rows whose powers are made side by side
-LOWEST = -80.0  # 2 to it is nothing beside 1, and no subnormal number
 # of 2ᶠ, f from -1/2 to 1/2: within 3e-6 of it, where rounding to bfloat16 takes 4e-3
 POWER = (0.9999991655349731, 0.6931219696998596, 0.24024981260299683, 0.05591703951358795,
          0.009560510516166687)  # fmt: skip
@@ -336,7 +335,7 @@ class _Head:
         """
         a.load_vector(FACTOR, constants.at(self.scale * LOG2E))
         a.load_vector(ROUNDING, constants.at(ROUNDS))
-        a.load_vector(LEAST, constants.at(LOWEST))
+        a.load_vector(LEAST, constants.at(heads.NOTHING * LOG2E))
         for register, place in (("r8", self._scores), ("r9", self._powers), ("r11", self._factors)):
             a.move(register, "r13")
             a.add(register, place)
@@ -358,10 +357,9 @@ class _Head:
             self._across(a, "vaddps", SUMS)
             a.load_vector(SPARE, constants.at(1.0))
             for row in range(TOGETHER):
+                if self.is_masked:  # of no key, too
+                    a.vector("vmaxps", SUMS + row, SPARE, SUMS + row)
                 a.vector("vdivps", SUMS + row, SPARE, SUMS + row)
-                if self.is_masked:
-                    end = self.steps * STEP * WORD  # zeros where no key is seen
-                    a.vector("vmulps", SUMS + row, SUMS + row, At(base="rcx", distance=end))
                 a.store_vector(At(base="r11", distance=row * CACHE_LINE), SUMS + row)
             a.add("r8", TOGETHER * self._row)
             a.add("r9", TOGETHER * self._power_row)
@@ -370,19 +368,23 @@ class _Head:
     def _scale(self, a: TileAssembler, constants: Constants) -> None:
         """The scores times their factor, and what is added to them; and the largest of each row."""
         for row in range(TOGETHER):
-            a.load_vector(EXTREMES + row, constants.at(heads.HIDDEN))
+            a.load_vector(EXTREMES + row, constants.at(-math.inf))
         a.set("rdx", 0)
         with a.stepped("scale", "rdx", CACHE_LINE, self.steps * 2 * CACHE_LINE):
+            if self.is_masked:
+                a.load_vector(SUMS, At(base="rcx", index="rdx"))
+                a.vector("vmulps", SUMS, SUMS, constants.at(LOG2E))
             for row in range(TOGETHER):
                 x, place = SPARE + row, At(base="r8", index="rdx", distance=row * self._row)
                 a.vector("vmulps", x, FACTOR, place)
                 if self.is_masked:
-                    a.load_vector(SUMS, At(base="rcx", index="rdx"))
-                    a.vector("vmulps", SUMS, SUMS, constants.at(LOG2E))
                     a.vector("vaddps", x, x, SUMS)
                 a.store_vector(place, x)
                 a.vector("vmaxps", EXTREMES + row, x, EXTREMES + row)
         self._across(a, "vmaxps", EXTREMES)
+        if self.is_masked:
+            for row in range(TOGETHER):
+                a.vector("vsubps", EXTREMES + row, EXTREMES + row, At(base="rcx", index="rdx"))
 
     def _across(self, a: TileAssembler, name: str, first: int) -> None:
         """The lanes of each row's vector combined, in all of them."""
@@ -402,21 +404,18 @@ class _Head:
             made = []
             for v in range(2):
                 x = SPARE + (2 * row + v) % 4 * 3
-                rounded, power = x + 1, x + 2
+                rounded, power, counts = x + 1, x + 2, 1 + (2 * row + v) % 4
                 distance = row * self._row + v * CACHE_LINE
                 a.load_vector(x, At(base="r8", index="rdx", distance=distance))
                 a.vector("vsubps", x, x, EXTREMES + row)
-                a.vector("vmaxps", x, LEAST, x)  # a NaN stays
+                a.compare_lanes("vcmpnltps", counts, x, LEAST)  # a NaN counts
                 a.vector("vaddps", rounded, x, ROUNDING)
-                a.vector("vsubps", power, rounded, ROUNDING)
-                a.vector("vsubps", x, x, power)
+                a.vector("vsubps", rounded, rounded, ROUNDING)
+                a.vector("vsubps", x, x, rounded)
                 a.load_vector(power, constants.at(POWER[-1]))
                 for coefficient in reversed(POWER[:-1]):
                     a.vector("vfmadd213ps", power, x, constants.at(coefficient))
-                a.shift_left(rounded, rounded, 23)
-                a.vector("vpaddd", power, power, rounded)
-                a.vector("vsubps", x, x, x)  # 0, or a NaN, which the power is not
-                a.vector("vaddps", power, power, x)
+                a.vector("vscalefps", power, power, rounded, mask=counts)
                 lanes = min(HALF, max(0, keys - v * HALF))
                 if lanes < HALF:
                     a.vector("vandps", power, power, constants.first(lanes))

@@ -13,6 +13,7 @@ import torch
 
 from tessella.core.errors import KernelError
 from tessella.device.x86 import code
+from tessella.device.x86.code import CACHE_LINE
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
@@ -21,8 +22,9 @@ VECTORS = 2  # of a panel of keys or values
 MOST_PART_BYTES = 2**21  # for a thread
 MOST_CHANNELS = 256
 MOST_THREADS = 64
-CACHE_LINE = 64
-HIDDEN = -3e38  # of a mask, for minus infinity, of which a difference would be no number
+# of a mask, for minus infinity, of which a difference would be no number; log2 e times it is one
+HIDDEN = -2e38
+NOTHING = -87.0  # e to what is less is 0, here as in torch: else one would see huge values
 
 
 def refusal(problem: Problem, dtype: str, width: int) -> str | None:
@@ -156,7 +158,8 @@ def mask_bytes(mask: torch.Tensor) -> int:
 
 def rows_of_mask(mask: torch.Tensor) -> torch.Tensor:
     """What is added to the scores of each image's keys, in whole panels, and behind it a vector of
-    ones, or of zeros where no key is seen: then the result is 0, as torch's.
+    what is subtracted from their largest: 0, or ``HIDDEN`` where no key is seen, beside which
+    all are nothing then: the result is 0, as torch's.
     """
     # the last panel is filled up with its last key, which must not count where it is hidden
     lanes = code.require_instructions().lanes
@@ -168,7 +171,7 @@ def rows_of_mask(mask: torch.Tensor) -> torch.Tensor:
     else:
         torch.clamp(seen.float(), min=HIDDEN, out=of_keys)
         seen = seen != -torch.inf
-    rows[:, -lanes:] = seen.any(1, keepdim=True)
+    rows[:, -lanes:].masked_fill_(seen.any(1, keepdim=True), 0.0)
     return rows
 
 

@@ -21,9 +21,9 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.device.x86.code import CACHE_LINE
 from tessella.kernels.attention import heads
 from tessella.kernels.attention.heads import (
-    CACHE_LINE,
     ITEM,
     KEY_STEP,
     KEYS_AT,
@@ -353,6 +353,8 @@ class _Head:
         """
         self._fold(a, f"{name} largest", "vmaxps", rows)
         for row in range(rows):
+            if self.is_masked:  # r9: behind the panels
+                a.vector("vsubps", row, row, At(base="r9"))
             a.store_vector(self._factor(row), row)
         a.load_vector(self.isa.vectors - 1, constants.at(LOWEST))
         a.move("r8", "r13")
@@ -367,9 +369,9 @@ class _Head:
         self._fold(a, f"{name} sums", "vaddps", rows)
         a.load_vector(self.isa.vectors - 1, constants.at(1.0))
         for row in range(rows):
+            if self.is_masked:  # of no key, too
+                a.vector("vmaxps", row, self.isa.vectors - 1, row)
             a.vector("vdivps", row, self.isa.vectors - 1, row)
-            if self.is_masked:  # r9: behind the panels
-                a.vector("vmulps", row, row, At(base="r9"))
             a.store_vector(self._factor(row), row)
 
     def _fold(self, a: Assembler, label: str, name: str, rows: int) -> None:
@@ -407,21 +409,30 @@ class _Head:
         for begin in range(0, len(places), together):
             some = places[begin : begin + together]
             a.interleave([
-                functools.partial(self._power, constants, keys, row, v, 4 * i)
+                functools.partial(self._power, constants, keys, row, v, i)
                 for i, (row, v) in enumerate(some)
             ])  # fmt: skip
 
     def _power(
-        self, constants: Constants, keys: int, row: int, v: int, first: int, a: Assembler
+        self, constants: Constants, keys: int, row: int, v: int, i: int, a: Assembler
     ) -> None:
-        """One vector of them; vectors ``first`` to ``first + 3`` are overwritten."""
-        place, score, power = self._score_at("r8", row, v), first, first + 1
+        """One vector of them; vectors ``4 * i`` to ``4 * i + 3`` are overwritten, and a mask, or
+        with AVX2 a vector behind those of all, which says where no key is hidden."""
+        place, score, power = self._score_at("r8", row, v), 4 * i, 4 * i + 1
+        counts = 1 + i if self.isa == AVX512 else 2 * self.rows + i
         a.load_vector(score, place)
         a.vector("vsubps", score, score, self._factor(row))
+        if self.is_masked:  # a NaN counts
+            a.compare_lanes("vcmpnltps", counts, score, constants.at(heads.NOTHING))
         a.vector("vmaxps", score, self.isa.vectors - 1, score)  # a NaN stays
-        exponential(a, constants, score, power, first + 2, first + 3)
-        a.vector("vsubps", score, score, score)  # 0, or a NaN, which the power is not
-        a.vector("vaddps", power, power, score)
+        by_mask = self.is_masked and self.isa == AVX512
+        mask = counts if by_mask else 0
+        exponential(a, constants, score, power, score + 2, score + 3, mask)
+        if self.isa == AVX2:
+            a.vector("vsubps", score, score, score)  # 0, or a NaN, which the power is not
+            a.vector("vaddps", power, power, score)
+            if self.is_masked:
+                a.vector("vandps", power, power, counts)
         lanes = min(self.isa.lanes, max(0, keys - v * self.isa.lanes))
         if lanes < self.isa.lanes:
             a.vector("vandps", power, power, constants.first(lanes))

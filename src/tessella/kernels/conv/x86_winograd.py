@@ -28,14 +28,13 @@ import torch
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.device.x86.code import CACHE_LINE, MAX_BYTES
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_convolution import UNROLLED
 from tessella.kernels.shared.x86_tiles import (
-    CACHE_LINE,
-    MAX_BYTES,
     PIXELS,
     WORD,
     kept,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
+from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 
 TEMPORARIES = 4  # vectors beside the one of the numbers
 MOST_CONSTANTS = 64
@@ -43,6 +43,7 @@ COARSE_LARGEST = 4.5
 TANH_GELU = 2 * math.sqrt(2 / math.pi)
 ROUNDS = 1.5 * 2**23  # added to a number it leaves no bits behind the point
 LARGEST = 87.0  # e to it, and to minus it, are normal numbers
+INFINITE = 100.0  # e to it, with AVX-512: huge numbers divided by it are 0
 ERF_LARGEST = 80.0  # and so is what erf multiplies e to minus it with: subnormal numbers are slow
 ALL_BUT_SIGN = float(torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32))  # a NaN
 
@@ -100,12 +101,15 @@ def activate(
         written[name](_Vector(a, constants, x, first))
 
 
-def exponential(a: Assembler, constants: Constants, y: int, made: int, n: int, f: int) -> None:
+def exponential(
+    a: Assembler, constants: Constants, y: int, made: int, n: int, f: int, mask: int = 0
+) -> None:
     """Vector ``made`` = eʸ for y between -87 and 87, which stays; n and f are overwritten.
 
-    Of a NaN it makes any number.
+    Of a NaN it makes one with AVX-512, and 0 where the mask is; with AVX2, which has none, any
+    number.
     """
-    _Vector(a, constants, y, made).exponential(y, made, n, f)
+    _Vector(a, constants, y, made).exponential(y, made, n, f, mask)
 
 
 def to_integers(a: Assembler, constants: Constants, x: int, *, bounded: bool = False) -> None:
@@ -214,15 +218,23 @@ class _Vector:
         for coefficient in reversed(coefficients[:-1]):
             self.do("vfmadd213ps", made, x, coefficient)
 
-    def exponential(self, y: int, made: int, n: int, f: int) -> None:
-        """``made`` = eʸ for y between -87 and 87, which stays; the other two are overwritten."""
+    def exponential(self, y: int, made: int, n: int, f: int, mask: int = 0) -> None:
+        """``made`` = eʸ for y between -87 and 87, which stays; the other two are overwritten.
+
+        With AVX-512 a NaN stays one, and of more than 89 comes infinity.
+        """
+        scales = self.isa == AVX512
+        whole = n if scales else made
         self.do("vmulps", n, y, LOG2E)
         self.do("vaddps", n, n, ROUNDS)
-        self.do("vsubps", made, n, ROUNDS)
+        self.do("vsubps", whole, n, ROUNDS)
         self.copy(f, y)
-        self.do("vfmsub132ps", f, made, LOG2E)  # y · log2 e - n, rounded once
+        self.do("vfmsub132ps", f, whole, LOG2E)  # y · log2 e - n, rounded once
         self.do("vfmadd231ps", f, y, LOG2E_LOW)
         self.polynomial(made, f, EXP2)
+        if scales:
+            self._a.vector("vscalefps", made, made, n, mask)
+            return
         self._a.shift_left(n, n, 23)  # what was added to round leaves no bit
         self.do("vpaddd", made, made, n)
 
@@ -230,12 +242,14 @@ class _Vector:
         """``x`` = numerator / (1 + e⁻ʸ); y is the first temporary, and any number."""
         a, b, c, d = self.temporaries
         assert y == a
-        self.clamp(y, y, -LARGEST, LARGEST, b)
+        scales = self.isa == AVX512
+        self.clamp(y, y, -INFINITE if scales else -LARGEST, LARGEST, b)
         self.zero(b)
         self.do("vsubps", y, b, y)
         self.exponential(y, b, c, d)
-        self.do("vsubps", c, y, y)  # 0, or a NaN, whose bits the exponent would have changed
-        self.do("vaddps", b, b, c)
+        if not scales:
+            self.do("vsubps", c, y, y)  # 0, or a NaN, whose bits the exponent would have changed
+            self.do("vaddps", b, b, c)
         self.do("vaddps", b, b, 1.0)
         if isinstance(numerator, float):
             self.load(c, numerator)

@@ -20,6 +20,7 @@ import torch
 from tessella.core.errors import CompileError, KernelError
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, Assembler, At, InstructionSet
+from tessella.device.x86.code import MAX_BYTES
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import TEMPORARIES, Constants, activate
 from tessella.kernels.pointwise.walk import Walk, walk
@@ -29,7 +30,6 @@ from tessella.operations.problem import Problem
 
 BLOCK_NUMBERS = 2**14  # that one thread takes at a time
 ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
-MAX_BYTES = 2**31 - 1  # distances have 32 bits
 POINTERS = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rsi", "rbp")  # one a tensor
 REST = 1  # the mask of what is left of a row; in AVX2 a vector
 

@@ -22,12 +22,12 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.device.x86.code import MAX_BYTES
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 TOGETHER = 4  # vectors
-MAX_BYTES = 2**31 - 1  # distances have 32 bits
 ALONE_BYTES = 2**15  # so little is not worth waking a thread
 SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
 SCALE = NAN  # of a sum, which needs no mark of what is no number
@@ -270,9 +270,9 @@ class _Pool:
                     load(TAKEN, At(base="rax", distance=place), mask)
                     a.vector(instruction, i, i, TAKEN)
                     if has_nan and has_masks:
-                        a.compare_ordered(1 + i, TAKEN, TAKEN)
+                        a.compare_lanes("vcmpordps", 1 + i, TAKEN, TAKEN, mask=1 + i)
                     elif has_nan:
-                        a.unordered(TAKEN, TAKEN, TAKEN)
+                        a.compare_lanes("vcmpunordps", TAKEN, TAKEN, TAKEN)
                         a.vector("vorps", SEEN + i, SEEN + i, TAKEN)
                 a.add("rax", self.pixel)
             a.add("rsi", self.row)

@@ -15,6 +15,7 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, Assembler, At, InstructionSet
+from tessella.device.x86.code import MAX_BYTES
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import (
     Constants,
@@ -30,7 +31,6 @@ SCALE, SPARE = 15, 14  # vectors that hold the scale, and nothing or what packin
 VECTORS = 2  # of numbers, whose results are stored together
 BLOCK_NUMBERS = 2**14  # that one thread takes at a time
 ALONE_NUMBERS = 2**15  # so few are not worth waking a thread
-MAX_BYTES = 2**31 - 1
 
 
 def fits(problem: Problem) -> str | None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tessella.device.packing import onednn_layout, packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import Assembler, At, InstructionSet
+from tessella.device.x86.code import MAX_BYTES
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import TEMPORARIES, Constants, activate
 from tessella.kernels.recurrent.layer import WEIGHTS, backward, operands, refusal, weights
@@ -27,7 +28,6 @@ Tensor = torch.Tensor
 
 BYTES = 4  # of a number
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-MOST_BYTES = 2**31 - 1  # distances have 32 bits
 CHAINS = 8  # sums that must be on their way for two products a cycle
 UNROLLED = 8  # products of a sum in a round of the loop
 AHEAD = 4096  # bytes that weights are fetched ahead: 7 to 17 % less time at 1 sample, 256 units
@@ -53,7 +53,7 @@ def fits(problem: Problem) -> str | None:
         return f"units are a multiple of {lanes}, not {units}"
     steps, samples, _ = problem["input"].shape
     rows = math.prod(problem["weight_hh"].shape[:2])
-    if max(steps * samples, units) * rows * BYTES > MOST_BYTES:
+    if max(steps * samples, units) * rows * BYTES > MAX_BYTES:
         return "distances have 32 bits"
     return None
 

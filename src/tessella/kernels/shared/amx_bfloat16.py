@@ -27,6 +27,7 @@ import torch
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
+from tessella.device.x86.code import CACHE_LINE, MAX_BYTES
 from tessella.kernels.catalog import Config
 from tessella.kernels.shared import x86_convolution as x86
 from tessella.kernels.shared.amx_blocks import (
@@ -47,7 +48,7 @@ from tessella.kernels.shared.amx_blocks import (
     Lines,
     machine_code,
 )
-from tessella.kernels.shared.x86_tiles import CACHE_LINE, MAX_BYTES, Panels, pixel_bytes
+from tessella.kernels.shared.x86_tiles import Panels, pixel_bytes
 from tessella.operations.problem import Problem
 
 MOST_ROWS = 512  # of an item
@@ -81,17 +82,22 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """By the rows that a thread takes at a time, and how tiles reach them."""
+    """By the rows that a thread takes at a time, and how tiles reach them.
+
+    Plans from before have no "chunks", which ask for more of the workspace: sums of all blocks of
+    an item, and parts for more threads.
+    """
     if may_be_spread(problem):
-        return ({"rows": math.ceil(problem.output.shape[3] / ROWS) * ROWS, "way": SPREAD},)
+        rows = math.ceil(problem.output.shape[3] / ROWS) * ROWS
+        return ({"rows": rows, "way": SPREAD, "chunks": 1},)
     flat = problem["weight"].shape[2:] == (1, 1)
     if not flat and may_be_framed(problem):
-        return ({"rows": MOST_ROWS, "way": FRAMED},)
+        return ({"rows": MOST_ROWS, "way": FRAMED, "chunks": 1},)
     most = max(1, PART_BYTES // _row_bytes(problem) // ROWS) * ROWS
     way = DIRECT if may_be_direct(problem) else COPIED
     is_small = problem["weight"].nbytes <= FEW_WEIGHT_BYTES
-    rows = dict.fromkeys(min(n, most) for n in SOME_ROWS[: 1 + is_small])
-    return tuple({"rows": n, "way": way} for n in rows)
+    counts = dict.fromkeys(min(n, most) for n in SOME_ROWS[: 1 + is_small])
+    return tuple({"rows": n, "way": way, "chunks": 1} for n in counts)
 
 
 def may_be_direct(problem: Problem) -> bool:
@@ -163,12 +169,13 @@ def _pixels(problem: Problem) -> int:
 
 def workspace_bytes(problem: Problem, **config: int) -> int:
     blocks = blocks_of(problem, config)
-    return _threads(problem, blocks) * blocks.part_bytes + CACHE_LINE
+    return _threads(problem, blocks, config) * blocks.part_bytes + CACHE_LINE
 
 
-def _threads(problem: Problem, blocks: Blocks) -> int:
+def _threads(problem: Problem, blocks: Blocks, config: Mapping[str, int]) -> int:
     """How many threads have a part of the workspace."""
-    most = max(SOME_THREADS, MOST_BYTES // blocks.part_bytes)
+    more = not config or config.get("chunks")
+    most = max(SOME_THREADS, MOST_BYTES // blocks.part_bytes if more else 0)
     return min(most, len(begins(problem, blocks)) * len(blocks.groups))
 
 
@@ -205,6 +212,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     steps = len(taps) * math.ceil(seen / CACHE_LINE)
     chunk = next((n for n in CHUNKS if steps % n == 0), steps)
     few = way in (FRAMED, SPREAD) or steps < LEAST_CHUNKED or min(rows, config["rows"]) <= ROWS
+    few |= not config.get("chunks")
     return Blocks(
         panels=panels,
         way=way,
@@ -266,7 +274,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
         table,
         numbers,
         needed=workspace_bytes(problem, **config),
-        parts=_threads(problem, blocks),
+        parts=_threads(problem, blocks, config),
     )
 
 

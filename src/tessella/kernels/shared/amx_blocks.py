@@ -11,6 +11,7 @@ import torch
 
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, At
+from tessella.device.x86.code import CACHE_LINE
 from tessella.device.x86.tiles import (
     CONFIGURATION_BYTES,
     TileAssembler,
@@ -18,7 +19,7 @@ from tessella.device.x86.tiles import (
     require_tiles,
 )
 from tessella.kernels.epilogue.x86 import Constants, activate
-from tessella.kernels.shared.x86_tiles import CACHE_LINE, Panels, kept
+from tessella.kernels.shared.x86_tiles import Panels, kept
 
 ROWS, WIDTH = 32, 32  # of a block: two tiles by two
 SIZE, WORD = 2, 4  # bytes of a number, and of a sum

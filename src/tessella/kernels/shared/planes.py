@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from tessella.device.x86 import code
+from tessella.device.x86.code import MAX_BYTES
 from tessella.operations.problem import Problem
 
 BLOCK_PIXELS = 2**12  # that one thread takes at a time
 ROW = 3  # numbers of an item: where its pixels and its results begin, how many vectors it has
-MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
 def refusal(problem: Problem, lanes: int, channels: Collection[int]) -> str | None:

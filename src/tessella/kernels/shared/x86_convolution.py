@@ -25,6 +25,7 @@ from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
+from tessella.device.x86.code import CACHE_LINE, MAX_BYTES
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     Constants,
@@ -38,10 +39,8 @@ from tessella.kernels.epilogue.x86 import (
 from tessella.kernels.shared.x86_ahead import Ahead
 from tessella.kernels.shared.x86_tiles import (
     BIAS,
-    CACHE_LINE,
     COLUMN,
     LEFT_PANELS,
-    MAX_BYTES,
     OWN_ITEM,
     PANEL,
     PANELS,

@@ -27,6 +27,7 @@ from tessella.core.errors import KernelError
 from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At
+from tessella.device.x86.code import MAX_BYTES
 from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     Constants,
@@ -42,7 +43,6 @@ from tessella.kernels.shared.x86_tiles import (
     BIAS,
     COLUMN,
     LEFT_PANELS,
-    MAX_BYTES,
     OWN_ITEM,
     PANEL,
     PANELS,

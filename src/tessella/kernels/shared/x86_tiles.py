@@ -35,7 +35,6 @@ BLOCK_PIXELS = 96  # that one thread takes at a time
 BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
 FAR_BYTES = 2**22  # of an image: more come from memory again, less from the third cache
-MAX_BYTES = 2**31 - 1  # distances have 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,6 @@ IMAGE, RESULT, RESIDUAL, WEIGHT, BIAS, PLACES, COUNT, PANELS, HAS_REST = ITEM
 STACK = range(0, 64, code.NUMBER)
 BASE, ZEROS, LEFT, LEFT_PANELS, COLUMN, PANEL, TAPS, OWN_ITEM = STACK
 POINTERS = ("rax", "rsi", "r8", "r9", "r10", "r11", "r14", "r15", "rbx")  # to a tile's pixels
-CACHE_LINE = 64
 
 
 @dataclass(frozen=True, kw_only=True)

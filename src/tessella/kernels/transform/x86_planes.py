@@ -34,6 +34,8 @@ def fits(problem: Problem) -> str | None:
         return f"makes float32 or bfloat16 of float32, not {y.dtype} of {x.dtype}"
     if y.dtype == "bfloat16" and not code.has_bfloat16():
         return "this CPU has no bfloat16 instructions"
+    if problem.constants:
+        return "takes no constants"
     if x.strides or y.strides:
         return "makes dense pixels of dense planes"
     return planes.refusal(problem, LANES, CHANNELS)
