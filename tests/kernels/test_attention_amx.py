@@ -13,7 +13,7 @@ from tessella.device.x86 import code
 from tessella.kernels import catalog
 from tessella.kernels.attention import heads
 from tessella.operations.problem import Problem
-from tests.support.problems.attentions import Case, draw, exact
+from tests.support.problems.attentions import Case, draw, exact, put_extremes
 
 GUARD = 64  # bytes around the workspace
 ROW = catalog.kernel("scaled_dot_product_attention.amx_bf16")
@@ -103,16 +103,11 @@ def test_nans_spread_as_far_as_in_torch() -> None:
     assert not call(q, k, v).isnan().any()
     for mask_dtype in ("bool", "float32"):  # of the last image no key is seen
         masked = replace(BFLOAT16, keys=21, mask=(2, 1, 1, 21), mask_dtype=mask_dtype)
-        problem, (q, k, v, mask) = draw(masked)
-        is_hidden = (~mask if mask_dtype == "bool" else mask == -torch.inf)[:, 0, 0]
-        v.masked_fill_(is_hidden[:, None, :, None], 3e38)
-        seen = int(is_hidden[0].logical_not().nonzero()[-1])
-        v[0, 0, seen, 9], v[0, 1, seen, 3] = torch.inf, -torch.inf
-        right = exact(problem, [q, k, v, mask])
+        problem, inputs = draw(masked)
+        put_extremes(inputs)
+        right = exact(problem, inputs)
         assert right.isinf().any()
-        torch.testing.assert_close(
-            bound(problem)(q, k, v, mask).double(), right, rtol=2**-8, atol=6e-3
-        )
+        torch.testing.assert_close(bound(problem)(*inputs).double(), right, rtol=2**-8, atol=6e-3)
 
 
 @pytest.mark.parametrize("name", ["queries", "keys", "values", "result", "mask"])

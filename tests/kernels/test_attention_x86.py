@@ -16,7 +16,7 @@ from tessella.kernels.attention import heads
 from tessella.operations.problem import Problem
 from tests.support.instructions import isa as isa
 from tests.support.problems import attentions
-from tests.support.problems.attentions import Case, exact
+from tests.support.problems.attentions import Case, exact, put_extremes
 
 pytestmark = pytest.mark.usefixtures("isa")
 GUARD = 64  # bytes around the workspace
@@ -111,14 +111,11 @@ def test_nans_spread_as_far_as_in_torch() -> None:
     assert not call(q, k, v).isnan().any()
     for mask_dtype in ("bool", "float32"):  # of the last image no key is seen
         masked = Case(keys=21, dtype="float32", mask=(2, 1, 1, 21), mask_dtype=mask_dtype)
-        problem, (q, k, v, mask) = draw(masked)
-        is_hidden = (~mask if mask_dtype == "bool" else mask == -torch.inf)[:, 0, 0]
-        v.masked_fill_(is_hidden[:, None, :, None], 3e38)
-        seen = int(is_hidden[0].logical_not().nonzero()[-1])
-        v[0, 0, seen, 9], v[0, 1, seen, 3] = torch.inf, -torch.inf
-        right = exact(problem, [q, k, v, mask])
+        problem, inputs = draw(masked)
+        put_extremes(inputs)
+        right = exact(problem, inputs)
         assert right.isinf().any()
-        torch.testing.assert_close(bound(problem)(q, k, v, mask).double(), right, rtol=0, atol=1e-5)
+        torch.testing.assert_close(bound(problem)(*inputs).double(), right, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["queries", "keys", "values", "result", "mask"])

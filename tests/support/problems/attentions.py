@@ -232,3 +232,14 @@ WINDOWS = {
     "no mask": replace(WINDOW, mask=None, dtype="bfloat16", width=64),
     "quantized": replace(WINDOW, gamma=50.0, out="int8"),
 }
+
+
+def put_extremes(inputs: list[torch.Tensor]) -> None:
+    """A huge value wherever the mask hides a key, which must not be seen, and infinities at a key
+    of the first image that is seen.
+    """
+    _, _, values, mask = inputs
+    is_hidden = (~mask if mask.dtype == torch.bool else mask == -torch.inf)[:, 0, 0]
+    values.masked_fill_(is_hidden[:, None, :, None], 3e38)
+    seen = int(is_hidden[0].logical_not().nonzero()[-1])
+    values[0, 0, seen, 9], values[0, 1, seen, 3] = torch.inf, -torch.inf

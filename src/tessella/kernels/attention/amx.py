@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -91,39 +90,8 @@ def _machine_code(head: _Head) -> code.MachineCode:
     return code.MachineCode(head.written(constants, tiles).code(), constants, tiles)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Head:
-    """Machine code for a head of ``queries`` rows and ``keys``.
-
-    Attributes:
-        channels: of queries and keys; ``width``: of values.
-        pitch: bytes from a row of the result to the next.
-        scale: of the scores.
-        is_masked: something is added to them.
-    """
-
-    queries: int
-    keys: int
-    channels: int
-    width: int
-    pitch: int
-    scale: float
-    is_masked: bool
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Head:
-        _, count, queries, channels = problem["query"].shape
-        keys, width = problem["value"].shape[2:]
-        scale = problem.attrs["scale"]
-        return cls(
-            queries=queries,
-            keys=keys,
-            channels=channels,
-            width=width,
-            pitch=count * width * SIZE,
-            scale=channels**-0.5 if scale is None else float(scale),
-            is_masked=problem.get("attn_mask") is not None,
-        )
+class _Head(heads.Head):
+    """Machine code for a head."""
 
     @property
     def steps(self) -> int:

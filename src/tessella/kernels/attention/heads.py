@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,41 @@ MOST_THREADS = 64
 # of a mask, for minus infinity, of which a difference would be no number; log2 e times it is one
 HIDDEN = -2e38
 NOTHING = -87.0  # e to what is less is 0, here as in torch: else one would see huge values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What machine code is written for: a head of ``queries`` rows and ``keys``.
+
+    Attributes:
+        channels: of queries and keys; ``width``: of values.
+        pitch: bytes from a row of the result to the next.
+        scale: of the scores.
+        is_masked: something is added to them.
+    """
+
+    queries: int
+    keys: int
+    channels: int
+    width: int
+    pitch: int
+    scale: float
+    is_masked: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Self:
+        _, count, queries, channels = problem["query"].shape
+        keys, width = problem["value"].shape[2:]
+        scale = problem.attrs["scale"]
+        return cls(
+            queries=queries,
+            keys=keys,
+            channels=channels,
+            width=width,
+            pitch=count * width * problem.output.itemsize,
+            scale=channels**-0.5 if scale is None else float(scale),
+            is_masked=problem.get("attn_mask") is not None,
+        )
 
 
 def refusal(problem: Problem, dtype: str, width: int) -> str | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -80,40 +80,10 @@ def _machine_code(head: _Head) -> code.MachineCode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Head:
-    """Machine code for a head of ``queries`` rows and ``keys``.
+class _Head(heads.Head):
+    """Machine code for a head, with the instructions that there are."""
 
-    Attributes:
-        channels: of queries and keys; ``width``: of values.
-        pitch: bytes from a row of the result to the next.
-        scale: of the scores.
-        is_masked: something is added to them.
-    """
-
-    isa: InstructionSet
-    queries: int
-    keys: int
-    channels: int
-    width: int
-    pitch: int
-    scale: float
-    is_masked: bool
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Head:
-        _, heads, queries, channels = problem["query"].shape
-        keys, width = problem["value"].shape[2:]
-        scale = problem.attrs["scale"]
-        return cls(
-            isa=code.require_instructions(),
-            queries=queries,
-            keys=keys,
-            channels=channels,
-            width=width,
-            pitch=heads * width * WORD,
-            scale=channels**-0.5 if scale is None else float(scale),
-            is_masked=problem.get("attn_mask") is not None,
-        )
+    isa: InstructionSet = field(default_factory=code.require_instructions)
 
     @property
     def vector(self) -> int:
