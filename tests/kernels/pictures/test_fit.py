@@ -5,6 +5,7 @@ The planes are libjpeg's own: at half size it hands out the chroma of 4:2:0 as i
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -73,6 +74,18 @@ def test_taps_are_pillows():
         # Pillow 13 takes the columns of tall pictures first
         tall = sides[0] - place.height > max(0, 2 * (sides[1] - place.width))
         assert tall or np.array_equal(made, np.asarray(pillows)), (sides, record)
+
+
+def test_sizes_that_a_stranger_chooses_do_not_stay():
+    """Weights of a side of 60,000 pixels take 0.5 MB, and there are 60,000 such sides."""
+    record = Preprocess(height=224, width=224)
+    tracemalloc.start()
+    for width in range(60_000, 60_030):
+        starts, pitches, _ = places([frame := Frame(300, width, 2, 2)])
+        fit.tables(starts, pitches, [frame], record)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1e6
 
 
 def resized(pixels: np.ndarray, taps: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from tessella.kernels.pictures.fit_device import colour_kernel, fit_kernel
 
 BLOCK, _WARPS = 256, 2
 _BITS = 22  # of Pillow's weights after the point
+MOST_KEPT = 16.0  # times that a side shrinks, for which its weights are remembered
 Taps = npt.NDArray[np.int32]
 
 
@@ -124,9 +125,16 @@ def _sides(
     return np.array([ways[frame[:2]] for frame in frames], np.int64), np.concatenate(parts)
 
 
-@functools.lru_cache(maxsize=1024)  # 10 KB a size where sides shrink to half
 def _passes(height: int, width: int, record: Preprocess) -> tuple[Taps, Taps]:
     """The taps along a picture's rows, and then along its columns."""
+    # 10 KB a size where sides shrink to half, 1 MB where 65,535 pixels come to 224: of sizes that a
+    # stranger chooses, a thousand must not stay
+    rare = max(height / record.height, width / record.width) > MOST_KEPT
+    return (_kept_passes.__wrapped__ if rare else _kept_passes)(height, width, record)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_passes(height: int, width: int, record: Preprocess) -> tuple[Taps, Taps]:
     place = placement(height, width, record)
     low, top, high, bottom = place.box
     return (
