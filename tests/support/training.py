@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 
 from tessella.artifacts.dataset import DatasetInfo, write_info
 from tessella.artifacts.run import Metric, Recipe, Run, Solver
 from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.preprocess import Preprocess, encode
 from tessella.tasks import column_of, named
+from tessella.training import loop
+from tessella.training.meter import Meter
 
 CLASSES = ("rows", "columns", "checks")
 SIZE = 12
@@ -98,3 +103,16 @@ def free_port() -> int:
 
 def losses(run: Run) -> list[float]:
     return [m.values["loss"] for m in run.metrics()]
+
+
+def tell_late(monkeypatch) -> None:
+    """Let losses be told in groups, each a step after its last, as those of a GPU are."""
+
+    class Late(Meter):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._on_gpu = True
+
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(loop, "Meter", Late)

@@ -21,7 +21,15 @@ from tessella.training import loop, trainer
 from tessella.training.evaluate import evaluate, predict_split
 from tessella.training.loop import train
 from tessella.training.solver import set_rate
-from tests.support.training import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
+from tests.support.training import (
+    CLASSES,
+    PREPROCESS,
+    curve,
+    losses,
+    recipe,
+    tell_late,
+    write_dataset,
+)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +229,21 @@ def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
         train(settings, tmp_path / "run", emit=told.append)
     assert told[-1].kind == "error"
     assert loop.Run(tmp_path / "run").events()[-1].text == told[-1].text
+
+
+def test_a_loss_that_is_told_late_is_looked_for_in_its_own_images(dataset, tmp_path, monkeypatch):
+    looked = []
+    tell_late(monkeypatch)
+    monkeypatch.setattr(
+        loop.Trainer, "where_not_finite", lambda _, batch: looked.append(batch.indices)
+    )
+    settings = recipe(dataset, epochs=8, val_interval=9, snapshot_interval=9, solver=Solver(lr=1e6))
+    with pytest.raises(TrainError, match=r"the loss is \S+ at step \d+:") as caught:
+        train(settings, tmp_path / "run")
+    step = int(caught.value.wrong.split("at step ")[1].split(":")[0])
+    assert 1 < step < 16  # before the last of those that were told together
+    of_step = _batch(dataset, epoch=(step - 1) // 4, start=(step - 1) % 4)
+    assert [given.tolist() for given in looked] == [of_step.indices.tolist()]
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_is_a_readable_error(dataset, tmp_path):
