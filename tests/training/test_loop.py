@@ -215,6 +215,10 @@ def test_starts_from_a_checkpoint(dataset, run, tmp_path):
     told = train(recipe(other, init=str(run.latest().path)), tmp_path / "other").events()
     (note,) = (e for e in told if e.kind == "warning")
     assert note.values.keys() == {"fc2.weight", "fc2.bias"}
+    with pytest.raises(UsageError, match=r"cannot start.*init=pretraind.*say random, pretrained"):
+        train(recipe(dataset, init="pretraind"), tmp_path / "wrong")
+    with pytest.raises(UsageError, match=rf"one of its checkpoints: {run.latest().path}"):
+        train(recipe(dataset, init=str(run.path)), tmp_path / "wrong")
 
 
 def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
