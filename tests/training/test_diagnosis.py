@@ -57,6 +57,9 @@ def test_learning_by_heart_is_told_and_the_solver_named():
     some, every = Augment(rotation=10, color=0.1), Augment(rotation=10, color=0.1, scale=0.1)
     said = str(told(0.9, 0.4, replace(RECIPE, augment=some)))
     assert "augmentation (scale, as in" in said
+    assert "batches" not in said
+    counts = {"train_counts": [90] * 5, "val_counts": [10] * 5}
+    assert "Try batches of 16 (--batch-size 16)" in str(told(0.99, 0.4, **counts))
     asked = json.loads(said.split("--recipe '")[1].split("'")[0])
     assert Augment(**asked["augment"]) == replace(some, scale=0.2)
     assert "stronger augmentation" in str(told(0.9, 0.4, replace(RECIPE, augment=every)))

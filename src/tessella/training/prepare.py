@@ -86,6 +86,8 @@ def check(recipe: Recipe) -> None:
 def _require_start(recipe: Recipe) -> None:
     """Refuse an ``init`` that is no word for a start and no checkpoint."""
     start = Path(recipe.init)
+    if recipe.quantize != "none":  # its quantizer takes runs, too
+        return
     if recipe.init in ("random", "pretrained") or (start / "checkpoint.json").exists():
         return
     fix = "say random, pretrained, or the path of a checkpoint: runs/NAME/checkpoints/step-…"
