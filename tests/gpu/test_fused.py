@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from tessella.training.captured import WARM, Captured
 from tessella.training.loop import train
 from tessella.training.precision import arithmetic
 from tessella.training.ways import called
-from tests.support.training import losses, recipe, write_dataset
+from tests.support.training import losses, losses_by_hand, recipe, write_dataset
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -170,3 +171,25 @@ def test_a_training_has_torchs_curve(tmp_path, precision, rel, ours):
     ]
     assert curves[1][:3] == pytest.approx(curves[0][:3], rel=rel)
     assert all(loss == loss for loss in curves[1])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "rel"), [("fp32", None, 2e-2), ("bf16", torch.bfloat16, 0.1)]
+)
+def test_ten_seeds_learn_as_in_a_plain_loop(tmp_path, precision, dtype, rel):
+    """A ResNet-18 on pictures of 32×32: the first steps one by one, the last ones in the mean."""
+    dataset = write_dataset(tmp_path / "stripes", train=60, size=32)
+    how = {"network": "resnet18", "precision": precision, "epochs": 6, "batch_size": 20}
+    how |= {"val_interval": 9, "snapshot_interval": 9, "fuse": True}
+    apart, plain = [], []
+    for seed in range(10):
+        run = train(recipe(dataset, seed=seed, **how), tmp_path / f"{seed}")
+        with arithmetic(precision):
+            by_hand = losses_by_hand(run, "cuda", dtype)
+        ours = losses(run)
+        assert ours[:2] == pytest.approx(by_hand[:2], rel=rel)
+        plain.append(np.mean(by_hand[-6:]))
+        apart.append(np.mean(ours[-6:]) - plain[-1])
+    chance = 3 * np.std(apart, ddof=1) / np.sqrt(len(apart))
+    assert abs(np.mean(apart)) < chance + 0.02 * np.mean(plain)
+    assert np.mean(plain) < 0.7 * np.log(3)  # of guessing

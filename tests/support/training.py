@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import socket
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 
-from tessella.artifacts.dataset import DatasetInfo, write_info
+from tessella.artifacts.dataset import Dataset, DatasetInfo, write_info
 from tessella.artifacts.run import Metric, Recipe, Run, Solver
 from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.preprocess import Preprocess, encode
+from tessella.data.loading import batches
+from tessella.nn import zoo
 from tessella.tasks import column_of, named
+from tessella.training import loop
+from tessella.training.meter import Meter
 
 CLASSES = ("rows", "columns", "checks")
 SIZE = 12
@@ -29,15 +38,17 @@ class Small(VisionTransformer):
 PREPROCESS = Preprocess(height=SIZE, width=SIZE, channels=1, mean=(0.5,), std=(0.25,))
 
 
-def picture(label: int, generator: np.random.Generator) -> np.ndarray:
-    """SIZE×SIZE×1 uint8: stripes along, across, or both, with a random phase and noise."""
-    y, x = np.mgrid[:SIZE, :SIZE] + generator.integers(0, 4, 2)[:, None, None]
+def picture(label: int, generator: np.random.Generator, size: int = SIZE) -> np.ndarray:
+    """size×size×1 uint8: stripes along, across, or both, with a random phase and noise."""
+    y, x = np.mgrid[:size, :size] + generator.integers(0, 4, 2)[:, None, None]
     pattern = (y // 2 % 2, x // 2 % 2, (x // 2 + y // 2) % 2)[label % 3]
-    noisy = 64 + 128 * pattern + generator.normal(0, 40, (SIZE, SIZE))
+    noisy = 64 + 128 * pattern + generator.normal(0, 40, (size, size))
     return noisy.clip(0, 255).astype(np.uint8)[:, :, None]
 
 
-def write_dataset(folder: Path, *, labels=None, classes=CLASSES, **counts: int) -> Path:
+def write_dataset(
+    folder: Path, *, labels=None, classes=CLASSES, size: int = SIZE, **counts: int
+) -> Path:
     """A dataset with ``counts`` images in each split, labels in turn or as given for ``train``."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
@@ -47,7 +58,7 @@ def write_dataset(folder: Path, *, labels=None, classes=CLASSES, **counts: int) 
         writer = SplitWriter(folder, name, column_of(named("classification"), classes))
         for i in range(count):
             label = labels[i] if labels is not None and name == "train" else i % len(classes)
-            content = encode(picture(label, generator))
+            content = encode(picture(label, generator, size))
             writer.add(Example(content=content, label=label, path=f"{name}/{i}.png"))
         splits[name] = writer.close()
         digest += writer.row_hashes.hexdigest()[: 64 // len(counts)]
@@ -56,7 +67,7 @@ def write_dataset(folder: Path, *, labels=None, classes=CLASSES, **counts: int) 
         DatasetInfo(
             name="stripes",
             classes=classes,
-            preprocess=PREPROCESS,
+            preprocess=replace(PREPROCESS, height=size, width=size),
             splits=splits,
             source="generated",
             content_hash=digest,
@@ -98,3 +109,53 @@ def free_port() -> int:
 
 def losses(run: Run) -> list[float]:
     return [m.values["loss"] for m in run.metrics()]
+
+
+def losses_by_hand(run: Run, device: str = "cpu", dtype: Any = None) -> list[float]:
+    """The losses of a plain loop of torch for a run's recipe, by nesterov and a cosine, on batches
+    that it loads itself.
+
+    Args:
+        dtype: of autocast; None: none.
+    """
+    settings, dataset = run.recipe, Dataset(run.recipe.dataset)
+    torch.manual_seed(settings.seed)
+    module = zoo.build(run.info.network).to(device)
+    weights, biases = ([p for p in module.parameters() if (p.ndim > 1) is w] for w in (True, False))
+    optimizer = torch.optim.SGD(
+        [{"params": weights, "weight_decay": 1e-4}, {"params": biases}],
+        lr=settings.solver.lr, momentum=0.9, nesterov=True,
+    )  # fmt: skip
+    count = -(-len(dataset.train) // settings.batch_size)
+    steps, made = int(settings.epochs * count), list[float]()
+    for step in range(steps):
+        batch = next(
+            batches(
+                dataset.train, dataset.preprocess, batch_size=settings.batch_size,
+                seed=settings.seed, epoch=step // count, start=step % count,
+                augment=settings.augment, training=True,
+            )
+        )  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = settings.solver.lr * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            answers = module(batch.images.to(device))
+        loss = torch.nn.functional.cross_entropy(answers.float(), batch.labels.to(device))
+        loss.backward()
+        optimizer.step()
+        made.append(loss.item())
+    return made
+
+
+def tell_late(monkeypatch) -> None:
+    """Let losses be told in groups, each a step after its last, as those of a GPU are."""
+
+    class Late(Meter):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._on_gpu = True
+
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(loop, "Meter", Late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -54,7 +55,13 @@ def test_learning_by_heart_is_told_and_the_solver_named():
     assert "the network overfits. Try the default solver (adamw, lr=0.0015)" in note
     assert "no more than guessing" in note
     some, every = Augment(rotation=10, color=0.1), Augment(rotation=10, color=0.1, scale=0.1)
-    assert "augmentation (scale)" in str(told(0.9, 0.4, replace(RECIPE, augment=some)))
+    said = str(told(0.9, 0.4, replace(RECIPE, augment=some)))
+    assert "augmentation (scale, as in" in said
+    assert "batches" not in said
+    counts = {"train_counts": [90] * 5, "val_counts": [10] * 5}
+    assert "Try batches of 16 (--batch-size 16)" in str(told(0.99, 0.4, **counts))
+    asked = json.loads(said.split("--recipe '")[1].split("'")[0])
+    assert Augment(**asked["augment"]) == replace(some, scale=0.2)
     assert "stronger augmentation" in str(told(0.9, 0.4, replace(RECIPE, augment=every)))
 
 
@@ -84,7 +91,9 @@ def test_trainings(tmp_path, monkeypatch):
     (note,) = warned(train(replace(usual, solver=Solver(lr=1e-7)), tmp_path / "b"))
     assert "far below the default of nesterov" in note
     draw = examples.picture
-    monkeypatch.setattr(examples, "picture", lambda _, g: draw(int(g.integers(0, 3)), g))
+    monkeypatch.setattr(
+        examples, "picture", lambda _, g, size: draw(int(g.integers(0, 3)), g, size)
+    )
     chance = write_dataset(tmp_path / "chance", train=40, val=24)
     (note,) = warned(train(replace(usual, dataset=str(chance)), tmp_path / "c"))
     assert "check that the labels belong to the images" in note

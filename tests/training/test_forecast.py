@@ -174,7 +174,7 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
         "4 stages",
         "label_smoothing",
         "torch, call by call: nothing is fused: our",
-        "no time was left for it",
+        "not timed: --race gives it seconds",
         "least ms share conv",
     ):
         assert words in " ".join(told.out.split())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import resource
 from dataclasses import replace
 
@@ -15,13 +14,25 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import DataError, OutOfMemory, TrainError, UsageError
 from tessella.core.policies import Policy
+from tessella.data import ImportSettings
+from tessella.data.importing import import_images
 from tessella.data.loading import batches
 from tessella.nn import zoo
+from tessella.quickstart.classification import write_digits
 from tessella.training import loop, trainer
 from tessella.training.evaluate import evaluate, predict_split
 from tessella.training.loop import train
 from tessella.training.solver import set_rate
-from tests.support.training import CLASSES, PREPROCESS, curve, losses, recipe, write_dataset
+from tests.support.training import (
+    CLASSES,
+    PREPROCESS,
+    curve,
+    losses,
+    losses_by_hand,
+    recipe,
+    tell_late,
+    write_dataset,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,27 +45,21 @@ def test_learns(run):
     assert run.best().info.metrics["val/accuracy"] > 0.9
 
 
-def test_equals_a_loop_written_by_hand(dataset, run):
-    torch.manual_seed(7)
-    module = zoo.build(run.info.network)
-    weights, biases = ([p for p in module.parameters() if (p.ndim > 1) is w] for w in (True, False))
-    optimizer = torch.optim.SGD(
-        [{"params": weights, "weight_decay": 1e-4}, {"params": biases}],
-        lr=0.01,
-        momentum=0.9,
-        nesterov=True,
-    )
-    by_hand = []
-    for step in range(16):
-        batch = _batch(dataset, epoch=step // 4, start=step % 4)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * 0.5 * (1 + math.cos(math.pi * step / 16))
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(module(batch.images), batch.labels)
-        loss.backward()
-        optimizer.step()
-        by_hand.append(loss.item())
-    assert losses(run) == pytest.approx(by_hand, rel=1e-5)
+def test_equals_a_loop_written_by_hand(run):
+    assert losses(run) == pytest.approx(losses_by_hand(run), rel=1e-5)
+
+
+def test_networks_have_the_curves_of_a_plain_loop(tmp_path):
+    """LeNet on handwritten digits, and a ResNet-18 on generated pictures of 32×32."""
+    write_digits(tmp_path / "pictures")
+    settings = ImportSettings(size=28, channels=1, holdout=0.9, workers=1)
+    digits = import_images(tmp_path / "pictures", tmp_path / "digits", settings)
+    made = write_dataset(tmp_path / "stripes", train=60, size=32)
+    for network, path in (("lenet", digits.path), ("resnet18", made)):
+        how = recipe(path, network=network, epochs=2.0, batch_size=20, val_interval=9)
+        found = losses(train(how, tmp_path / network))
+        assert found == pytest.approx(losses_by_hand(Run(tmp_path / network)), rel=1e-5)
+        assert len(found) > 5
 
 
 def _batch(dataset, *, epoch, start):
@@ -210,6 +215,10 @@ def test_starts_from_a_checkpoint(dataset, run, tmp_path):
     told = train(recipe(other, init=str(run.latest().path)), tmp_path / "other").events()
     (note,) = (e for e in told if e.kind == "warning")
     assert note.values.keys() == {"fc2.weight", "fc2.bias"}
+    with pytest.raises(UsageError, match=r"cannot start.*init=pretraind.*say random, pretrained"):
+        train(recipe(dataset, init="pretraind"), tmp_path / "wrong")
+    with pytest.raises(UsageError, match=rf"one of its checkpoints: {run.latest().path}"):
+        train(recipe(dataset, init=str(run.path)), tmp_path / "wrong")
 
 
 def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
@@ -221,6 +230,21 @@ def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):
         train(settings, tmp_path / "run", emit=told.append)
     assert told[-1].kind == "error"
     assert loop.Run(tmp_path / "run").events()[-1].text == told[-1].text
+
+
+def test_a_loss_that_is_told_late_is_looked_for_in_its_own_images(dataset, tmp_path, monkeypatch):
+    looked = []
+    tell_late(monkeypatch)
+    monkeypatch.setattr(
+        loop.Trainer, "where_not_finite", lambda _, batch: looked.append(batch.indices)
+    )
+    settings = recipe(dataset, epochs=8, val_interval=9, snapshot_interval=9, solver=Solver(lr=1e6))
+    with pytest.raises(TrainError, match=r"the loss is \S+ at step \d+:") as caught:
+        train(settings, tmp_path / "run")
+    step = int(caught.value.wrong.split("at step ")[1].split(":")[0])
+    assert 1 < step < 16  # before the last of those that were told together
+    of_step = _batch(dataset, epoch=(step - 1) // 4, start=(step - 1) % 4)
+    assert [given.tolist() for given in looked] == [of_step.indices.tolist()]
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_is_a_readable_error(dataset, tmp_path):

@@ -11,7 +11,7 @@ from tessella.training import meter
 from tessella.training.loop import train
 from tessella.training.precision import MixedPrecision, arithmetic
 from tessella.training.solver import optimizer_for
-from tests.support.training import curve, losses, recipe
+from tests.support.training import curve, losses, recipe, tell_late
 
 CPU = torch.device("cpu")
 
@@ -106,14 +106,22 @@ class Never(nn.Sequential):
 """
 
 
-def test_a_training_that_only_skips_ends(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_training_that_only_skips_ends(dataset, tmp_path, monkeypatch, late):
     """The loss is finite, and no scale makes its gradients so."""
     (tmp_path / "never.py").write_text(NEVER)
     monkeypatch.setattr(meter, "HOPELESS", 6)
-    settings = recipe(dataset, network=f"{tmp_path / 'never.py'}:Never", precision="fp16")
-    with pytest.raises(TrainError, match=r"last 6 steps .*step 6; the gradient of 1.bias is not"):
+    expected = r"last 6 steps .*step 6; the gradient of 1.bias is not finite\."
+    if late:  # by then there are the gradients of the next step, and no others
+        tell_late(monkeypatch)
+        expected = r"last 16 .*step 16; the gradient of 1.bias is not finite at step 17\."
+    settings = recipe(
+        dataset, network=f"{tmp_path / 'never.py'}:Never", precision="fp16", epochs=5,
+        val_interval=9, snapshot_interval=9,
+    )  # fmt: skip
+    with pytest.raises(TrainError, match=expected):
         train(settings, tmp_path / "run")
-    assert len(losses(Run(tmp_path / "run"))) == 6
+    assert len(losses(Run(tmp_path / "run"))) == (16 if late else 6)
 
 
 @pytest.fixture(scope="module")

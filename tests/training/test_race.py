@@ -141,7 +141,7 @@ def test_a_way_that_fails_or_takes_too_long_is_told(dataset, monkeypatch):
     assert fastest((eager, compiled), "eager") == "eager"
     known = Raced(way="eager", step_s=0.01)
     _, _, compiled = raced_here(recipe(dataset), budget_s=0.0, known=[known])
-    assert described(compiled) == "no time was left for it"
+    assert described(compiled) == "not timed: --race gives it seconds"
     late = Raced(way="compile", problem="late", late_s=9.0)
     for budget_s, same in ((0.0, True), (9.5, False)):
         pretended(monkeypatch, eager="", compile="import os; os.kill(os.getpid(), 9)")

@@ -26,6 +26,7 @@ LEAST_BATCH = 2
 # each, batches of 8 gave a mean IoU of 0.69 and of 64 one of 0.17 (see ``RANDOM``); with 18 volumes
 # and 30 epochs, batches of 2 a Dice of 0.97 and of 16 one of 0.41 and 0.60 (6e-3).
 STEPS, FEW = 60, 8
+LEAST_STEPS = 16  # an epoch: with fewer a network learns little in it
 WARMUP = 0.1  # of a policy other than onecycle
 SMOOTHING = 0.1
 
@@ -157,6 +158,12 @@ def usual_batch(sides: Sequence[int]) -> int:
     """
     fits = max(LEAST_BATCH, min(Recipe.batch_size, PLACES // math.prod(sides)))
     return 1 << (fits.bit_length() - 1)
+
+
+def batch_of_few(images: int) -> int:
+    """The most images a step, a power of two, with which an epoch of so many has ``LEAST_STEPS``;
+    1 of too few."""
+    return 1 << (max(images // LEAST_STEPS, 1).bit_length() - 1)
 
 
 def completed(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 
-from tessella.artifacts.defaults import defaults
+from tessella.artifacts.defaults import batch_of_few, defaults
 from tessella.artifacts.run import Augment, Recipe
 
 SIGMAS = 3.0  # beyond what guessing scatters by: then something has been learned
 FAR = 3.0  # times the default rate, or a third of it: worth naming first
+# With these, after 30 epochs of 450 in batches of 16, a ResNet-18 got 47 % of 990 pictures of five
+# shapes on coloured grounds right, mirrored too 63 %, and 33 % without; in batches of 64 38 % and
+# 36 %, one seed each. Textures lose by them (defaults)
+TRIED = {"rotation": 20, "scale": 0.2, "color": 0.2}
 GAP, SHARE = (
     0.3,
     0.6,
@@ -38,11 +43,15 @@ def diagnosis(
     val, blind = measured["val/accuracy"], _guessing(recipe, val_counts)
     luck = _beyond(blind, sum(val_counts))
     if val > luck:
-        return _overfits(recipe, train, val) if val < min(train - GAP, SHARE * train) else None
+        return (
+            _overfits(recipe, train, val, train_counts)
+            if val < min(train - GAP, SHARE * train)
+            else None
+        )
     if learns and luck >= 1.0:  # so few images that even all of them right prove nothing
         return None
     if learns and train - val > GAP / 2:
-        return _overfits(recipe, train, val, blind)
+        return _overfits(recipe, train, val, train_counts, blind)
     return _learned_nothing(recipe, val, blind, train_counts)
 
 
@@ -57,8 +66,13 @@ def _beyond(guessed: float, images: int) -> float:
     return guessed + SIGMAS * math.sqrt(guessed * (1 - guessed) / images)
 
 
-def _overfits(recipe: Recipe, train: float, val: float, guessed: float | None = None) -> str:
-    usual, fixes = _usual_rate(recipe), [_augmentation(recipe.augment), "more images"]
+def _overfits(
+    recipe: Recipe, train: float, val: float, counts: Sequence[int], guessed: float | None = None
+) -> str:
+    changes, few = _augmentation(recipe.augment), batch_of_few(sum(counts))
+    if few < recipe.batch_size:
+        changes = f"batches of {few} (--batch-size {few}), for more steps, with {changes}"
+    usual, fixes = _usual_rate(recipe), [changes, "more images"]
     if recipe.solver.name in ("sgd", "nesterov") or not _near(recipe, usual):
         fixes.insert(0, f"the default solver ({_usual(recipe)})")
     else:
@@ -93,9 +107,15 @@ def _learned_nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequen
 
 
 def _augmentation(augment: Augment) -> str:
-    """What of it is not on yet; all of it is: more."""
-    off = [name for name in ("rotation", "scale", "color") if not getattr(augment, name)]
-    return f"augmentation ({', '.join(off)})" if off else "mixup, or stronger augmentation"
+    """What of it is not on yet, and how to set it beside what is; all of it is: more."""
+    off = {name: value for name, value in TRIED.items() if not getattr(augment, name)}
+    if not off:
+        return "mixup, or stronger augmentation"
+    plain = Augment()
+    own = {n: v for n, v in vars(augment).items() if v != getattr(plain, n)}
+    setting = json.dumps({"augment": own | off})
+    flips = "" if augment.flip else "; flip, where a mirrored picture means the same"
+    return f"augmentation ({', '.join(off)}, as in --recipe '{setting}'{flips})"
 
 
 def _usual_rate(recipe: Recipe) -> float:

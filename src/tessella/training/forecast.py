@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.defaults import batch_of_few
 from tessella.artifacts.run import Recipe, RunInfo
 from tessella.core.memory import free_bytes
 from tessella.data.loading import batches, steps_per_epoch
@@ -40,7 +41,6 @@ from tessella.training.ways import Choice, Way, usual_way
 WARM = 2  # steps
 LOADED = 128  # images
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
-LEAST_STEPS = 16  # an epoch, of ``auto``: with fewer a network learns little in it
 _RATES = {  # of limits; in fp8 at least a third of the products are of bf16
     "fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"
 }  # fmt: skip
@@ -204,8 +204,7 @@ def fitting_batch(recipe: Recipe, *, quantizer: Quantizer | None = None) -> int:
     """
     world, dataset = alone(), Dataset(recipe.dataset)
     unit = recipe.processes * recipe.accumulate
-    most = min(MOST_BATCH[world.device.type], len(dataset.train) // LEAST_STEPS // unit)
-    largest = 1 << (max(most, 1).bit_length() - 1)
+    largest = min(MOST_BATCH[world.device.type], batch_of_few(len(dataset.train) // unit))
     network = quantized(describe_run(recipe), quantizer)
 
     def tried(part: int) -> None:

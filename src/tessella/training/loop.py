@@ -279,7 +279,6 @@ class Training:
             recipe=run.recipe,
             steps_per_epoch=steps_per_epoch(len(dataset.train), run.recipe.batch_size),
         )
-        self._fed: Fed | None = None  # the last batch
         self._exchange_s, self._began = 0.0, began
         self._meter = Meter(
             self._schedule, world, self._state, trainer.feed, journal,
@@ -317,7 +316,7 @@ class Training:
                     raise KeyboardInterrupt
 
     def _step(self, fed: Fed) -> None:
-        state, schedule, self._fed = self._state, self._schedule, fed
+        state, schedule = self._state, self._schedule
         done, rate = state.step, schedule.rate(state.step)
         measured = self._trainer.step(
             fed.images, fed.labels, done=done, rate=rate, momentum=schedule.momentum(done)
@@ -337,8 +336,11 @@ class Training:
         if schedule.snapshots(state.step) or improved or self._finished():
             self._snapshot()
 
-    def _where_not_finite(self) -> str | None:
-        return None if self._fed is None else self._trainer.where_not_finite(self._fed)
+    def _where_not_finite(self, step: int) -> str | None:
+        """Where numbers of a step's images begin that are not finite, with the weights of now."""
+        epoch, start = divmod(step - 1, self._schedule.steps_per_epoch)
+        with closing(self._epoch(epoch, start)) as again:
+            return self._trainer.where_not_finite(next(again))
 
     def _batches(self) -> Epoch:
         """This process's slices of the coming batches, epoch after epoch, without end."""

@@ -37,12 +37,19 @@ def not_finite(
     )
 
 
-def only_skipped(count: int, step: int, where: str | None) -> TrainError:
-    """The error for a training of which the last ``count`` steps, up to ``step``, were skipped."""
+def only_skipped(count: int, step: int, where: str | None, *, seen_at: int) -> TrainError:
+    """The error for a training of which the last ``count`` steps, up to ``step``, were skipped.
+
+    Args:
+        where: what ``gradient_not_finite`` says of the step ``seen_at``.
+    """
+    seen = f"fp16, step {step}"
+    if where is not None:
+        seen += f"; {where}" if seen_at == step else f"; {where} at step {seen_at}"
     return TrainError(
         f"the last {count} steps were skipped: their gradients are not finite, however little the "
         "loss is scaled",
-        seen=f"fp16, step {step}" if where is None else f"fp16, step {step}; {where}",
+        seen=seen,
         fix="train with precision bf16 or fp32; where it fails in these, too, look for a square "
         "root, a logarithm or a division of zero",
     )

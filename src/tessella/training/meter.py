@@ -36,9 +36,9 @@ class Meter:
     """Collects losses and emits them as metrics, averaged over all processes.
 
     Args:
-        where: says which layer makes numbers that are not finite, where a loss is such.
+        where: says which layer makes numbers that are not finite of a step's images.
         skipped: says how many of the last steps were skipped, on the device; None: none ever is.
-        gradient: says which gradient is not finite.
+        gradient: says which gradient of the last step is not finite.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Meter:
         state: TrainState,
         feed: Feed,
         emit: Emit,
-        where: Callable[[], str | None] = lambda: None,
+        where: Callable[[int], str | None] = lambda _: None,
         skipped: Callable[[], Tensor | None] = lambda: None,
         gradient: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -58,6 +58,7 @@ class Meter:
         self._reported = 0
         self._on_gpu = world.device.type == "cuda"
         self._pending: list[tuple[int, float, Tensor]] = []
+        self._latest = 0  # the last step that was added: its gradients are there
         self._sent: _Sent | None = None
         self.asked = False  # a process was asked to stop: all learn it at the same step
         self.start_clock()
@@ -72,6 +73,7 @@ class Meter:
 
         A GPU's are emitted in groups, each a step after its last: when the GPU has that to compute.
         """
+        self._latest = step
         self._pending.append((step, rate, measured))
         self._receive()
         if len(self._pending) >= _GROUP or not self._on_gpu:
@@ -115,7 +117,7 @@ class Meter:
         self.asked |= wished > 0
         for (step, rate), (loss, accuracy) in zip(sent.steps, measured, strict=True):
             if not math.isfinite(loss):
-                raise not_finite(loss, step, rate, self._schedule.recipe, self._where())
+                raise not_finite(loss, step, rate, self._schedule.recipe, self._where(step))
             self._emit(metric(step, self._schedule.epoch_at(step), loss=loss, lr=rate))
             self._state.loss_sum += loss
             self._state.accuracy_sum += accuracy
@@ -123,7 +125,7 @@ class Meter:
         self._steps += len(sent.steps)
         step = sent.steps[-1][0]
         if count >= HOPELESS:
-            raise only_skipped(int(count), step, self._gradient())
+            raise only_skipped(int(count), step, self._gradient(), seen_at=self._latest)
         self._report_speed(step)
 
     @property

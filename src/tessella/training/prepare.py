@@ -64,6 +64,7 @@ def check(recipe: Recipe) -> None:
             that the dataset's task has no use for.
     """
     check_devices(recipe.gpus)
+    _require_start(recipe)
     dataset = Dataset(recipe.dataset)
     _network(dataset, recipe)
     task = of(dataset.info.task)
@@ -80,6 +81,19 @@ def check(recipe: Recipe) -> None:
             seen=f"label_smoothing={recipe.label_smoothing:g}",
             fix="leave label_smoothing out",
         )
+
+
+def _require_start(recipe: Recipe) -> None:
+    """Refuse an ``init`` that is no word for a start and no checkpoint."""
+    start = Path(recipe.init)
+    if recipe.quantize != "none":  # its quantizer takes runs, too
+        return
+    if recipe.init in ("random", "pretrained") or (start / "checkpoint.json").exists():
+        return
+    fix = "say random, pretrained, or the path of a checkpoint: runs/NAME/checkpoints/step-…"
+    if (start / "run.json").exists() and (saved := Run(start).checkpoints()):
+        fix = f"give one of its checkpoints: {saved[-1].path}"
+    raise UsageError("a training cannot start from this", seen=f"init={recipe.init}", fix=fix)
 
 
 def _network(dataset: Dataset, recipe: Recipe) -> Network:

@@ -97,6 +97,8 @@ def race(
         why_not = refusal(way, info.recipe, device)
         if why_not is not None:
             found.setdefault(way, Raced(way=way, problem=why_not))
+        elif budget_s <= 0:
+            found.setdefault(way, Raced(way=way, problem="not timed: --race gives it seconds"))
         elif way not in found:
             left_s = budget_s - (time.monotonic() - began)
             timed = _timed(Order(info=info, trained=trained), way, left_s)

@@ -208,10 +208,11 @@ class Trainer:
         )
         return weights, tensors, values
 
-    def where_not_finite(self, fed: Fed) -> str | None:
+    def where_not_finite(self, batch: Batch) -> str | None:
         """Where numbers that are not finite begin, in a pass of these images."""
 
         def call() -> None:
+            fed = self.feed(batch)
             with self.mixed.autocast():
                 self.module(fed.images, *((fed.labels,) if self._task.head.TAUGHT else ()))
 
