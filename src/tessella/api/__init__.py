@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tessella.api.answering import Answering
     from tessella.api.compiling import build, calibrate, compile, explain, export, pareto
+    from tessella.api.drawing import network_svg
     from tessella.api.evaluating import Judgement, evaluate
     from tessella.api.loading import load
     from tessella.api.predicting import (
@@ -47,14 +48,15 @@ __all__ = [
     "Segmented", "Sizing", "Verification", "answer", "answer_each", "batch_range", "build",
     "calibrate", "classify", "compile", "deploy", "drawn", "eager_predictor", "engine_predictor",
     "evaluate", "evaluate_split", "explain", "export", "forecast", "load", "load_plan", "name_of",
-    "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer", "predictor",
-    "quantization_aware", "recipe_from", "segment", "segment_each", "serve", "size", "sweep",
-    "task_of", "train", "tune", "verify",
+    "network_svg", "open_checkpoint", "open_model", "pareto", "pictures", "plain_answer",
+    "predictor", "quantization_aware", "recipe_from", "segment", "segment_each", "serve", "size",
+    "sweep", "task_of", "train", "tune", "verify",
 ]  # fmt: skip
 
 _PLACES = {
     "api.answering": ("Answering",),
     "api.compiling": ("build", "calibrate", "compile", "explain", "export", "pareto"),
+    "api.drawing": ("network_svg",),
     "api.evaluating": ("Judgement", "evaluate"),
     "api.loading": ("load",),
     "api.predicting": (
