@@ -1,5 +1,6 @@
 """``TARGET=sm_80 pytest tests/gpu``: the kernels of an older GPU, on the one that is here."""
 
+import os
 import re
 
 import pytest
@@ -20,6 +21,9 @@ FP8 = re.compile("float8|fp8")
 
 if TARGET != "sm_90" and torch.cuda.is_available():
     as_if(TARGET)
+# 16 processes of 16 threads each took 150 s for suppression's reference, one thread takes 0.5
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(workers)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ from tessella import runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import TWO_FOUR
-from tests.support.gpu_target import TARGET
+from tests.support.gpu_target import TARGET, UNTUNED
 from tests.support.networks import plan
 from tests.support.problems import convolutions, products
 from tests.support.quantized import calibrated, graph_of
@@ -111,7 +111,7 @@ class Mlp(nn.Module):
 def test_a_plan_rounds_where_it_activates(kind: str) -> None:
     graph = graph_of(Mlp(), 50, 192)
     found = calibrated(graph, 50, 192, kinds=(kind,))
-    made = plan(graph, (8, 8, 8), TARGET, precision=kind, calibration=found)
+    made = plan(graph, (8, 8, 8), TARGET, precision=kind, calibration=found, untuned=UNTUNED)
     steps = made.program.buckets[0].steps
     (layer,) = [step for step in steps if "gamma" in step.attrs]
     assert layer.attrs["activation"] == "gelu"

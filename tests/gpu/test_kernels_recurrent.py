@@ -8,7 +8,7 @@ from torch import nn
 
 from tessella import compiler, graph, runtime
 from tessella.core.spec import DimRange, TensorSpec
-from tests.support.gpu_target import TARGET
+from tests.support.gpu_target import TARGET, UNTUNED
 from tests.support.problems.recurrent import TOLERANCES, kernels_that_agree
 
 pytestmark = pytest.mark.skipif(
@@ -48,6 +48,7 @@ def test_a_plan_answers_as_torch(kind: type[nn.RNNBase], precision: str) -> None
         batch=DimRange(min=1, opt=8, max=8),
         precision=precision,
         about=compiler.About(built_from="tagger", rebuild="none"),
+        measuring=compiler.Measuring(untuned=UNTUNED),
     )
     x = torch.randn(5, 20, 32)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from tessella.graph import capture
 from tessella.runtime.engine import Engine
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.profiler import profile, table
-from tests.support.gpu_target import TARGET
+from tests.support.gpu_target import TARGET, UNTUNED
 
 pytestmark = [
     pytest.mark.skipif(
@@ -90,6 +90,7 @@ def build(module: nn.Module, size: int, precision: str) -> Plan:
         batch=BATCH,
         precision=precision,
         about=compiler.About(built_from="test", rebuild="tessella compile test --target sm_90"),
+        measuring=compiler.Measuring(untuned=UNTUNED),
     )
 
 
@@ -154,6 +155,7 @@ def test_threads_get_their_own_answers() -> None:
     assert wrong == []
 
 
+@pytest.mark.skipif(UNTUNED, reason="nothing was measured")
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "googlenet"])
 def test_faster_than_eager_at_batch_one(name: str) -> None:
     module, size = network(name)

@@ -21,7 +21,7 @@ from tessella.kernels.catalog import kernel
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import bind, find
-from tests.support.gpu_target import TARGET
+from tests.support.gpu_target import TARGET, UNTUNED
 
 pytestmark = [
     pytest.mark.skipif(
@@ -53,6 +53,7 @@ def build(precision: str, input: str) -> Plan:
             rebuild="tessella compile test --target sm_90",
             preprocess=RECORD,
         ),
+        measuring=compiler.Measuring(untuned=UNTUNED),
     )
 
 
@@ -197,6 +198,7 @@ def test_two_inputs_of_one_kernel_are_read_where_they_are() -> None:
         target=TARGET,
         batch=BATCH,
         about=compiler.About(built_from="test", rebuild="tessella compile test"),
+        measuring=compiler.Measuring(untuned=UNTUNED),
     )
     engine = runtime.load(plan)
     assert None not in engine.bound(4)._places

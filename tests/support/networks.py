@@ -86,15 +86,16 @@ def plan(
     cache: Path | None = None,
     lock: str | None = None,
     budget_s: float = 0.0,
+    untuned: bool = False,
     **settings: Any,
 ) -> Plan:
-    """The graph's plan, after short measurements."""
+    """The graph's plan, after short measurements or, ``untuned``, after none."""
     return compiler.compile_graph(
         graph,
         target=target,
         batch=DimRange(min=batch[0], opt=batch[1], max=batch[2]),
         about=ABOUT,
-        measuring=compiler.Measuring(cache=cache, lock=lock, budget_s=budget_s),
+        measuring=compiler.Measuring(cache=cache, lock=lock, budget_s=budget_s, untuned=untuned),
         **settings,
     )
 

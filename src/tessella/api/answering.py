@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tessella.api.checkpoints import module_of
 from tessella.api.predicting import Model, plain_answer, predictor, seen, task_of
-from tessella.api.sources import module_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain

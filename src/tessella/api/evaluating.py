@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tessella.api.checkpoints import open_checkpoint
 from tessella.api.predicting import Model, name_of, open_model, predictor, task_of
 from tessella.api.samples import Data, split_of
-from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.files import write_atomic

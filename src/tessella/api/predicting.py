@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tessella.api.checkpoints import module_of, open_checkpoint
 from tessella.api.loading import load
 from tessella.api.onnx_network import OnnxNetwork
-from tessella.api.sources import module_of, open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, InputError, TessellaError, UsageError

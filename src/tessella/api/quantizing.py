@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tessella import compiler
+from tessella.api.checkpoints import open_checkpoint
 from tessella.api.samples import CalibrationData, calibrated
-from tessella.api.sources import ANY, Source, open_checkpoint, opened
+from tessella.api.sources import ANY, Source, opened
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import RunInfo

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tessella import compiler, graph
+from tessella.api.checkpoints import open_checkpoint
 from tessella.artifacts.build import is_network, read_batch, span_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.run import Run
@@ -140,28 +141,3 @@ def _captured(checkpoint: Checkpoint, batch: DimRange, *, trust_code: bool) -> g
     module, head = zoo.load(checkpoint, trust_code=trust_code), of(info.task).head
     module = finished(module, head, info.task.numbers)
     return graph.capture(module, (image,), name=info.network.name, outputs=(head.OUTPUT,))
-
-
-def module_of(checkpoint: Checkpoint, *, trust_code: bool = False) -> torch.nn.Module:
-    """The checkpoint's network in evaluation mode: where it rounds, as its plan will compute it."""
-    if checkpoint.is_quantized:
-        return compiler.read_quantized(checkpoint.quantized()).eval()
-    return zoo.load(checkpoint, trust_code=trust_code)
-
-
-def open_checkpoint(source: Checkpoint | Run | str | Path) -> Checkpoint:
-    """A checkpoint from itself, from a run (its best, else its latest), or from their path."""
-    if isinstance(source, Checkpoint):
-        return source
-    if isinstance(source, str | Path):
-        if Path(source).is_file():
-            raise UsageError(
-                "this is a file, and a checkpoint or a run is a folder",
-                seen=source,
-                fix="give the folder of a run or of a checkpoint; a .plan is compiled already",
-            )
-        if not (Path(source) / "run.json").exists():
-            return Checkpoint(source)
-        source = Run(source)
-    scored = any(source.info.task.metric in c.info.metrics for c in source.checkpoints())
-    return source.best() if scored else source.latest()

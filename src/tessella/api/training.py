@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tessella.api.quantizing import quantizer
+from tessella import api
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import completed, describe_defaults
 from tessella.artifacts.run import Recipe, Run
@@ -22,6 +22,7 @@ from tessella.training import loop
 from tessella.training.forecast import Forecast
 from tessella.training.machines import Started, place_of, settings_of, started
 from tessella.training.prepare import check
+from tessella.training.quantizing import Quantizer
 
 AUTO = "auto"
 
@@ -79,7 +80,7 @@ def train(
             recipe,
             Path(out),
             resume=resume,
-            quantizer=quantizer(emit=told),
+            quantizer=_quantizer(told),
             place=place,
             over=_over(network, dataset, settings, there if place and place.rank else None),
             emit=told,
@@ -128,7 +129,7 @@ def forecast(
     """
     with reported(emit) as told:
         recipe = _recipe(network, dataset, settings, there=None, emit=told)
-        return forecasting.forecast(recipe, race_s=race_s, quantizer=quantizer(emit=told))
+        return forecasting.forecast(recipe, race_s=race_s, quantizer=_quantizer(told))
 
 
 def _over(
@@ -188,7 +189,12 @@ def _recipe(
 def _fitting(given: Mapping[str, Any]) -> int:
     unit = given.get("gpus", 1) * given.get("accumulate", 1)
     recipe = recipe_from({**given, "batch_size": unit})
-    return forecasting.fitting_batch(recipe, quantizer=quantizer())
+    return forecasting.fitting_batch(recipe, quantizer=_quantizer(silent))
+
+
+def _quantizer(emit: Emit) -> Quantizer:
+    """Who trains without roundings waits for no compiler: it is imported with the first of them."""
+    return lambda info, start: api.quantizer(emit=emit)(info, start)
 
 
 def _merged(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

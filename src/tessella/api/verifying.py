@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tessella.api.checkpoints import open_checkpoint
 from tessella.api.loading import load
 from tessella.api.predicting import (
     Model,
@@ -21,7 +22,6 @@ from tessella.api.predicting import (
     whole,
 )
 from tessella.api.samples import Data, split_of
-from tessella.api.sources import open_checkpoint
 from tessella.artifacts.checkpoint import Checkpoint, CheckpointInfo
 from tessella.artifacts.dataset import Split
 from tessella.artifacts.files import write_atomic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 from typer import Argument, Option
 
-from tessella import api, graph, tasks
+from tessella import api, tasks
 from tessella.artifacts.checkpoint import Checkpoint, Network
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import write_atomic
@@ -20,12 +20,14 @@ from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.cli.parsing import parse_sides
 from tessella.cli.tables import checkpoint_table, dataset_table, run_table
-from tessella.compiler import PassRecord
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
-from tessella.core.spec import DimRange, TensorSpec
+from tessella.core.spec import TensorSpec
 from tessella.nn import inspect, zoo
 from tessella.tasks import named
+
+if TYPE_CHECKING:
+    from tessella.compiler import PassRecord
 
 
 def register(app: typer.Typer) -> None:
@@ -143,10 +145,7 @@ def _network(
     summary = inspect.summary(module, shape)
     plain: dict[str, Any] = {"network": to_plain(network), **to_plain(summary)}
     if svg is not None:
-        batch = DimRange(min=1, opt=2, max=8)
-        spec = TensorSpec(name="image", dtype="float32", shape=(batch, *shape))
-        captured = graph.capture(module, (spec,), name=name)
-        write_atomic(svg, graph.svg(captured).encode())
+        write_atomic(svg, api.network_svg(module, shape, name=name).encode())
         plain["svg"] = str(svg)
     table = grid(
         ("layer", "type", "output", "parameters", "MACs"),

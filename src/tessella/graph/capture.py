@@ -10,9 +10,8 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import sympy
 import torch
 from torch.export import Dim as ExportDim
 from torch.export.graph_signature import InputKind, OutputKind
@@ -29,6 +28,9 @@ from tessella.graph.operator_call import OperatorCall
 from tessella.graph.recognize import recognize
 from tessella.graph.recurrent import require_known_readers
 from tessella.graph.traced import traced
+
+if TYPE_CHECKING:
+    import sympy
 
 # torch treats 0 and 1 as known, and a size that equals another by chance as the same: tried in this
 # order, the first is taken that no other axis of the inputs has.
@@ -350,7 +352,7 @@ class _Reader:
         if self.symbol is not None and expression.free_symbols == {self.symbol}:
             offset = expression.subs(self.symbol, 0)
             factor = expression.subs(self.symbol, 1) - offset
-            if sympy.expand(expression - factor * self.symbol - offset) == 0:
+            if (expression - factor * self.symbol - offset).expand() == 0:
                 return Dim(int(factor), int(offset))
         by_data = any(str(symbol).startswith("u") for symbol in expression.free_symbols)
         raise CompileError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -300,6 +299,8 @@ def _multiple(side: int) -> int:
 
 def _published(hub: Any, name: str, config: Any, channels: int) -> Any:
     """The weights that its authors learned from COCO, for pictures normalized as ImageNet's."""
+    import httpx
+
     if channels != 3:
         raise UsageError(
             f"the published weights of {name} are for pictures of three channels",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import httpx
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -334,6 +333,8 @@ def build(
 
 def _published(hub: Any, name: str, config: Any, channels: int) -> Any:
     """The weights that its authors learned from COCO, for pictures normalized as ImageNet's."""
+    import httpx
+
     if channels != 3:
         raise UsageError(
             f"the published weights of {name} are for pictures of three channels",

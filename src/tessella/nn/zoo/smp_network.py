@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import torch
 from torch import nn
 
@@ -46,6 +45,7 @@ def build(
             fix=f"--size {max(STEP, round(height / STEP) * STEP)}",
         )
     try:
+        import httpx
         import segmentation_models_pytorch as library
     except ImportError as error:
         raise UsageError(

@@ -1,6 +1,7 @@
 """``timm/NAME``: any network of the timm library.
 
-The import of timm takes as long as torch's, so it happens when a network of timm is built.
+The import of timm takes as long as torch's, so it happens when a network of timm is built; so does
+that of httpx, by which timm fetches.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-import httpx
 from torch import nn
 
 from tessella.core.errors import UsageError
@@ -64,6 +64,7 @@ def build(
         UsageError: an unknown name or option, an input size that the network cannot take, or
             pretrained weights that cannot be fetched.
     """
+    import httpx
     import timm
 
     require_known(name)
@@ -104,6 +105,7 @@ def pyramid(
     Raises:
         UsageError: an unknown name, one without such features, or weights that cannot be fetched.
     """
+    import httpx
     import timm
 
     require_known(name)
