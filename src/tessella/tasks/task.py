@@ -368,6 +368,7 @@ class Errors(Protocol):
     Imports no torch, as ``answers`` does not.
     """
 
+    FIELDS: int  # numbers of one answer in a row of ``Metrics.rows``
     OVERLAP: float  # from which an answer hits a thing, where nobody says more
     TITLES: dict[Any, str]  # the ways to err, and what people call them
 
