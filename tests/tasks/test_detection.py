@@ -24,6 +24,7 @@ from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
 from tessella.core.preprocess import Preprocess, fit
 from tessella.core.task import TaskRecord
+from tessella.core.tiles import Tiles
 from tessella.data import ImportSettings, import_images
 from tessella.data.augment import augmented
 from tessella.quickstart.scattered import write_scattered
@@ -87,6 +88,8 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     truth = boxes_of(folder / "val.json")
     files = [folder / example.path for example in dataset.val]
     told = api.answer(api.load(plan), files)
+    whole = Tiles(height=SIZE, width=SIZE, overlap=0)  # a picture is one tile
+    assert api.answer(api.load(plan), files, tiles=whole) == told
     hits = 0
     for file, answer in zip(files, told, strict=True):
         for label, box in truth[f"images/{file.name}"]:
@@ -102,7 +105,8 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
         wrong = client.post("/v2/models/net/segment", content=file.read_bytes())
     assert wrong.status_code == 404
     assert drawn.headers["content-type"] == "image/png"
-    assert "score" in tessella("run", plan, file, "--draw", tmp_path / "out.png").out
+    drawing = ("--draw", tmp_path / "out.png", "--tile", SIZE, "--overlap", 8)
+    assert "score" in tessella("run", plan, file, *drawing).out
     one, other = (
         np.asarray(Image.open(f)) for f in (io.BytesIO(drawn.content), tmp_path / "out.png")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tessella.annotations.files import read_text
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
 from tessella.data.sources import find
@@ -17,6 +19,7 @@ from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups
 from tessella.tasks import Found, Request, Source, Task
 
 HELD_OUT = {"val": VAL, "test": TEST}
+GROUPS, GROUPS_HEAD = "groups.csv", ("path", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ def list_images(
         )
 
     found = find_labelled(source)
+    groups = found.groups or read_groups(source)
     if why := task.examples.lacking(found.classes):
         raise DataError(
             why,
@@ -71,9 +75,9 @@ def list_images(
     decided = any(s.split in HELD_OUT for s in found.sources)  # by the annotations
     fractions = [0.0 if decided or isinstance(part, Path) else part for part in (val, test)]
     of_class = task.examples.strata([s.label for s in found.sources])
-    if found.groups:
-        groups = [found.groups.get(s.path, f"/{s.path}") for s in found.sources]
-        splits = hold_out_groups(of_class, groups, val=fractions[0], test=fractions[1], seed=seed)
+    if groups:
+        names = [groups.get(s.path, f"/{s.path}") for s in found.sources]
+        splits = hold_out_groups(of_class, names, val=fractions[0], test=fractions[1], seed=seed)
     else:
         splits = hold_out(of_class, val=fractions[0], test=fractions[1], seed=seed)
     if decided:
@@ -100,6 +104,25 @@ def list_images(
         skipped=tuple(skipped),
         notes=tuple(notes),
     )
+
+
+def read_groups(source: Path) -> dict[str, str]:
+    """The group of each picture by its path, of a ``groups.csv`` in a folder, or beside a file.
+
+    Its lines are a picture's path, as the dataset calls it, and a group; the first names both.
+
+    Raises:
+        DataError: the file cannot be read, or has other columns.
+    """
+    file = (source if source.is_dir() else source.parent) / GROUPS
+    if not file.is_file():
+        return {}
+    rows = csv.reader(read_text(file).splitlines())
+    if next(rows, []) != list(GROUPS_HEAD):
+        raise DataError(
+            f"{GROUPS} does not begin with its columns", seen=file, fix=",".join(GROUPS_HEAD)
+        )
+    return {row[0]: row[1] for row in rows if len(row) == 2 and row[1]}
 
 
 def _check_written(known: dict[str, Path], written: str, where: Path) -> None:

@@ -272,9 +272,7 @@ class BoxErrors:
         m = self._matched
         name = self._name(m.there_labels[place]) + " (crowd)" * bool(m.crowds[place])
         x0, y0, x1, y1 = m.there[place].tolist()
-        return Thing(
-            box=(x0, y0, x1, y1), name=name, color=THERE, outlines=m.thing_outlines(place)
-        )
+        return Thing(box=(x0, y0, x1, y1), name=name, color=THERE, outlines=m.thing_outlines(place))
 
     def _name(self, label: Any) -> str:
         return self._dataset.classes[int(label)]

@@ -324,9 +324,7 @@ def matched(
     )
 
 
-def _judged(
-    overlaps: Floats, labels_D: Floats, things: Floats, least: float
-) -> tuple[Ints, Ints]:
+def _judged(overlaps: Floats, labels_D: Floats, things: Floats, least: float) -> tuple[Ints, Ints]:
     """The verdict on each box of an image, the surest first, and the thing that it is about."""
     verdicts, about = np.full(len(overlaps), FALSE), np.full(len(overlaps), -1)
     if not overlaps.size:

@@ -45,7 +45,8 @@ class MatchedMasks(Matched):
         top, left, height, width = self.targets.views[image].tolist()
         around = outlines(rle.mask_of(rle.expanded(text), height, width))
         return tuple(
-            tuple((np.reshape(line, (-1, 2)) + [left, top]).ravel().tolist()) for line in around
+            tuple((np.reshape(line, (-1, 2)) + np.array([left, top])).ravel().tolist())
+            for line in around
         )
 
 
