@@ -22,6 +22,17 @@ from tessella.core.tiles import Tiles
 from tessella.core.volumes import WRITTEN, suffix_of
 from tessella.tasks import Query
 
+Threshold = Annotated[
+    float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
+]
+Tile = Annotated[
+    str | None,
+    Option(help="Of large pictures: look at tiles of this height x width, and join them."),
+]
+Overlap = Annotated[
+    int | None, Option(help="Pixels that tiles share (an eighth of a side).", min=0)
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command("run")(run)
@@ -40,16 +51,9 @@ def run(
     top: Annotated[
         int | None, Option(help="How many labels for each image (classification: 5).", min=1)
     ] = None,
-    threshold: Annotated[
-        float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
-    ] = None,
-    tile: Annotated[
-        str | None,
-        Option(help="Of large pictures: look at tiles of this height x width, and join them."),
-    ] = None,
-    overlap: Annotated[
-        int | None, Option(help="Pixels that tiles share (an eighth of a side).", min=0)
-    ] = None,
+    threshold: Threshold = None,
+    tile: Tile = None,
+    overlap: Overlap = None,
     draw: Annotated[
         Path | None,
         Option(help="Write the picture with its answer drawn; of several, into this folder."),
@@ -95,8 +99,8 @@ def run(
             files = api.pictures(images, is_one=suffix_of)
             _segment(out_, opened, files, query, out, trust_code)
         elif images:
-            how = _tiles(tile, overlap)
-            _answer(out_, opened, api.pictures(images), query, draw, trust_code, how)
+            files, how = api.pictures(images), _tiles(tile, overlap)
+            _answer(out_, opened, files, query, draw, trust_code, how)
         elif data is not None:
             _evaluate(out_, opened, (data, split), (out, rows), trust_code)
 

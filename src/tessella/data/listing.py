@@ -65,7 +65,6 @@ def list_images(
         )
 
     found = find_labelled(source)
-    groups = found.groups or read_groups(source)
     if why := task.examples.lacking(found.classes):
         raise DataError(
             why,
@@ -75,7 +74,7 @@ def list_images(
     decided = any(s.split in HELD_OUT for s in found.sources)  # by the annotations
     fractions = [0.0 if decided or isinstance(part, Path) else part for part in (val, test)]
     of_class = task.examples.strata([s.label for s in found.sources])
-    if groups:
+    if groups := found.groups or read_groups(source):
         names = [groups.get(s.path, f"/{s.path}") for s in found.sources]
         splits = hold_out_groups(of_class, names, val=fractions[0], test=fractions[1], seed=seed)
     else:
