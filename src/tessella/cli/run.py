@@ -22,6 +22,9 @@ from tessella.core.tiles import Tiles
 from tessella.core.volumes import WRITTEN, suffix_of
 from tessella.tasks import Query
 
+Top = Annotated[
+    int | None, Option(help="How many labels for each image (classification: 5).", min=1)
+]
 Threshold = Annotated[
     float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
 ]
@@ -48,9 +51,7 @@ def run(
     ] = None,
     data: Annotated[Path | None, Option(help="Evaluate on this dataset instead.")] = None,
     split: Annotated[str, Option(help="train, val or test.")] = "val",
-    top: Annotated[
-        int | None, Option(help="How many labels for each image (classification: 5).", min=1)
-    ] = None,
+    top: Top = None,
     threshold: Threshold = None,
     tile: Tile = None,
     overlap: Overlap = None,
