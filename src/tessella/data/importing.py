@@ -261,7 +261,7 @@ def _name(source: Path, settings: ImportSettings) -> str:
     if settings.name:
         return settings.name
     there = source.resolve()
-    if there.name.lower() in SPLIT_FOLDERS["train"]:  # flowers/train holds flowers
+    if there.stem.lower() in SPLIT_FOLDERS["train"]:  # flowers/train holds flowers
         there = there.parent
     return (there.name if there.is_dir() else there.stem) or "images"
 
