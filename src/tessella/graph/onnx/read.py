@@ -26,7 +26,7 @@ from tessella.core.errors import ArtifactError, CompileError, TessellaError, Unb
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
-from tessella.graph.onnx import linear_models
+from tessella.graph.onnx import linear_models, own
 from tessella.graph.onnx.budget import (
     MOST_SIZES,
     Budget,
@@ -138,7 +138,10 @@ def _load(source: str | Path | bytes) -> onnx.ModelProto:
     check_functions(model)
     try:
         if model.functions:
-            model = inliner.inline_local_functions(model)
+            ours = [
+                (f.domain, f.name) for f in model.functions if own.operation_of(f.domain, f.name)
+            ]
+            model = inliner.inline_selected_functions(model, ours, exclude=True)
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise CompileError("the ONNX file is not valid", seen=str(error).strip()[:400]) from error
@@ -220,7 +223,7 @@ def _unknown(node: onnx.NodeProto) -> bool:
     if node.domain == linear_models.DOMAIN:
         return node.op_type not in linear_models.LINEAR_MODELS
     if node.domain not in ("", "ai.onnx"):
-        return True
+        return own.operation_of(node.domain, node.op_type) is None
     defined = node.op_type in FUNCTIONS and node.op_type not in REFUSED
     return not defined and node.op_type not in OPERATORS
 
@@ -332,12 +335,14 @@ class _Reader:
         self.budget.node()
         where = f"{node.op_type} {(node.name or ', '.join(node.output))[:80]!r}"
         with _told(f"the ONNX node {where} cannot be read"):
-            if node.op_type in OPERATORS:
-                self._translated(node)
+            if op := own.operation_of(node.domain, node.op_type):
+                self._translated(node, own.OWN[op])
+            elif node.op_type in OPERATORS:
+                self._translated(node, OPERATORS[node.op_type])
             else:
                 self._defined(node)
 
-    def _translated(self, node: onnx.NodeProto) -> None:
+    def _translated(self, node: onnx.NodeProto, usual: Translator) -> None:
         """A node whose operator is translated."""
         self.build.layer = node.name or self.build.layer
         call = Call(
@@ -350,8 +355,7 @@ class _Reader:
             build=self.build,
             inner=self._inner,
         )
-        translator = on_sizes(call) or OPERATORS[node.op_type]
-        made: Result = translator(call)
+        made: Result = (on_sizes(call) or usual)(call)
         results = [made] if isinstance(made, Value | np.ndarray) else list(made)
         call.check_all_read(len(results))
         for name, result in zip(node.output, results):
