@@ -209,6 +209,7 @@ def evaluate(
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
     losses_N = task.metrics.losses(own.rows_NR, truth, record, len(labels))
     worst = np.argsort(-losses_N, kind="stable")[:errors]
+    worst = worst[losses_N[worst] > 0]  # of boxes told without an error nothing is to be seen
     return Judgement(
         model=name_of(opened),
         split=samples.name,
