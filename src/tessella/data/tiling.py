@@ -27,6 +27,7 @@ from tessella.data.listing import GROUPS, GROUPS_HEAD, read_groups
 from tessella.data.sources import find
 from tessella.tasks import Found, Request, Source, named
 from tessella.tasks.detection.examples import VISIBLE, inside
+from tessella.tasks.moves import Floats
 from tessella.tasks.segmentation import examples as masks
 
 ANNOTATIONS = "annotations.json"
@@ -162,11 +163,13 @@ class _Cutter:
     def _boxes(self, source: Source, pixels: Pixels, places: list[Placed]) -> None:
         picture: Picture = source.label
         _require_size(pixels, picture.height, picture.width)
+        boxes = [(t.x, t.y, t.x + t.width, t.y + t.height) for t in picture.things]
+        boxes_N4 = np.array(boxes, np.float64).reshape(-1, 4)
         for (group, name, window), part in zip(places, self._parts(pixels), strict=True):
             self._write(source.split, name, group, encode(part))
             made = Picture(
                 file="", path=f"images/{name}", height=window[2], width=window[3],
-                things=tuple(_seen(picture, window)),
+                things=tuple(_seen(picture, boxes_N4, window)),
             )  # fmt: skip
             self._boxed.setdefault(source.split, []).append(made)
 
@@ -210,16 +213,14 @@ def _require_size(pixels: Pixels, height: int, width: int) -> None:
         )
 
 
-def _seen(picture: Picture, window: Window) -> Iterator[Thing]:
-    """What a window shows of a picture's things, in its own pixels."""
+def _seen(picture: Picture, boxes_N4: Floats, window: Window) -> Iterator[Thing]:
+    """What a window shows of a picture's things and their boxes, in its own pixels."""
     top, left, height, width = window
-    for thing in picture.things:
-        box = np.array([[thing.x, thing.y, thing.x + thing.width, thing.y + thing.height]])
-        frame = (left, top, min(left + width, picture.width), min(top + height, picture.height))
-        (shown,), (share,) = inside(box, frame)
-        if share <= 0:
-            continue
-        x0, y0, x1, y1 = (shown - [left, top, left, top]).tolist()
+    frame = (left, top, min(left + width, picture.width), min(top + height, picture.height))
+    shown_N4, share_N = inside(boxes_N4, frame)
+    for number in np.flatnonzero(share_N > 0).tolist():
+        thing, share = picture.things[number], float(share_N[number])
+        x0, y0, x1, y1 = (shown_N4[number] - [left, top, left, top]).tolist()
         made = replace(thing, x=x0, y=y0, width=x1 - x0, height=y1 - y0, polygons=(), rle=b"")
         counts = coco.mask_counts(thing, picture)
         if counts is not None:

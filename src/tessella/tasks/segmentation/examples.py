@@ -250,8 +250,12 @@ def painted(picture: Picture) -> Mask:
     for thing in picture.things:
         counts = coco.mask_counts(thing, picture)
         if counts is not None:
-            inside = rle.mask_of(counts, picture.height, picture.width).astype(bool)
-            mask[inside] = IGNORED if thing.crowd else thing.label + 1
+            x, y, width, height = map(int, rle.box_of(counts, picture.height))
+            seen = rle.seen_in(counts, picture.height, (y, x, height, width))
+            inside = rle.mask_of(seen, height, width).astype(bool)  # not of a whole large picture
+            mask[y : y + height, x : x + width][inside] = (
+                IGNORED if thing.crowd else thing.label + 1
+            )
     return mask
 
 
