@@ -75,8 +75,8 @@ def list_images(
     fractions = [0.0 if decided or isinstance(part, Path) else part for part in (val, test)]
     of_class = task.examples.strata([s.label for s in found.sources])
     if groups := found.groups or read_groups(source):
-        names = [groups.get(s.path, f"/{s.path}") for s in found.sources]
-        splits = hold_out_groups(of_class, names, val=fractions[0], test=fractions[1], seed=seed)
+        group_of = [groups.get(s.path, f"/{s.path}") for s in found.sources]
+        splits = hold_out_groups(of_class, group_of, val=fractions[0], test=fractions[1], seed=seed)
     else:
         splits = hold_out(of_class, val=fractions[0], test=fractions[1], seed=seed)
     if decided:
