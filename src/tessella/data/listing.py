@@ -11,14 +11,29 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tessella.annotations import is_annotated
 from tessella.annotations.files import read_text
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
+from tessella.core.task import CLASSIFICATION
 from tessella.data.sources import find
 from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups
 from tessella.tasks import Found, Request, Source, Task
 
 HELD_OUT = {"val": VAL, "test": TEST}
+# How folders are called that hold pictures and what is known of them, and are no classes.
+PARTS_OF = {
+    frozenset(("masks", "segmentationclass")): "segmentation",
+    frozenset(("labelstr",)): "volumes",
+}
+PARTS = {
+    "images", "labels", "annotations", "masks", "image_2", "label_2", "default", "jpegimages",
+    "segmentationclass", "segmentationobject", "imagesets", "obj_train_data", "imagestr",
+    "labelstr", "imagests", "train2017", "val2017", "test2017", "train", "training", "val", "valid",
+    "validation", "test", "testing",
+}  # fmt: skip
+ANNOTATED = "detection, instances, segmentation or multilabel"
+JSON_OR_YAML = (".json", ".yaml", ".yml")
 GROUPS, GROUPS_HEAD = "groups.csv", ("path", "group")
 
 
@@ -64,6 +79,8 @@ def list_images(
             )
         )
 
+    if task.name == CLASSIFICATION.name:
+        _refuse_other_tasks(source)
     found = find_labelled(source)
     if why := task.examples.lacking(found.classes):
         raise DataError(
@@ -103,6 +120,26 @@ def list_images(
         skipped=tuple(skipped),
         notes=tuple(notes),
     )
+
+
+def _refuse_other_tasks(source: Path) -> None:
+    """Refuse annotations, masks and volumes, whose folders would be taken for classes.
+
+    Raises:
+        DataError: all folders of ``source`` are called as the parts of these are.
+    """
+    folders = {p.name.lower() for p in source.iterdir() if p.is_dir()} if source.is_dir() else set()
+    if not folders <= PARTS or (source.is_file() and source.suffix.lower() not in JSON_OR_YAML):
+        return
+    tasks = next((tasks for names, tasks in PARTS_OF.items() if names & folders), None)
+    if tasks is None and is_annotated(source):
+        tasks = ANNOTATED
+    if tasks is not None:
+        raise DataError(
+            "these are annotations, and no folder or list of classes",
+            seen=f"{', '.join(sorted(folders)) or source.name} in {source}",
+            fix=f"say what is to be learned by --task (in Python task=): {tasks}",
+        )
 
 
 def read_groups(source: Path) -> dict[str, str]:
