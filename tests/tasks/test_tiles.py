@@ -14,8 +14,9 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from tessella.core.errors import DataError, UsageError
-from tessella.core.preprocess import Preprocess
+from tessella.api import predicting
+from tessella.core.errors import ArtifactError, DataError, UsageError
+from tessella.core.preprocess import Preprocess, fit
 from tessella.core.tiles import Tiles
 from tessella.data import ImportSettings, cut, import_images
 from tessella.tasks import Query, View, named
@@ -217,6 +218,68 @@ def test_what_cannot_be_cut_is_said(source: Path, tessella: Tessella, tmp_path: 
     assert "4 pictures in 64 tiles" in ran.out
     with pytest.raises(UsageError, match="there already"):
         cut(source, tmp_path / "out", TILES)
-    (tmp_path / "out" / "groups.csv").write_text("picture,group\n")
-    with pytest.raises(DataError, match="does not begin with its columns"):
-        import_images(tmp_path / "out", tmp_path / "data", ImportSettings(task="detection"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("picture,group\n", "does not begin with its columns"),
+        ("path,group\nimages/a.png,x\na,b,c\n", "line 3 has 3 cells"),
+        (f"path,group\na,{'x' * 200_000}\n", "field larger than field limit"),
+        ("path,group\na.png,x\n", r"names no picture.*'a.png'.*'images/large-000.png'"),
+    ],
+)
+def test_groups_that_would_hold_nothing_together_are_refused(
+    source: Path, text: str, told: str
+) -> None:
+    file = source.parent / "groups.csv"
+    file.write_text(text)
+    settings = ImportSettings(task="detection")
+    try:
+        with pytest.raises(DataError, match=f"(?s)groups.csv.*{told}"):
+            import_images(source, source.parent / "no", settings)
+        file.write_text("path,group\nimages/large-000.png,x\nlost.png,x\n")
+        made = import_images(source, source.parent / "data" / str(len(text)), settings)
+    finally:
+        file.unlink()
+    assert any("1 of 2 paths in groups.csv" in note for note in made.info.notes)
+
+
+def test_a_disk_that_is_full_leaves_no_folder(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(ArtifactError, match="could not be written"):
+        cut(source, tmp_path / "out", TILES)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("resize", ["squash", "fill"])
+def test_a_tile_of_another_shape_than_the_input_lies_where_it_was_fitted(resize: Any) -> None:
+    record = Preprocess(height=64, width=64, channels=3, resize=resize)
+    tiles = Tiles(height=48, width=96, overlap=16)
+    truth = np.kron(np.random.default_rng(0).integers(0, 3, (8, 10)), np.ones((12, 24))).astype(
+        np.uint8
+    )
+    outputs = []
+    for top, left in tiles.places(*truth.shape):
+        shown = fit(truth[top : top + 48, left : left + 96, None] * 100, record)[:, :, 0]
+        scores = -abs(shown / 100 - np.arange(3)[:, None, None])[None].astype(np.float32)
+        outputs.append((top, left, scores))
+    view, ways = View(height=48, width=96, record=record), named("segmentation").tiles
+    assert ways is not None
+    about = ("a", "b", "c"), named("segmentation").record()
+    seen = np.zeros_like(truth)
+    for one in ways.joined(outputs, tiles, truth.shape, view, about, Query()):
+        seen[coco_mask.decode(one["mask"]) > 0] = one["index"]
+    inner = np.kron(np.ones((8, 10)), np.pad(np.ones((6, 16)), ((3, 3), (4, 4)))) > 0
+    np.testing.assert_array_equal(seen[inner], truth[inner])  # away from where classes meet
+
+
+def test_a_network_that_sees_part_of_a_tile_is_refused() -> None:
+    record = Preprocess(height=64, width=64, channels=3, resize="crop")
+    tiles, task = Tiles(height=48, width=96, overlap=16), named("segmentation")
+    pixels = np.zeros((96, 200, 3), np.uint8)
+    about = ("a", "b"), task.record()
+    with pytest.raises(UsageError, match="sees no whole tile"):
+        predicting._of_tiles(lambda _: 1 / 0, pixels, tiles, record, task, about, None)  # type: ignore[arg-type,return-value]

@@ -28,6 +28,7 @@ from tessella.core.preprocess import (
     fitted_and_size,
     in_rgb,
     normalize,
+    placement,
 )
 from tessella.core.task import CLASSIFICATION, TaskRecord
 from tessella.core.tiles import Tiles
@@ -252,6 +253,13 @@ def _of_tiles(
     assert task.tiles is not None, "only answers with a place are joined"
     _, height, width = record.input_shape
     whole = replace(record, height=height, width=width, crop=None)
+    if placement(tiles.height, tiles.width, whole).box != (0, 0, tiles.width, tiles.height):
+        raise UsageError(
+            f"a network whose pictures were fitted by {record.resize!r} sees no whole tile of "
+            "this shape",
+            seen=f"{tiles.height} × {tiles.width}, its input {height} × {width}",
+            fix="take tiles of the shape of its input",
+        )
 
     def outputs() -> Iterator[tuple[int, int, npt.NDArray[Any]]]:
         for top, left, part in tiles.parts(pixels):

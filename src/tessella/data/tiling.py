@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,12 +116,19 @@ class _Cutter:
 
     def cut(self, boxed: bool) -> Tiled:
         total = len(self._found.sources)
-        write = self._boxes if boxed else self._masks
         for number, source in enumerate(self._found.sources):
-            try:
-                self._cut(number, source, write)
+            try:  # to read alone: what cannot be written ends it
+                pixels = self._read(source)
+                mask = None if boxed else _mask_of(source, pixels)
             except (DataError, OSError) as error:
                 self._skipped.append(SkippedFile(path=source.path, reason=str(error)[:300]))
+                continue
+            places = self._places(number, source, pixels)
+            if mask is None:
+                self._boxes(source, pixels, places)
+            else:
+                self._masks(source, pixels, places, mask)
+            self._pictures += 1
             self._emit(progress("tiles", number + 1, total))
         if not self._written:
             first = self._skipped[0]
@@ -138,21 +145,23 @@ class _Cutter:
             skipped=tuple(self._skipped),
         )
 
-    def _cut(
-        self, number: int, source: Source, write: Callable[[Source, Pixels, list[Placed]], None]
-    ) -> None:
+    @staticmethod
+    def _read(source: Source) -> Pixels:
         with open(source.file, "rb") as file:
             pixels = read_pixels(file.read(), name=source.path)
+        if isinstance(source.label, Picture):
+            _require_size(pixels, source.label.height, source.label.width)
+        return pixels
+
+    def _places(self, number: int, source: Source, pixels: Pixels) -> list[Placed]:
         group = self._groups.get(source.path, source.path)
         suffix = ".png" if pixels.shape[2] in (1, 3) else ".tif"
         stem = re.sub(r"[^\w.-]+", "-", Path(source.path).stem)[:80]
-        places = [
+        return [
             (group, f"{number:05d}-{stem}-{top}-{left}{suffix}",
              (top, left, self._tiles.height, self._tiles.width))
             for top, left in self._tiles.places(*pixels.shape[:2])
         ]  # fmt: skip
-        write(source, pixels, places)
-        self._pictures += 1
 
     def _write(self, split: str, name: str, group: str, content: bytes) -> None:
         images = self._folder / split / "images"
@@ -162,7 +171,6 @@ class _Cutter:
 
     def _boxes(self, source: Source, pixels: Pixels, places: list[Placed]) -> None:
         picture: Picture = source.label
-        _require_size(pixels, picture.height, picture.width)
         boxes = [(t.x, t.y, t.x + t.width, t.y + t.height) for t in picture.things]
         boxes_N4 = np.array(boxes, np.float64).reshape(-1, 4)
         for (group, name, window), part in zip(places, self._parts(pixels), strict=True):
@@ -173,9 +181,9 @@ class _Cutter:
             )  # fmt: skip
             self._boxed.setdefault(source.split, []).append(made)
 
-    def _masks(self, source: Source, pixels: Pixels, places: list[Placed]) -> None:
-        mask = masks.mask_in(source.label)
-        _require_size(pixels, *mask.shape)
+    def _masks(
+        self, source: Source, pixels: Pixels, places: list[Placed], mask: masks.Mask
+    ) -> None:
         for (group, name, (top, left, height, width)), part in zip(
             places, self._parts(pixels), strict=True
         ):
@@ -203,6 +211,12 @@ class _Cutter:
             csv.writer(file).writerows(
                 [GROUPS_HEAD, *((below + name, group) for name, group in rows)]
             )
+
+
+def _mask_of(source: Source, pixels: Pixels) -> masks.Mask:
+    mask = masks.mask_in(source.label)
+    _require_size(pixels, *mask.shape)
+    return mask
 
 
 def _require_size(pixels: Pixels, height: int, width: int) -> None:

@@ -7,7 +7,8 @@ the smaller one is enough, or of what both are in the part that both tiles see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +27,12 @@ Box = tuple[float, float, float, float]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(kw_only=True)
-class Told:
-    """What a tile tells, in the picture's pixels.
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a tile tells of a thing, in the picture's pixels.
 
     Attributes:
         tile: its number; ``seen``: where it lies; ``cut``: whether an edge of it cuts the thing.
-        parts: what is one thing with it, and adds to it where both are cut.
     """
 
     told: dict[str, Any]
@@ -40,7 +40,29 @@ class Told:
     tile: int
     seen: Box
     cut: bool
-    parts: list[Told] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class Joined:
+    """A thing: the piece that shows it whole, or all of those that show parts.
+
+    Attributes:
+        of: the thing of which this turned out to be a part.
+    """
+
+    pieces: list[Piece]
+    score: float
+    of: Joined | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        return self.pieces[0].cut
+
+    def box(self) -> list[float]:
+        """The box around the pieces."""
+        boxes = np.array([piece.box for piece in self.pieces])
+        low, high = boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)
+        return [*low.tolist(), *high.tolist()]
 
 
 def joined(
@@ -48,14 +70,19 @@ def joined(
     about: tuple[Any, ...], query: Query,
 ) -> Any:  # fmt: skip
     """The answer to a picture of this height and width, as ``answers.answer`` gives it."""
-    kept = merged(told_of(outputs, tiles, size, view, about, query, answer))
-    return [one.told | {"box": list(box_around(one))} for one in kept[: query.top]]
+    kept = merged(pieces_of(outputs, tiles, size, view, about, query, answer))
+    return [told_of(thing) | {"box": thing.box()} for thing in kept[: query.top]]
 
 
-def told_of(
+def told_of(thing: Joined) -> dict[str, Any]:
+    """What is said of a thing, but for its place."""
+    return thing.pieces[0].told | {"score": thing.score}
+
+
+def pieces_of(
     outputs: TileOutputs, tiles: Tiles, size: tuple[int, int], view: View,
     about: tuple[Any, ...], query: Query, answer: Callable[..., list[Any]],
-) -> Iterator[Told]:  # fmt: skip
+) -> Iterator[Piece]:  # fmt: skip
     """What each tile tells, by a task's ``answers.answer``."""
     height, width = size
     asked = Query(threshold=query.threshold, views=(view,))
@@ -73,50 +100,104 @@ def told_of(
                 min(box[0] - low[0], box[1] - low[1]) < NEAR
                 or min(high[0] - box[2], high[1] - box[3]) < NEAR
             )
-            yield Told(told=one, box=box, tile=number, seen=(left, top, right, bottom), cut=cut)
+            seen = (left, top, right, bottom)
+            yield Piece(told=one, box=box, tile=number, seen=seen, cut=cut)
 
 
-def merged(found: Iterable[Told]) -> list[Told]:
+def merged(found: Iterable[Piece]) -> list[Joined]:
     """Each thing once, the surest first."""
-    kept: list[Told] = []
-    pieces: dict[int, list[tuple[Told, Told]]] = {}  # by class: what was told, and its thing
-    for one in sorted(found, key=lambda one: -one.told["score"]):
-        known = pieces.setdefault(one.told["index"], [])
-        things = _same(one, [(piece, of) for piece, of in known if piece.tile != one.tile])
+    order = sorted(found, key=lambda piece: -piece.told["score"])
+    counts = Counter((piece.told["index"], piece.tile) for piece in order)
+    near = _neighbours({piece.tile: piece.seen for piece in order})
+    known: dict[tuple[int, int], _Known] = {}
+    kept: list[Joined] = []
+    for piece in order:
+        index = piece.told["index"]
+        others = [known[index, t] for t in near[piece.tile] if (index, t) in known]
+        things = _same(piece, others)
+        new = Joined(pieces=[piece], score=piece.told["score"])
         if not things:
-            kept.append(one)
-            known.append((one, one))
-            continue
-        first, *others = things
-        whole = next((thing for thing in (*things, one) if not thing.cut), None)
-        if whole is None:
-            first.parts += [one, *(part for other in others for part in (other, *other.parts))]
-        elif whole is not first:  # of what was told in part; its score is the surest one's
-            first.told = whole.told | {"score": first.told["score"]}
-            first.box, first.tile, first.cut, first.parts = whole.box, whole.tile, False, []
-        kept = [thing for thing in kept if not any(thing is other for other in others)]
-        known[:] = [(p, first if any(of is o for o in others) else of) for p, of in known]
-        known.append((one, first))
-    return kept
+            kept.append(new)
+        else:
+            new = _united(things, new)
+        mine = (index, piece.tile)
+        if mine not in known:
+            known[mine] = _Known(piece.seen, counts[mine])
+        known[mine].add(piece, new)
+    return [thing for thing in kept if thing.of is None]
 
 
-def _same(one: Told, known: Sequence[tuple[Told, Told]]) -> list[Told]:
-    """The things of which this is a piece, among those that are known, the surest first."""
-    if not known:
-        return []
-    boxes, seen = (np.array([getattr(p, n) for p, _ in known]) for n in ("box", "seen"))
-    cut = np.array([piece.cut or one.cut for piece, _ in known])
-    box = np.array([one.box])
-    common, areas, own = _areas(_both(boxes, box)), _areas(boxes), _areas(box)
-    of = np.where(cut, np.minimum(areas, own), areas + own - common)
-    # in what both tiles see
-    seen = _both(seen, np.array([one.seen]))
-    theirs, mine = _both(boxes, seen), _both(box, seen)
-    shared = _areas(_both(theirs, mine))
-    either = _areas(theirs) + _areas(mine) - shared
-    share = np.maximum(common / np.maximum(of, LEAST), cut * shared / np.maximum(either, LEAST))
-    things = {id(known[n][1]): known[n][1] for n in np.flatnonzero(share >= SHARED).tolist()}
-    return sorted(things.values(), key=lambda thing: -thing.told["score"])
+def _united(things: list[Joined], new: Joined) -> Joined:
+    """The surest of some things, which are one with a new one."""
+    first, *others = things
+    whole = next((thing for thing in (*things, new) if not thing.is_cut), None)
+    if whole is None:
+        first.pieces = [piece for thing in (*things, new) for piece in thing.pieces]
+    else:
+        first.pieces = whole.pieces
+    for other in others:
+        other.of = first
+    return first
+
+
+@dataclass
+class _Known:
+    """The pieces of a class that a tile has told so far, and their things."""
+
+    seen: Box
+    room: int
+    things: list[Joined] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._boxes_N4 = np.zeros((self.room, 4))
+        self._cut_N = np.zeros(self.room, bool)
+
+    def add(self, piece: Piece, thing: Joined) -> None:
+        self._boxes_N4[len(self.things)] = piece.box
+        self._cut_N[len(self.things)] = piece.cut
+        self.things.append(thing)
+
+    def like(self, piece: Piece) -> list[Joined]:
+        """The things of pieces that are one thing with another tile's piece."""
+        count = len(self.things)
+        boxes, cut, box = self._boxes_N4[:count], self._cut_N[:count], np.array([piece.box])
+        common, areas, own = _areas(_both(boxes, box)), _areas(boxes), _areas(box)
+        cut = cut | piece.cut
+        of = np.where(cut, np.minimum(areas, own), areas + own - common)
+        seen = _both(np.array([self.seen]), np.array([piece.seen]))  # by both tiles
+        theirs, mine = _both(boxes, seen), _both(box, seen)
+        shared = _areas(_both(theirs, mine))
+        either = _areas(theirs) + _areas(mine) - shared
+        share = np.maximum(common / np.maximum(of, LEAST), cut * shared / np.maximum(either, LEAST))
+        return [self.things[n] for n in np.flatnonzero(share >= SHARED).tolist()]
+
+
+def _same(piece: Piece, known: Iterable[_Known]) -> list[Joined]:
+    """The things of which this is a piece, the surest first."""
+    things: dict[int, Joined] = {}
+    x0, y0, x1, y1 = piece.box
+    for other in known:
+        left, top, right, bottom = other.seen
+        if x0 >= right or x1 <= left or y0 >= bottom or y1 <= top:
+            continue  # as most are, that tile does not see it
+        for thing in other.like(piece):
+            while thing.of is not None:
+                thing = thing.of
+            things[id(thing)] = thing
+    return sorted(things.values(), key=lambda thing: -thing.score)
+
+
+def _neighbours(seen: dict[int, Box]) -> dict[int, list[int]]:
+    """By tile the others that have a part of the picture in common with it."""
+    tiles = sorted(seen)
+    corners_T2 = np.array([seen[t][:2] for t in tiles]).reshape(-1, 2)
+    made = {}
+    for tile in tiles:
+        x0, y0, x1, y1 = seen[tile]
+        apart_T2 = abs(corners_T2 - [x0, y0])
+        meets = (apart_T2 < [x1 - x0, y1 - y0]).all(axis=1)
+        made[tile] = [tiles[n] for n in np.flatnonzero(meets).tolist() if tiles[n] != tile]
+    return made
 
 
 def _both(one_N4: Floats, other_N4: Floats) -> Floats:
@@ -127,9 +208,3 @@ def _both(one_N4: Floats, other_N4: Floats) -> Floats:
 
 def _areas(boxes_N4: Floats) -> Floats:
     return np.asarray((boxes_N4[:, 2:] - boxes_N4[:, :2]).clip(0).prod(axis=1))
-
-
-def box_around(one: Told) -> Box:
-    """The box around a thing and its parts."""
-    x0, y0, x1, y1 = zip(one.box, *(part.box for part in one.parts), strict=True)
-    return min(x0), min(y0), max(x1), max(y1)

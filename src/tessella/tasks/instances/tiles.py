@@ -11,7 +11,7 @@ import numpy as np
 
 from tessella.annotations import rle
 from tessella.core.tiles import Tiles
-from tessella.tasks.detection.tiles import Told, box_around, merged, told_of
+from tessella.tasks.detection.tiles import Piece, merged, pieces_of, told_of
 from tessella.tasks.instances.answers import answer
 from tessella.tasks.task import Query, TileOutputs
 from tessella.tasks.view import View
@@ -24,16 +24,16 @@ def joined(
     """The answer to a picture of this height and width, as ``answers.answer`` gives it."""
     height, width = size
     places = tiles.places(height, width)
-    kept = merged(told_of(outputs, tiles, size, view, about, query, answer))
+    kept = merged(pieces_of(outputs, tiles, size, view, about, query, answer))
     answers = []
-    for one in kept[: query.top]:
-        counts = [_placed(part, places[part.tile], size) for part in (one, *one.parts)]
+    for thing in kept[: query.top]:
+        counts = [_placed(piece, places[piece.tile], size) for piece in thing.pieces]
         mask = {"size": [height, width], "counts": rle.compressed(_union(counts)).decode()}
-        answers.append(one.told | {"box": list(box_around(one)), "mask": mask})
+        answers.append(told_of(thing) | {"box": thing.box(), "mask": mask})
     return answers
 
 
-def _placed(one: Told, place: tuple[int, int], size: tuple[int, int]) -> rle.Counts:
+def _placed(one: Piece, place: tuple[int, int], size: tuple[int, int]) -> rle.Counts:
     """The run lengths of a tile's mask in the whole picture."""
     rows, _ = one.told["mask"]["size"]
     top, left = place

@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from tessella.core.preprocess import placement
 from tessella.core.tiles import Tiles
 from tessella.tasks.segmentation.answers import answer_of
 from tessella.tasks.task import Query, TileOutputs
@@ -26,7 +27,7 @@ def joined(
     classes = 0
     for top, left, output in outputs:
         classes = output.shape[1]
-        made = _told(output[0], tiles)
+        made = _told(output[0], tiles, view)
         rows, columns = slice(top, top + tiles.height), slice(left, left + tiles.width)
         inner = np.minimum(
             _inner(top, tiles.height, height)[:, None], _inner(left, tiles.width, width)
@@ -47,10 +48,13 @@ def _inner(begin: int, side: int, length: int) -> npt.NDArray[np.float32]:
     return np.minimum(before, behind)
 
 
-def _told(scores_KHW: npt.NDArray[Any], tiles: Tiles) -> npt.NDArray[np.uint8]:
+def _told(scores_KHW: npt.NDArray[Any], tiles: Tiles, view: View) -> npt.NDArray[np.uint8]:
     """The class of each pixel of a tile; scores change bilinearly between those of the network."""
-    if scores_KHW.shape[1:] != (tiles.height, tiles.width):
+    place = placement(tiles.height, tiles.width, view.record)
+    rows = slice(place.top, place.top + place.height)
+    columns = slice(place.left, place.left + place.width)
+    shown_KHW = scores_KHW[:, rows, columns]  # without the padding
+    if shown_KHW.shape[1:] != (tiles.height, tiles.width):
         size = (tiles.width, tiles.height)
-        planes = [cv2.resize(p.astype(np.float32), size) for p in scores_KHW]
-        scores_KHW = np.stack(planes)
-    return np.asarray(scores_KHW.argmax(axis=0), np.uint8)
+        shown_KHW = np.stack([cv2.resize(p.astype(np.float32), size) for p in shown_KHW])
+    return np.asarray(shown_KHW.argmax(axis=0), np.uint8)
