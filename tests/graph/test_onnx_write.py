@@ -213,7 +213,7 @@ LATER = {
     *(f"conv{axes}d_{kind}" for axes in (1, 2, 3) for kind in ("dgrad", "wgrad")),
 }
 
-BY_ITSELF = {"nms", "pyramid_roi_align"}  # go out as functions: tried below
+BY_ITSELF = {"nms", "pyramid_roi_align"}  # go out as many operators: tried below
 
 
 def test_every_operation_is_tried() -> None:
@@ -323,6 +323,15 @@ def test_boxes_that_stay_go_out_as_a_table(tmp_path: Path) -> None:
     assert [one.tolist() for one in interpret(again, {"x": x}).values()] == [
         one.tolist() for one in right
     ]
+    model = onnx.load(tmp_path / "net.onnx")
+    model.graph.node[-1].name += "!"  # by a tool that has changed the file
+    with pytest.raises(CompileError, match="NonMaxSuppression"):
+        read(model.SerializeToString())
+    (said,) = (p for p in model.metadata_props if p.key == "tessella.operations")
+    for broken, why in (('{"said": 3}', "cannot be read"), ("x" * 2_000_000, "too long")):
+        said.value = broken
+        with pytest.raises(CompileError, match=why):
+            read(model.SerializeToString())
 
 
 def seen_in_boxes(x: torch.Tensor) -> torch.Tensor:

@@ -138,13 +138,11 @@ def _load(source: str | Path | bytes) -> onnx.ModelProto:
     check_functions(model)
     try:
         if model.functions:
-            ours = [
-                (f.domain, f.name) for f in model.functions if own.operation_of(f.domain, f.name)
-            ]
-            model = inliner.inline_selected_functions(model, ours, exclude=True)
+            model = inliner.inline_local_functions(model)
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise CompileError("the ONNX file is not valid", seen=str(error).strip()[:400]) from error
+    own.restore(model)
     return model
 
 
@@ -223,7 +221,7 @@ def _unknown(node: onnx.NodeProto) -> bool:
     if node.domain == linear_models.DOMAIN:
         return node.op_type not in linear_models.LINEAR_MODELS
     if node.domain not in ("", "ai.onnx"):
-        return own.operation_of(node.domain, node.op_type) is None
+        return node.domain != own.DOMAIN or node.op_type not in own.OWN
     defined = node.op_type in FUNCTIONS and node.op_type not in REFUSED
     return not defined and node.op_type not in OPERATORS
 
@@ -335,8 +333,8 @@ class _Reader:
         self.budget.node()
         where = f"{node.op_type} {(node.name or ', '.join(node.output))[:80]!r}"
         with _told(f"the ONNX node {where} cannot be read"):
-            if op := own.operation_of(node.domain, node.op_type):
-                self._translated(node, own.OWN[op])
+            if node.domain == own.DOMAIN:
+                self._translated(node, own.OWN[node.op_type])
             elif node.op_type in OPERATORS:
                 self._translated(node, OPERATORS[node.op_type])
             else:

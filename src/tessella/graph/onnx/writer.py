@@ -33,7 +33,7 @@ class Writer:
         self._taken = {v.name for v in graph.values()}
         self._numbers: dict[tuple[Any, ...], str] = {}
         self._batch: str | None = None
-        self._functions: list[onnx.FunctionProto] = []
+        self._said: list[own.Said] = []
         for value, tensor in graph.constants.items():
             self._constants.append(_tensor(value.name, tensor))
 
@@ -57,30 +57,11 @@ class Writer:
         self._nodes.append(helper.make_node(op, list(inputs), outputs, name=name, **kept))
         return outputs[0]
 
-    def function(self, node: Node, body: Callable[[Writer, Node], object]) -> None:
-        """Append an operation as a call of a function of its own, with what ``body`` appends in it.
-
-        What ``body`` reads are the node's inputs and constants.
-        """
-        around = self._nodes, self._constants, self._numbers
-        self._nodes, self._constants, self._numbers = [], [], {}
-        body(self, node)
-        held = [helper.make_node("Constant", [], [c.name], value=c) for c in self._constants]
-        inside = [*held, *self._nodes]
-        self._nodes, self._constants, self._numbers = around
-        name = own.function_name(node.op, len(self._functions))
-        inputs, outputs = [v.name for v in node.inputs if v is not None], [node.output.name]
-        attrs = {n: node.attrs[n] for n in own.ATTRIBUTES[node.op] if node.attrs[n] is not None}
-        versions = [helper.make_opsetid("", self.opset)]
-        self._functions.append(
-            helper.make_function(
-                own.DOMAIN, name, inputs, outputs, inside, versions, attributes=list(attrs)
-            )
-        )
-        call = self.fresh(f"{self.layer}/{node.op}")
-        self._nodes.append(
-            helper.make_node(name, inputs, outputs, name=call, domain=own.DOMAIN, **attrs)
-        )
+    def told(self, node: Node, export: Callable[[Writer, Node], object]) -> None:
+        """Append an operation by ``export``, and say which operators are it: see ``own``."""
+        begin = len(self._nodes)
+        export(self, node)
+        self._said.append(own.said(node, tuple(made.name for made in self._nodes[begin:])))
 
     def constant(self, tensor: torch.Tensor) -> str:
         """The name of a constant; the same numbers are one constant."""
@@ -128,17 +109,15 @@ class Writer:
             [_info(v) for v in self.graph.outputs],
             [c for c in self._constants if c.name in read],
         )
-        versions = [helper.make_opsetid("", self.opset)]
-        if self._functions:
-            versions.append(helper.make_opsetid(own.DOMAIN, 1))
-        return helper.make_model(
+        model = helper.make_model(
             graph,
-            functions=self._functions,
-            opset_imports=versions,
+            opset_imports=[helper.make_opsetid("", self.opset)],
             ir_version=9 if self.opset < 21 else 10,  # the oldest that has this opset's types
             producer_name="tessella",
             producer_version=VERSION,
         )
+        own.add_operations(model, tuple(self._said))
+        return model
 
 
 def _info(value: Value) -> onnx.ValueInfoProto:
