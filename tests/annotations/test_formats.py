@@ -532,3 +532,50 @@ def test_every_format_says_the_same_of_the_same_pictures(tmp_path):
             for t in one.things
         ]
         assert [(t.label, t.x, t.y, t.width, t.height) for t in rounded] == boxes
+
+
+def test_folders_of_splits_each_with_annotations_of_its_own(tmp_path):
+    """As Roboflow exports COCO and Pascal VOC: a class that one split alone has moves the others'
+    numbers."""
+    for split, names in (("train", ("ape", "dog")), ("valid", ("cat", "dog"))):
+        objects = [voc_object(name, 1, 1, 9, 9) for name in names]
+        picture(tmp_path / f"voc/{split}/a b.png")
+        write(tmp_path / f"voc/{split}/a b.xml", voc_file("a b.png", *objects))
+        picture(tmp_path / f"coco/{split}/a.png")
+        entries = [thing(), thing(bbox=[1, 1, 0, 1])]
+        plain = document(images=document()["images"][:1], annotations=entries)
+        write(tmp_path / f"coco/{split}/_annotations.coco.json", json.dumps(plain))
+    got = read_annotations(tmp_path / "voc")
+    assert got.classes == ("ape", "cat", "dog")
+    assert [(p.path, p.split, [t.label for t in p.things]) for p in got.pictures] == [
+        ("train/a b.png", "train", [0, 2]), ("valid/a b.png", "val", [1, 2]),
+    ]  # fmt: skip
+    got = read_annotations(tmp_path / "coco")
+    assert got.classes == ("cat", "dog")
+    assert [(p.path, p.split, len(p.things)) for p in got.pictures] == [
+        ("train/a.png", "train", 1), ("valid/a.png", "val", 1),
+    ]  # fmt: skip
+    assert [p.path for p in got.problems] == ["train/a.png", "valid/a.png"]
+    # as COCO itself comes: files of splits in one folder, with others that say something else
+    for split in ("train", "val"):
+        picture(tmp_path / f"own/{split}2017/a.png")
+        file = tmp_path / f"own/annotations/instances_{split}2017.json"
+        write(file, json.dumps(plain))
+        write(file.with_name(f"captions_{split}2017.json"), "{}")
+    got = read_annotations(tmp_path / "own")
+    assert [(p.split, Path(p.file).parent.name) for p in got.pictures] == [
+        ("train", "train2017"), ("val", "val2017"),
+    ]  # fmt: skip
+    write(tmp_path / "own/annotations/instances_val_small.json", json.dumps(plain))
+    with pytest.raises(DataError, match="several files"):
+        read_annotations(tmp_path / "own")
+
+
+def test_voc_s_splits_of_names_with_blanks_and_cvat_s_kitti(tmp_path):
+    picture(tmp_path / "voc/JPEGImages/a b.png")
+    write(tmp_path / "voc/Annotations/a b.xml", voc_file("a b.png", voc_object("x", 1, 1, 9, 9)))
+    write(tmp_path / "voc/ImageSets/Main/val.txt", "a b \n")
+    assert [p.split for p in read_annotations(tmp_path / "voc").pictures] == ["val"]
+    picture(tmp_path / "kitti/default/image_2/a.png")
+    write(tmp_path / "kitti/default/label_2/a.txt", "Car 0 0 0 2 3 12 9 0 0 0 0 0 0 0")
+    assert [len(p.things) for p in read_annotations(tmp_path / "kitti").pictures] == [1]

@@ -33,6 +33,15 @@ def test_masks_are_written_and_read_as_the_peer_does(rng):
         expected = reference.encode(np.asfortranarray(alone))
         made = rle.of_part(part, int(top), int(left), int(height), int(width))
         assert rle.compressed(made) == expected["counts"]
+        above, before, rows, columns = rng.integers([-9, -9, 1, 1], 60)
+        wide = np.zeros((height + 140, width + 140), np.uint8)
+        wide[70 : 70 + height, 70 : 70 + width] = mask
+        seen = wide[70 + above :, 70 + before :][:rows, :columns]
+        whole = np.zeros((rows, columns), np.uint8)
+        whole[: seen.shape[0], : seen.shape[1]] = seen
+        window = (int(above), int(before), int(rows), int(columns))
+        shown = rle.seen_in(rle.counts_of(mask), int(height), window)
+        np.testing.assert_array_equal(shown, rle.counts_of(whole))
 
 
 def test_counts_of_any_size_come_back(rng):

@@ -56,12 +56,13 @@ def test_answers_for_places_make_a_batch_smaller():
     sizes = {(96, 96): 64, (224, 224): 64, (512, 512): 8, (96, 128, 128): 2, (512, 2048): 2}
     for sides, batch in sizes.items():
         assert completed(Recipe(network="unet", dataset="x"), {}, sides=sides).batch_size == batch
-    few = {100: 8, 500: 8, 2_000: 32, 10_000: 64}  # pictures: enough steps of a U-Net an epoch
+    few = {100: 8, 500: 8, 2_000: 32, 10_000: 64}  # pictures: enough steps an epoch
     for images, batch in few.items():
-        unet = Recipe(network="unet", dataset="x")
-        assert completed(unet, {}, sides=(96, 96), images=images).batch_size == batch
-        assert completed(unet, {}, sides=(512, 512), images=images).batch_size == 8
-        other = replace(unet, network="centernet")
+        for network in ("unet", "centernet", "d_fine_s", "mask_rcnn"):
+            asked = Recipe(network=network, dataset="x")
+            assert completed(asked, {}, sides=(96, 96), images=images).batch_size == batch
+            assert completed(asked, {}, sides=(512, 512), images=images).batch_size == 8
+        other = replace(asked, network="deeplabv3_resnet50")
         assert completed(other, {}, sides=(96, 96), images=images).batch_size == 64
     for volumes, batch in {18: 2, 600: 8, 5_000: 16}.items():
         unet3d = Recipe(network="unet3d", dataset="x")

@@ -182,9 +182,9 @@ def test_boxes_are_drawn_moved_relabelled_deleted_and_saved(labelled: Served, ch
     back = -round(10 * scale)
     ActionChains(chromium).click_and_hold(corner).move_by_offset(back, 0).release().perform()
     until(lambda: frames() == [pytest.approx([21, 30, 30, 20], abs=0.5)])
-    # a network's proposal is dashed, and not saved before it is accepted
+    # a network's proposal is dashed, and not saved before it is accepted; of what is there is none
     number = chromium.find_element(By.CSS_SELECTOR, ".editor").get_attribute("id")
-    proposed = "[[1, 2, 9, 12, 0, 0.75], [40, 2, 50, 12, 0, 0.5]]"
+    proposed = "[[22, 30, 51, 50, 1, 0.9], [1, 2, 9, 12, 0, 0.75], [40, 2, 50, 12, 0, 0.5]]"
     chromium.execute_script(f"editing.propose({str(number)[1:]}, {proposed})")
     until(lambda: len(chromium.find_elements(By.CSS_SELECTOR, "[stroke-dasharray='6 4']")) == 2)
     keys("n", Keys.ENTER)

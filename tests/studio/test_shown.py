@@ -5,6 +5,7 @@ a dataset without a validation split has instead of errors. All of it takes some
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from base64 import b64decode
 from contextlib import closing
@@ -14,11 +15,15 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks.made_volumes import write_volumes
 from tessella.annotations import rle
+from tessella.artifacts.checkpoint import Network, Position, save_checkpoint
+from tessella.artifacts.run import Recipe, RunInfo, write_run
 from tessella.core.decoding import Decoder
+from tessella.core.record import digest
 from tessella.core.volumes import array_in
 from tessella.data.importing import ImportSettings, import_images
 from tessella.studio import pictures
@@ -27,10 +32,12 @@ from tessella.studio.drawn_masks import things_of
 from tessella.studio.import_form import Settings
 from tessella.studio.serving import Histogram
 from tessella.studio.serving_load import Load, to_watch
-from tessella.tasks import named, names
+from tessella.tasks import named, names, targets_of
+from tessella.tasks.instances.cells import CELLS, SIDE
 from tests.support.pictures.folders import write_folder_of
+from tests.support.shapes import write_shapes
 from tests.support.studio.served import Served
-from tests.support.studio.workspaces import make_plan, make_run
+from tests.support.studio.workspaces import make_plan, make_run, write_report
 
 
 def seen(content: bytes) -> np.ndarray:
@@ -173,3 +180,50 @@ def test_the_model_that_is_asked_is_shown_until_another_is_chosen() -> None:
     assert to_watch({a: load(1), b: load(3)}, a) == a
     assert to_watch({a: load(0), b: load(0)}, b) == b
     assert to_watch({a: load(0)}, b) == a
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools'
+def test_errors_of_instances_are_shown_with_their_outlines(
+    client: httpx.Client, studio: Served, tmp_path: Path
+) -> None:
+    """A network that tells all masks of a picture but the first, of which no weight is needed."""
+    task, root = named("instances"), studio.root
+    shapes = write_shapes(tmp_path, "shapes", count=4, size=(64, 64), sides=(16, 24))
+    settings = ImportSettings(task="instances", size=64, holdout=0.5, workers=1)
+    dataset = import_images(shapes, root / "datasets" / "shapes", settings)
+    classes, batch = len(dataset.classes), targets_of(dataset.val).batch(np.arange(2))
+    outputs = np.zeros((2, 100, 4 + classes + CELLS), np.float32)
+    for output, things in zip(outputs, batch, strict=True):
+        for row, thing in enumerate(t for t in things[1:] if t[4] >= 0):
+            cells = thing[6:].reshape(SIDE, 2, SIDE, 2).mean(axis=(1, 3)).ravel()
+            output[row, :4], output[row, 4 + int(thing[4])] = thing[:4], 0.9
+            output[row, -CELLS:] = cells
+    rows = task.metrics.rows(torch.from_numpy(outputs), None, classes).numpy()
+    about = {
+        "network": Network(
+            name="mask_rcnn", classes=classes, channels=3, height=64, width=64, masks=True,
+            options={},
+        ),
+        "preprocess": dataset.preprocess, "labels": dataset.classes, "task": task.record(),
+        "dataset_hash": dataset.info.content_hash,
+    }  # fmt: skip
+    recipe = Recipe(network="mask_rcnn", dataset="datasets/shapes")
+    run = root / "runs" / "shapes"
+    run.mkdir()
+    write_run(run, RunInfo(recipe=recipe, created="2026-11-27T10:05:00", **about))  # type: ignore[arg-type]
+    made = save_checkpoint(
+        run / "checkpoints" / "step-00000001", weights={"x": torch.zeros(1)},
+        metrics={"val/map": 0.5}, position=Position(step=1, epoch=1.0), **about,  # type: ignore[arg-type]
+    )  # fmt: skip
+    report = task.metrics.measure(rows, targets_of(dataset.val), dataset.classes)
+    ref = made.path.relative_to(root.resolve()).as_posix()
+    key = digest([ref, made.info.files["model.safetensors"].sha256])[:24]
+    write_report(root, "evaluations", key, report.to_json())
+    np.save(root / ".studio" / "evaluations" / f"{key}.npy", rows)
+    page = client.get("/explore", params={"run": "runs/shapes"}).text
+    assert "missed 2" in page
+    assert "all errors 2" in page
+    drawings = [b64decode(d) for d in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", page)]
+    assert sum(b"<path" in drawing for drawing in drawings) >= 2  # both, with the masks they have
+    shutil.rmtree(run)
+    shutil.rmtree(dataset.path)

@@ -26,6 +26,7 @@ from tessella.studio.workspace import best_checkpoint
 from tessella.tasks import targets_of
 from tests.support.cli import context
 from tests.support.studio.served import Served
+from tests.support.studio.workspaces import write_report
 
 SIDE = 12
 PAGE = {"run": "runs/scans", "split": "val", "index": "0"}
@@ -120,3 +121,18 @@ def test_the_page_asks_what_the_command_does() -> None:
     assert (asked["model"], asked["data"]) == (Path("runs/a"), Path("datasets/b"))
     assert (asked["split"], asked["index"], asked["out"]) == ("val", 3, Path("labels.npy"))
     assert not asked["images"]
+
+
+def test_measures_of_each_class_stand_where_it_errs(
+    client: httpx.Client, studio: Served, scans: Dataset
+) -> None:
+    chosen = best_checkpoint(Run(studio.root / "runs" / "scans"))
+    ref = chosen.path.relative_to(studio.root.resolve()).as_posix()
+    key = digest([ref, chosen.info.files["model.safetensors"].sha256])[:24]
+    report = api.evaluate_split(chosen, scans).to_json()
+    write_report(studio.root, "evaluations", key, report)
+    page = unescape(client.get("/explore", params={"run": "runs/scans"}).text)
+    for of_class in report["classes"]:
+        assert of_class["label"] in page
+        assert f"{of_class['iou']:.3f}" in page
+    (studio.root / ".studio" / "evaluations" / f"{key}.json").unlink()

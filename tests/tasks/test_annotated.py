@@ -126,7 +126,7 @@ def test_what_is_broken_is_told_and_the_rest_written_as_coco(
 
 def test_a_folder_with_several_files_is_refused(pictures: Path) -> None:
     (pictures / "annotations").mkdir()
-    for split in ("train", "val"):
-        (pictures / "annotations" / f"instances_{split}.json").write_text("{}")
-    with pytest.raises(DataError, match=r"several files.*instances_train"):
+    for name in ("one", "two"):  # of splits, which their names tell, they would be one dataset
+        (pictures / "annotations" / f"{name}.json").write_text("{}")
+    with pytest.raises(DataError, match=r"several files.*one\.json"):
         read_annotations(pictures)

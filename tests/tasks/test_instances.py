@@ -34,6 +34,7 @@ from tessella.server import Server
 from tessella.studio.boxes import svg
 from tessella.tasks import Found, Query, Request, View, named, still, targets_of
 from tessella.tasks.instances.cells import CELLS, SIDE, cells_of, counts_of, outlines
+from tessella.tasks.instances.errors import match
 from tests.support.cli import Tessella
 from tests.support.shapes import NAMES, write_shapes
 
@@ -226,6 +227,11 @@ def test_measures_are_pycocotools(zoom: float, tmp_path: Path) -> None:
     run.evaluate()
     run.accumulate()
     run.summarize()
+    found = match(measured, targets)
+    for k, of_class in enumerate(found.report(("a", "b", "c"), np.zeros(3)).classes):
+        wanted = run.eval["precision"][0, :, k, 0, 2].mean()
+        assert of_class.average_precision == pytest.approx(wanted, abs=1e-9)
+        assert of_class.recall == pytest.approx(run.eval["recall"][0, k, 0, 2], abs=1e-12)
     names = ("map", "map50", "map75", "small", "medium", "large")
     seen = [report.values.get(name, -1.0) for name in names]
     np.testing.assert_allclose(seen, run.stats[:6], atol=1e-6)
@@ -237,6 +243,29 @@ def test_measures_are_pycocotools(zoom: float, tmp_path: Path) -> None:
     run.accumulate()
     run.summarize()
     assert report.values["box_map"] == pytest.approx(run.stats[0], abs=1e-6)
+
+
+def test_a_wrong_mask_in_the_right_box_is_an_error_that_is_drawn() -> None:
+    """Beside a right one, in a picture of which the network sees all but a frame."""
+    thing, half = np.zeros((2, 44, 66), np.uint8)
+    thing[5:25, 13:43] = 1
+    half[5:25, 13:25] = 1  # two fifths of the thing
+    told = np.zeros((2, 100, 4 + 2 + CELLS), np.float32)
+    for picture, mask in zip(told, (thing, half), strict=True):
+        picture[0, :4], picture[0, 5] = np.array([10, 4, 40, 24]) / [60, 40, 60, 40], 0.9
+        picture[0, -CELLS:] = cells_of(mask, (13, 5, 43, 25), SIDE).ravel()
+    there = row([thing], [1], size=[44, 66], view=[1, 3, 40, 60])
+    targets = TASK.examples.targets(column_of([there, there]), 2)
+    measured = TASK.metrics.rows(torch.from_numpy(told), None, 2).numpy()
+    found = match(measured, targets)
+    (error,) = found.listed(np.full(2, 0.5), most=9)
+    assert (error.image, error.kind) == (1, "place")
+    record = TASK.record({"threshold": (0.5, 0.5)})
+    assert TASK.metrics.losses(measured, targets, record, 2).tolist() == [0.0, 1.0]
+    for drawn, right in ((found.told_outlines(1), 24.5), (found.thing_outlines(1), 42.5)):
+        points = np.reshape(drawn[0], (-1, 2))
+        np.testing.assert_allclose(points.min(axis=0), [13.5, 5.5])
+        np.testing.assert_allclose(points.max(axis=0), [right, 24.5])
 
 
 def test_a_split_without_answers_or_things_has_measures_and_no_number_is_seen() -> None:

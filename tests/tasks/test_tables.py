@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from tessella.core.errors import DataError, UsageError
+from tessella.data import ImportSettings, import_images
 from tessella.tasks import Found, Request, named, tables
 
 
@@ -179,3 +184,40 @@ def test_a_parquet_that_unfolds_to_gigabytes_is_refused(tmp_path, monkeypatch):
         with pytest.raises(DataError, match="unfolds"):
             found("multilabel", tmp_path / "a.parquet")
         assert pa.total_allocated_bytes() <= before
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_with_a_row_a_box(suffix: str, tmp_path: Path) -> None:
+    """What is broken is listed, what is good is kept, and groups stay together."""
+    for name in ("a.png", "b.png", "sub/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (40, 30)).save(tmp_path / name)
+    rows = [
+        ("a.png", "dog", "1.5", "2", "11.5", "10", "x"), ("a.png", "cat", "5", "5", "5", "9", "x"),
+        ("sub/c.png", "cat", "30", "20", "50", "30", "x"), ("b.png", "", "", "", "", "", "y"),
+        ("b.png", "dog", "1", "2", "many", "4", "y"), ("../d.png", "dog", "1", "2", "3", "4", "y"),
+        ("lost.png", "dog", "1", "2", "3", "4", "y"),
+    ]  # fmt: skip
+    head = ("filename", "class", "xmin", "ymin", "xmax", "ymax", "group")
+    table = pa.table(dict(zip(head, map(list, zip(*rows, strict=True)), strict=True)))
+    file = tmp_path / f"boxes.{suffix}"
+    if suffix == "csv":
+        pa.csv.write_csv(table, file)
+    else:
+        pa.parquet.write_table(table, file)
+    got = found("detection", file)
+    assert got.classes == ("cat", "dog")
+    assert got.groups["a.png"] == got.groups["sub/c.png"] != got.groups["b.png"]
+    boxes = {s.path: [(t.label, t.x, t.y, t.width, t.height) for t in s.label.things]
+             for s in got.sources}  # fmt: skip
+    assert boxes == {
+        "a.png": [(1, 1.5, 2.0, 10.0, 8.0)], "b.png": [],
+        "sub/c.png": [(0, 30.0, 20.0, 10.0, 10.0)],
+    }  # fmt: skip
+    assert "4 problems" in got.notes[0]  # no area, cut, no number, no picture
+    assert [s.path for s in got.skipped] == ["../d.png"]
+    dataset = import_images(file, tmp_path / "data", ImportSettings(task="detection", size=32))
+    assert len(dataset.train) == 3  # two groups, of which a tenth is none
+    pa.csv.write_csv(table.drop_columns(["xmax"]), tmp_path / "other.csv")
+    with pytest.raises(DataError, match="no columns of boxes"):
+        import_images(tmp_path / "other.csv", tmp_path / "no", ImportSettings(task="detection"))

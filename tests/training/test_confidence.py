@@ -64,6 +64,27 @@ def test_a_bootstrap_is_scipys():
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.015)
 
 
+@pytest.mark.parametrize(("bias", "low", "high"), [(0.5, -2.14, 1.14), (-0.5, -1.14, 2.14)])
+def test_a_bootstrap_of_what_rises_when_images_count_twice_is_corrected(bias, low, high):
+    """Draws of N(bias, 1) around a value of 0: then the interval is −bias ± 1.645."""
+    normal = bias + stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000)
+    parts = iter(np.split(normal[None], 200, axis=1))
+
+    def measured(drawn):
+        return next(parts) if drawn.shape[1] > 1 else np.zeros((1, 1))
+
+    (found,) = bootstrapped(measured, 5, level=0.9, resamples=20_000, seed=0)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+
+
+def test_an_interval_holds_its_value_where_every_draw_lies_above():
+    def measured(drawn):
+        return np.linspace(2, 3, 100)[None] if drawn.shape[1] > 1 else np.ones((1, 1))
+
+    (found,) = bootstrapped(measured, 5, level=0.9, resamples=100, seed=0)
+    assert found.low == found.value == 1.0 < found.high
+
+
 @pytest.fixture(scope="module")
 def scored():
     """Scores of 500 images and 4 classes that are right more often than not, and too sure."""

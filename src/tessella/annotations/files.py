@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from tessella.annotations.check import sides_of
 from tessella.core.errors import DataError
-from tessella.core.pictures import FORMATS
+from tessella.core.pictures import FORMATS, TURNED, tiff_sides
 from tessella.core.record import unique_keys
 
 MAX_JSON_BYTES = 1 << 30
@@ -24,7 +24,6 @@ MAX_JSON_BYTES = 1 << 30
 MAX_JSON_LISTS, MAX_JSON_VALUES = 1 << 25, 200_000_000
 MAX_TEXT_BYTES = 16 << 20
 ORIENTATION = 0x0112  # EXIF's tag
-TURNED = (5, 6, 7, 8)  # orientations that swap height and width
 
 
 def inside(path: str, root: Path) -> str | None:
@@ -111,10 +110,19 @@ def size_of(file: str) -> tuple[int, int] | str:
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):  # before it is opened: a pipe would wait
             return "the picture is no plain file"
-        with Image.open(file, formats=FORMATS) as image:
-            width, height = image.size
-            if image.getexif().get(ORIENTATION, 1) in TURNED:
-                width, height = height, width
+        height, width = _sides(file)
     except Exception as error:  # readers of headers raise SyntaxError, struct.error and others
         return f"the picture cannot be read: {type(error).__name__}: {str(error)[:80]}"
     return sides_of(height, width) or (height, width)
+
+
+def _sides(file: str) -> tuple[int, int]:
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) in TURNED
+    except UnidentifiedImageError:
+        if not file.lower().endswith((".tif", ".tiff")):
+            raise
+        return tiff_sides(file)  # of as many channels as Pillow does not know
+    return (width, height) if turned else (height, width)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tessella.annotations import coco, kitti, voc, yolo
-from tessella.annotations.record import Annotations
+from tessella.annotations.record import Annotations, Picture, Problem
 from tessella.core.errors import DataError, UsageError
 
+Reader = Callable[[], Annotations]
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
 COCO_FILES = (
     "_annotations.coco.json",
     "annotations.json",
@@ -56,9 +64,7 @@ def read_annotations(
     return found
 
 
-def _reader(
-    source: Path, labels: tuple[str, ...] | None, image_root: Path | None
-) -> Callable[[], Annotations] | None:
+def _reader(source: Path, labels: tuple[str, ...] | None, image_root: Path | None) -> Reader | None:
     suffix = source.suffix.lower()
     if source.is_file() and suffix == ".json":
         return lambda: coco.read(source, image_root=image_root)
@@ -72,15 +78,78 @@ def _reader(
         if (source / name).is_file():
             return lambda: coco.read(source / name, image_root=image_root)
     if files := sorted((source / "annotations").glob("*.json")):
+        if parts := _by_split(files):
+            readers = {s: (f.stem, partial(coco.read, f, image_root=image_root))
+                       for s, f in parts.items()}  # fmt: skip
+            return lambda: _joined(readers)
         return lambda: coco.read(_only(files), image_root=image_root)
     if voc.roots_of(source) or any(source.glob("*.xml")):
         return lambda: voc.read(source, labels=labels)
     if yolo.is_folder(source) and not kitti.begins_with_names(source):
         return lambda: yolo.read_folder(source)
-    for folder in (source, source / "training"):  # KITTI's own download has training and testing
+    # KITTI's own download has training and testing, CVAT calls its first part default
+    for folder in (source, source / "training", source / "default"):
         if kitti.is_folder(folder):
             return lambda: kitti.read(folder, labels=labels)
-    return None
+    return _of_folders(source, labels, image_root)
+
+
+def _of_folders(
+    source: Path, labels: tuple[str, ...] | None, image_root: Path | None
+) -> Reader | None:
+    """Of a folder train beside valid and test, each with annotations of its own."""
+    readers: dict[str, tuple[str, Reader]] = {}
+    for split, names in SPLITS.items():
+        for name in names:
+            reader = _reader(source / name, labels, image_root) if split not in readers else None
+            if reader is not None:
+                readers[split] = name, reader
+    return (lambda: _joined(readers)) if "train" in readers and len(readers) > 1 else None
+
+
+def _by_split(files: list[Path]) -> dict[str, Path]:
+    """The files of the splits, as COCO's own download has them; nothing where names are others."""
+    own = [file for file in files if file.name.startswith("instances")] or files
+    found: dict[str, Path] = {}
+    for file in own:
+        splits = [s for s, names in SPLITS.items() if any(n in file.stem for n in (s, *names))]
+        if len(splits) != 1 or splits[0] in found:
+            return {}
+        found[splits[0]] = file
+    return found if "train" in found and len(found) > 1 else {}
+
+
+def _joined(readers: Mapping[str, tuple[str, Reader]]) -> Annotations:
+    """What was read of each split, under its name; classes are all that any of them has.
+
+    Raises:
+        DataError: as each of the readers.
+    """
+    read = {split: (name, reader()) for split, (name, reader) in readers.items()}
+    lists = {found.classes for _, found in read.values()}
+    classes = (
+        lists.pop() if len(lists) == 1 else tuple(sorted({n for names in lists for n in names}))
+    )
+    numbers = {name: label for label, name in enumerate(classes)}
+    pictures: list[Picture] = []
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for split, (name, found) in read.items():
+        label = [numbers[n] for n in found.classes]
+        pictures += [
+            replace(
+                picture,
+                path=f"{name}/{picture.path}",
+                split=split,
+                things=tuple(replace(t, label=label[t.label]) for t in picture.things),
+            )
+            for picture in found.pictures
+        ]
+        problems += [Problem(path=f"{name}/{p.path}", what=p.what) for p in found.problems]
+        notes += [f"{name}: {note}" for note in found.notes]
+    return Annotations(
+        classes=classes, pictures=tuple(pictures), problems=tuple(problems), notes=tuple(notes)
+    )
 
 
 def _only(files: list[Path]) -> Path:

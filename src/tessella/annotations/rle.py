@@ -52,6 +52,28 @@ def of_runs(begins: Counts, ends: Counts, pixels: int) -> Counts:
     return counts if counts[-1] or len(counts) == 1 else counts[:-1]
 
 
+def seen_in(counts: Counts, height: int, window: tuple[int, int, int, int]) -> Counts:
+    """The run lengths of what a window shows of a mask of so many rows, without its pixels.
+
+    Args:
+        window: top, left, height and width; where it reaches over the mask's edge it is 0.
+    """
+    top, left, rows, columns = window
+    ends = np.cumsum(counts)
+    begins, stops = ends[:-1:2], ends[1::2]
+    begins, stops = begins[stops > begins], stops[stops > begins]
+    first, last = begins // height, (stops - 1) // height
+    many = last - first + 1  # columns of each run, which becomes a run in each of them
+    place = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+    column = np.repeat(first, many) + place
+    low = np.maximum(np.repeat(begins, many), column * height) - column * height
+    high = np.minimum(np.repeat(stops, many), (column + 1) * height) - column * height
+    shown = (column >= left) & (column < left + columns)
+    at = (column[shown] - left) * rows
+    low, high = ((v[shown] - top).clip(0, rows) for v in (low, high))
+    return of_runs(at + low, at + high, rows * columns)
+
+
 def mask_of(counts: Counts, height: int, width: int) -> Mask:
     """The mask uint8 [height, width] of run lengths whose sum is height · width."""
     values = (np.arange(len(counts)) % 2).astype(np.uint8)

@@ -131,9 +131,7 @@ def _splits(folder: Path) -> dict[str, str]:
     for name in SPLITS:
         file = folder / "ImageSets" / "Main" / f"{name}.txt"
         if file.is_file():
-            splits |= {
-                line.split()[0]: name for line in read_text(file).splitlines() if line.split()
-            }
+            splits |= dict.fromkeys(map(str.strip, read_text(file).splitlines()), name)
     return splits
 
 

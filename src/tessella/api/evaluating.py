@@ -208,7 +208,8 @@ def evaluate(
     if rival is not None:
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
     losses_N = task.metrics.losses(own.rows_NR, truth, record, len(labels))
-    worst = np.argsort(-losses_N, kind="stable")[:errors]
+    order = np.argsort(-losses_N, kind="stable")[:errors]
+    wrong = order[losses_N[order] > 0].tolist()  # where there is no error nothing is to be seen
     return Judgement(
         model=name_of(opened),
         split=samples.name,
@@ -221,9 +222,7 @@ def evaluate(
         calibration=calibrated,
         curves=curves,
         errors=_counted(task.errors, own, truth, (record, labels), overlap),
-        mistakes=tuple(
-            _mistake(int(i), losses_N, own, samples, (task, record), labels) for i in worst
-        ),
+        mistakes=tuple(_mistake(i, losses_N, own, samples, (task, record), labels) for i in wrong),
         comparison=comparison,
     )
 

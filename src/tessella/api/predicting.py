@@ -22,12 +22,16 @@ from tessella.core.preprocess import (
     Preprocess,
     centre_crop,
     darkest,
+    decode,
     denormalize,
+    fit,
     fitted_and_size,
     in_rgb,
     normalize,
+    placement,
 )
 from tessella.core.task import CLASSIFICATION, TaskRecord
+from tessella.core.tiles import Tiles
 from tessella.data.sources import is_image
 from tessella.device.float32_math import float32_math
 from tessella.nn.windows import over_windows
@@ -182,15 +186,19 @@ def answer(
     images: Sequence[str | Path],
     *,
     query: Query | None = None,
+    tiles: Tiles | None = None,
     trust_code: bool = False,
 ) -> list[Any]:
     """The answer to each image file, as the model's task gives it to a client of a server: JSON.
+
+    With ``tiles`` a large picture is cut, and the answers to its tiles become one: of boxes and
+    masks. A tile should be as large as those from which the network learned.
 
     Raises:
         DataError: a file is no image, or not there; ``answer_each`` goes on behind it.
     """
     answers = []
-    for _, told in answer_each(model, images, query=query, trust_code=trust_code):
+    for _, told in answer_each(model, images, query=query, tiles=tiles, trust_code=trust_code):
         if isinstance(told, TessellaError):
             raise told
         answers.append(told)
@@ -202,6 +210,7 @@ def answer_each(
     images: Sequence[str | Path],
     *,
     query: Query | None = None,
+    tiles: Tiles | None = None,
     trust_code: bool = False,
 ) -> Iterator[tuple[Path, Any]]:
     """Each image file with its answer, or with the error that says why it has none."""
@@ -213,8 +222,17 @@ def answer_each(
             seen=", ".join(map(str, images))[:200],
             fix="call segment(), or tessella run MODEL volume.nii.gz --out labels.nii.gz",
         )
+    if tiles is not None and task.tiles is None:
+        raise UsageError(
+            "answers without a place cannot be joined", seen=task.title, fix="leave tiles out"
+        )
     for path in map(Path, images):
         try:
+            if tiles is not None:
+                whole = decode(_content(path), record, name=path.name)
+                told = _of_tiles(predict, whole, tiles, record, task, (labels, about), query)
+                yield path, told
+                continue
             pixels, view = seen(_content(path), record, name=path.name)
         except (DataError, InputError) as error:
             yield path, error
@@ -223,6 +241,34 @@ def answer_each(
         asked = replace(query or Query(), views=(view,))
         (told,) = task.answers.answer(outputs, labels, about, asked)
         yield path, told
+
+
+def _of_tiles(
+    predict: Callable[[torch.Tensor], torch.Tensor], pixels: Pixels, tiles: Tiles,
+    record: Preprocess, task: Task, about: tuple[tuple[str, ...], TaskRecord],
+    query: Query | None,
+) -> Any:  # fmt: skip
+    """The answer to a picture, HWC in the record's channels and depth, of which each tile is as
+    large as what the network sees."""
+    assert task.tiles is not None, "only answers with a place are joined"
+    _, height, width = record.input_shape
+    whole = replace(record, height=height, width=width, crop=None)
+    if placement(tiles.height, tiles.width, whole).box != (0, 0, tiles.width, tiles.height):
+        raise UsageError(
+            f"a network whose pictures were fitted by {record.resize!r} sees no whole tile of "
+            "this shape",
+            seen=f"{tiles.height} × {tiles.width}, its input {height} × {width}",
+            fix="take tiles of the shape of its input",
+        )
+
+    def outputs() -> Iterator[tuple[int, int, npt.NDArray[Any]]]:
+        for top, left, part in tiles.parts(pixels):
+            image = normalize(fit(part, whole), whole)
+            yield top, left, predict(torch.from_numpy(image[None])).float().numpy()
+
+    view = View(height=tiles.height, width=tiles.width, record=whole)
+    size = (pixels.shape[0], pixels.shape[1])
+    return task.tiles.joined(outputs(), tiles, size, view, about, query or Query())
 
 
 def seen(content: bytes, record: Preprocess, *, name: str) -> tuple[npt.NDArray[np.float32], View]:

@@ -22,8 +22,10 @@ from tessella.core.count import counted
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Store
 from tessella.core.record import to_plain
+from tessella.core.tiles import Tiles
 from tessella.data.doctor import FIXES, Examination, Kind, examine, leave_out
 from tessella.data.importing import ImportSettings, import_images
+from tessella.data.tiling import cut
 from tessella.data.unfinished import discard, left_of
 
 TaskName = Annotated[
@@ -60,6 +62,7 @@ def register(app: typer.Typer) -> None:
     group.command("discard")(discard_)
     group.command("doctor")(doctor)
     group.command("annotations")(check_annotations)
+    group.command("tiles")(tiles)
     app.add_typer(group, name="data")
 
 
@@ -210,6 +213,51 @@ def check_annotations(
             if count > MOST_LINES:
                 told.append(f"and {count - MOST_LINES:,} more {what}: --json has all")
         out_.result(plain, Group(grid(("class", "things"), rows, title=title), *map(Text, told)))
+
+
+def tiles(
+    source: Annotated[
+        Path, Argument(help="Annotations as an import takes them, or images and masks.")
+    ],
+    out: Annotated[Path, Option(help="The folder to make.")],
+    task: Annotated[
+        str, Option(help="What to learn: detection, instances or segmentation.")
+    ] = "detection",
+    size: Annotated[str, Option(help="Height x width of a tile, or one number.")] = "512",
+    overlap: Annotated[
+        int, Option(help="Pixels that neighbours share: as many as things are wide.", min=0)
+    ] = 64,
+    image_root: Annotated[Path | None, Option(help="COCO: where its paths start.")] = None,
+    json: Json = False,
+    events: Events = None,
+) -> None:
+    """Cut large pictures and their boxes or masks into tiles, as a folder to import.
+
+    Example: tessella data tiles harbour.json --out tiles --task detection --size 640 --overlap 96
+
+    A holdout keeps all tiles of a picture together.
+    """
+    with output(json_only=json, events=events) as out_:
+        height, width = parse_size(size)
+        how = Tiles(height=height, width=width, overlap=overlap)
+        made = cut(source, out, how, task=task, image_root=image_root, emit=out_.emit)
+        first = made.folders.get("train") or next(iter(made.folders.values()))
+        command = f"tessella data import {shlex.quote(str(first))} --task {task} --size {size}"
+        for split in ("val", "test"):
+            if split in made.folders and made.folders[split] != first:
+                command += f" --{split}-folder {shlex.quote(str(made.folders[split]))}"
+        plain = {
+            "folders": {split: str(folder) for split, folder in made.folders.items()},
+            "pictures": made.pictures,
+            "tiles": made.tiles,
+            "things": made.things,
+            "skipped": to_plain(made.skipped),
+        }
+        title = f"{counted(made.pictures, 'picture')} in {counted(made.tiles, 'tile')}"
+        rows = [(split or "all", str(folder)) for split, folder in made.folders.items()]
+        listed = [Text(f"{s.path}: {s.reason}") for s in made.skipped[:MOST_LINES]]
+        out_.result(plain, Group(grid(("split", "folder"), rows, title=title), *listed))
+        out_.note(f"{command} --out datasets/{shlex.quote(out.name)}")
 
 
 def _kinds(fix: list[str], out: Path | None) -> list[Kind]:

@@ -14,11 +14,27 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.files import require_place, write_atomic
 from tessella.artifacts.shards import Example
 from tessella.cli.output import Events, Json, Output, grid, output
+from tessella.cli.parsing import parse_size
 from tessella.core.errors import TessellaError, UsageError
 from tessella.core.preprocess import encode
 from tessella.core.record import canonical_json
+from tessella.core.tiles import Tiles
 from tessella.core.volumes import WRITTEN, suffix_of
 from tessella.tasks import Query
+
+Top = Annotated[
+    int | None, Option(help="How many labels for each image (classification: 5).", min=1)
+]
+Threshold = Annotated[
+    float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
+]
+Tile = Annotated[
+    str | None,
+    Option(help="Of large pictures: look at tiles of this height x width, and join them."),
+]
+Overlap = Annotated[
+    int | None, Option(help="Pixels that tiles share (an eighth of a side).", min=0)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,12 +51,10 @@ def run(
     ] = None,
     data: Annotated[Path | None, Option(help="Evaluate on this dataset instead.")] = None,
     split: Annotated[str, Option(help="train, val or test.")] = "val",
-    top: Annotated[
-        int | None, Option(help="How many labels for each image (classification: 5).", min=1)
-    ] = None,
-    threshold: Annotated[
-        float | None, Option(help="The least probability that counts.", min=0.0, max=1.0)
-    ] = None,
+    top: Top = None,
+    threshold: Threshold = None,
+    tile: Tile = None,
+    overlap: Overlap = None,
     draw: Annotated[
         Path | None,
         Option(help="Write the picture with its answer drawn; of several, into this folder."),
@@ -86,7 +100,8 @@ def run(
             files = api.pictures(images, is_one=suffix_of)
             _segment(out_, opened, files, query, out, trust_code)
         elif images:
-            _answer(out_, opened, api.pictures(images), query, draw, trust_code)
+            files, how = api.pictures(images), _tiles(tile, overlap)
+            _answer(out_, opened, files, query, draw, trust_code, how)
         elif data is not None:
             _evaluate(out_, opened, (data, split), (out, rows), trust_code)
 
@@ -106,6 +121,7 @@ def _answer(
     query: Query,
     draw: Path | None,
     trust_code: bool,
+    tiles: Tiles | None,
 ) -> None:
     """The rows of each image's answer. A file that is no image has its error instead, and the exit
     code is the first error's.
@@ -115,7 +131,9 @@ def _answer(
     plain: list[dict[str, Any]] = []
     rows: list[tuple[object, ...]] = []
     failed: list[TessellaError] = []
-    for path, told in api.answer_each(model, images, query=query, trust_code=trust_code):
+    for path, told in api.answer_each(
+        model, images, query=query, tiles=tiles, trust_code=trust_code
+    ):
         if isinstance(told, TessellaError):
             failed.append(told)
             plain.append({"image": str(path), **told.to_json()})
@@ -133,6 +151,16 @@ def _answer(
         out_.note(f"error: {error}")
     if failed:
         raise typer.Exit(failed[0].exit_code)
+
+
+def _tiles(tile: str | None, overlap: int | None) -> Tiles | None:
+    if tile is None:
+        if overlap is not None:
+            raise UsageError("an overlap is of tiles", seen=overlap, fix="add --tile 512")
+        return None
+    height, width = parse_size(tile)
+    shared = min(height, width) // 8 if overlap is None else overlap
+    return Tiles(height=height, width=width, overlap=shared)
 
 
 def _example(model: api.Model, data: Path | None, split: str, index: int) -> Example:

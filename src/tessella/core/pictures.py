@@ -35,6 +35,7 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow checks before we can, at a third o
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
 # What Pillow cannot decode is raised, or read by tifffile: its log must not fill a user's terminal.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
+TURNED = (5, 6, 7, 8)  # EXIF's orientations that swap height and width
 _TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 
@@ -253,6 +254,22 @@ def _read_tiff(content: bytes, name: str, most_pixels: int) -> Pixels:
     if pixels.ndim != 3:
         raise _not_integers(name, f"shape {shape}, axes {axes}")
     return upright(pixels[:, :, :-1] if alpha else pixels, orientation)
+
+
+def tiff_sides(file: str) -> tuple[int, int]:
+    """Height and width of a TIFF as it is shown, of any number of planes, from its header.
+
+    Raises:
+        Exception: whatever tifffile's readers of hostile headers raise.
+    """
+    import tifffile
+
+    with tifffile.TiffFile(file) as tiff:
+        series = tiff.series[0]
+        height, width = (int(series.shape[series.axes.index(axis)]) for axis in "YX")
+        tag = tiff.pages.first.tags.get(_ORIENTATION)
+    turned = tag is not None and int(tag.value) in TURNED
+    return (width, height) if turned else (height, width)
 
 
 _INTEGERS = (np.uint8, np.uint16)

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tessella.data.doctor import examine, leave_out
     from tessella.data.importing import ImportSettings, images, import_images
+    from tessella.data.tiling import Tiled, cut
     from tessella.data.unfinished import discard
 
-__all__ = ["ImportSettings", "discard", "examine", "images", "import_images", "leave_out"]
+__all__ = [
+    "ImportSettings", "Tiled", "cut", "discard", "examine", "images", "import_images", "leave_out",
+]  # fmt: skip
 
 _PLACES = {
     "data.doctor": ("examine", "leave_out"),
     "data.importing": ("ImportSettings", "images", "import_images"),
+    "data.tiling": ("Tiled", "cut"),
     "data.unfinished": ("discard",),
 }
 

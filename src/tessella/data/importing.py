@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
+from tessella.annotations.opening import SPLITS
 from tessella.artifacts.dataset import (
     Dataset,
     DatasetInfo,
@@ -40,7 +41,7 @@ from tessella.data.part import Part
 from tessella.data.parts import Plan, planned, write_parts
 from tessella.data.reading import ENLARGED, Picture
 from tessella.data.sources import read_labels
-from tessella.data.split_folders import SPLIT_FOLDERS, split_folders, told_of
+from tessella.data.split_folders import split_folders, told_of
 from tessella.data.splitting import TRAIN
 from tessella.data.unfinished import Unfinished, discard, left_of, shard_of
 from tessella.tasks import Task, column_of, named
@@ -261,7 +262,7 @@ def _name(source: Path, settings: ImportSettings) -> str:
     if settings.name:
         return settings.name
     there = source.resolve()
-    if there.name.lower() in SPLIT_FOLDERS["train"]:  # flowers/train holds flowers
+    if there.stem.lower() in SPLITS["train"]:  # flowers/train holds flowers
         there = there.parent
     return (there.name if there.is_dir() else there.stem) or "images"
 

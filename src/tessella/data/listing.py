@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -10,13 +13,30 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tessella.annotations import is_annotated
+from tessella.annotations.files import read_text
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
+from tessella.core.task import CLASSIFICATION
 from tessella.data.sources import find
 from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups
 from tessella.tasks import Found, Request, Source, Task
 
 HELD_OUT = {"val": VAL, "test": TEST}
+# How folders are called that hold pictures and what is known of them, and are no classes.
+PARTS_OF = {
+    frozenset(("masks", "segmentationclass")): "segmentation",
+    frozenset(("labelstr",)): "volumes",
+}
+PARTS = {
+    "images", "labels", "annotations", "masks", "image_2", "label_2", "default", "jpegimages",
+    "segmentationclass", "segmentationobject", "imagesets", "obj_train_data", "imagestr",
+    "labelstr", "imagests", "train2017", "val2017", "test2017", "train", "training", "val", "valid",
+    "validation", "test", "testing",
+}  # fmt: skip
+ANNOTATED = "detection, instances, segmentation or multilabel"
+JSON_OR_YAML = (".json", ".yaml", ".yml")
+GROUPS, GROUPS_HEAD = "groups.csv", ("path", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +81,8 @@ def list_images(
             )
         )
 
+    if task.name == CLASSIFICATION.name:
+        _refuse_other_tasks(source)
     found = find_labelled(source)
     if why := task.examples.lacking(found.classes):
         raise DataError(
@@ -70,15 +92,11 @@ def list_images(
         )
     decided = any(s.split in HELD_OUT for s in found.sources)  # by the annotations
     fractions = [0.0 if decided or isinstance(part, Path) else part for part in (val, test)]
-    of_class = task.examples.strata([s.label for s in found.sources])
-    if found.groups:
-        groups = [found.groups.get(s.path, f"/{s.path}") for s in found.sources]
-        splits = hold_out_groups(of_class, groups, val=fractions[0], test=fractions[1], seed=seed)
-    else:
-        splits = hold_out(of_class, val=fractions[0], test=fractions[1], seed=seed)
+    groups, told = (found.groups, ()) if found.groups else _groups(source, found)
+    splits = _splits(found, groups, task, fractions, seed)
     if decided:
         splits = np.array([HELD_OUT.get(s.split, TRAIN) for s in found.sources], np.int8)
-    sources, skipped, notes = list(found.sources), list(found.skipped), list(found.notes)
+    sources, skipped, notes = list(found.sources), list(found.skipped), [*found.notes, *told]
     parts, written = [splits], {found.written: source}
     for split, part in ((VAL, val), (TEST, test)):
         if isinstance(part, Path):
@@ -100,6 +118,85 @@ def list_images(
         skipped=tuple(skipped),
         notes=tuple(notes),
     )
+
+
+def _refuse_other_tasks(source: Path) -> None:
+    """Refuse annotations, masks and volumes, whose folders would be taken for classes.
+
+    Raises:
+        DataError: all folders of ``source`` are called as the parts of these are.
+    """
+    folders = {p.name.lower() for p in source.iterdir() if p.is_dir()} if source.is_dir() else set()
+    if not folders <= PARTS or (source.is_file() and source.suffix.lower() not in JSON_OR_YAML):
+        return
+    tasks = next((tasks for names, tasks in PARTS_OF.items() if names & folders), None)
+    if tasks is None and is_annotated(source):
+        tasks = ANNOTATED
+    if tasks is not None:
+        raise DataError(
+            "these are annotations, and no folder or list of classes",
+            seen=f"{', '.join(sorted(folders)) or source.name} in {source}",
+            fix=f"say what is to be learned by --task (in Python task=): {tasks}",
+        )
+
+
+def _splits(
+    found: Found, groups: Mapping[str, str], task: Task, fractions: Sequence[float], seed: int
+) -> npt.NDArray[np.int8]:
+    """The split of each image; ``fractions`` are those of validation and test."""
+    of_class = task.examples.strata([s.label for s in found.sources])
+    val, test = fractions
+    if not groups:
+        return hold_out(of_class, val=val, test=test, seed=seed)
+    group_of = [groups.get(s.path, f"/{s.path}") for s in found.sources]
+    return hold_out_groups(of_class, group_of, val=val, test=test, seed=seed)
+
+
+def _groups(source: Path, found: Found) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The groups of what was found, and a note on those that are of nothing.
+
+    Raises:
+        DataError: as ``read_groups``, or no group is of a picture that was found.
+    """
+    groups = read_groups(source)
+    paths = {s.path for s in found.sources}
+    lost = [path for path in groups if path not in paths]
+    if groups and len(lost) == len(groups):
+        raise DataError(
+            f"{GROUPS} names no picture",
+            seen=f"{lost[0][:100]!r}, and a picture is called {min(paths, default='')[:100]!r}",
+            fix="write the paths as the dataset calls the pictures",
+        )
+    note = f"{len(lost):,} of {len(groups):,} paths in {GROUPS} are of no picture here"
+    return groups, (f"{note}, the first {lost[0][:100]!r}",) if lost else ()
+
+
+def read_groups(source: Path) -> dict[str, str]:
+    """The group of each picture by its path, of a ``groups.csv`` in a folder, or beside a file.
+
+    Its lines are a picture's path, as the dataset calls it, and a group; the first names both. A
+    picture whose group is empty is one of its own.
+
+    Raises:
+        DataError: the file cannot be read, has other columns, or a line with more or fewer cells.
+    """
+    file = (source if source.is_dir() else source.parent) / GROUPS
+    if not file.is_file():
+        return {}
+    groups: dict[str, str] = {}
+    rows = csv.reader(io.StringIO(read_text(file), newline=""))
+    try:
+        if next(rows, []) != list(GROUPS_HEAD):
+            raise ValueError("it does not begin with its columns")
+        for row in rows:
+            if row and len(row) != 2:
+                raise ValueError(f"line {rows.line_num} has {len(row)} cells")
+            groups |= {row[0]: row[1]} if row and row[1] else {}
+    except (csv.Error, ValueError) as error:
+        raise DataError(
+            f"{GROUPS} cannot be read", seen=f"{file}: {error}", fix=",".join(GROUPS_HEAD)
+        ) from error
+    return groups
 
 
 def _check_written(known: dict[str, Path], written: str, where: Path) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-SPLIT_FOLDERS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
-}
+from tessella.annotations.opening import SPLITS
 
 
 def split_folders(source: Path) -> dict[str, Path]:
@@ -22,7 +18,7 @@ def split_folders(source: Path) -> dict[str, Path]:
         return {}
     with os.scandir(source) as entries:
         folders = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-    split_of = {name: split for split, names in SPLIT_FOLDERS.items() for name in names}
+    split_of = {name: split for split, names in SPLITS.items() for name in names}
     found = {split_of[f.lower()]: source / f for f in folders if f.lower() in split_of}
     if len(found) != len(folders) or len(found) < 2 or "train" not in found:
         return {}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessella.core.integers import ceil_div
+from tessella.core.tiles import starts
 
 Predict = Callable[[Tensor], Tensor]
 
@@ -43,10 +43,10 @@ def over_windows(
     edges = [edge for n in reversed(less) for edge in (n // 2, n - n // 2)]
     if any(less):
         images = F.pad(images, edges, value=outside)
-    starts = [_starts(n, side) for n, side in zip(images.shape[2:], sides, strict=True)]
     sums: Tensor | None = None
     weights: Tensor | None = None
-    for first in itertools.product(*starts):
+    along = zip(images.shape[2:], sides, strict=True)
+    for first in itertools.product(*(starts(n, side, int(side * STEP)) for n, side in along)):
         place = _at(first, sides)
         made = predict(images[place].contiguous()).float()
         if sums is None or weights is None:
@@ -64,13 +64,6 @@ def over_windows(
 def _at(first: Sequence[int], sides: Sequence[int]) -> Any:
     """The place of a window in the last axes of a tensor."""
     return (..., *(slice(f, f + side) for f, side in zip(first, sides, strict=True)))
-
-
-def _starts(length: int, side: int) -> list[int]:
-    """Where windows begin: as few as are at most ``STEP`` of a side apart, evenly spread."""
-    spare = length - side
-    count = ceil_div(spare, max(1, int(side * STEP)))
-    return [round(spare * n / count) for n in range(count + 1)] if count else [0]
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,4 +1,5 @@
-"""What a detector gets wrong on the validation split: kinds, curve, classes, and the pictures.
+"""What a network of boxes or masks gets wrong on the validation split: kinds, curve, classes, and
+the pictures.
 
 Everything is computed from the rows that one pass of the network left in a file, by the functions
 of ``tessella evaluate``: a slider asks no network.
@@ -21,7 +22,7 @@ from tessella.core.errors import ArtifactError
 from tessella.studio import charts, parts, pictures
 from tessella.studio.boxes import boxed
 from tessella.studio.theme import text
-from tessella.tasks import targets_of
+from tessella.tasks import of, targets_of
 from tessella.tasks.detection import errors
 from tessella.tasks.detection.errors import KINDS, TITLES, ErrorReport, Kind, Matched
 from tessella.tasks.thing import Thing
@@ -32,8 +33,8 @@ GOOD, BAD, THERE = (27, 154, 138), (195, 81, 63), (100, 120, 207)
 PAUSE_S = 0.15  # between two looks at a slider that moves
 
 
-def read_rows(path: Path, split_count: int) -> npt.NDArray[np.float32]:
-    """The rows that ``tessella run --rows`` wrote.
+def read_rows(path: Path, split_count: int, numbers: int) -> npt.NDArray[np.float32]:
+    """The rows that ``tessella run --rows`` wrote, of so many numbers for each told thing.
 
     Raises:
         ArtifactError: the file is not one of these, or of another split.
@@ -44,7 +45,7 @@ def read_rows(path: Path, split_count: int) -> npt.NDArray[np.float32]:
         raise ArtifactError(
             "the answers cannot be read", seen=f"{path.name}: {error}", fix="measure again"
         ) from error
-    fits = rows.ndim == 2 and rows.dtype == np.float32 and rows.shape[1] % errors.FIELDS == 0
+    fits = rows.ndim == 2 and rows.dtype == np.float32 and rows.shape[1] % numbers == 0
     if not fits or len(rows) != split_count:
         raise ArtifactError(
             "these are not the answers of this split",
@@ -77,11 +78,14 @@ class BoxErrors:
     ) -> None:
         self._dataset, self._ref, self._report = dataset, ref, report
         self._split = dataset.split(SPLIT)
-        self._rows_NR = read_rows(rows, len(self._split))
+        ways = of(dataset.info.task).errors
+        assert ways is not None
+        self._match = ways.match
+        self._rows_NR = read_rows(rows, len(self._split), ways.FIELDS)
         self._targets = targets_of(self._split)
-        self._own_K = errors.thresholds(chosen.info.task, len(dataset.classes))
+        self._own_K = ways.thresholds(chosen.info.task, len(dataset.classes))
         self._asked = _Asked()
-        self._matched: Matched = errors.match(self._rows_NR, self._targets, errors.OVERLAP)
+        self._matched = self._made(errors.OVERLAP)
         measures = {k: v for k, v in report.items() if isinstance(v, float)}
         parts.stats([(name, parts.score(name, value)) for name, value in measures.items()])
         self._controls()
@@ -91,6 +95,12 @@ class BoxErrors:
         self._table = parts.box("stack")
         self._gallery, self._large = parts.box("thumbs flips"), parts.box("stack")
         self._show()
+
+    def _made(self, overlap: float) -> Matched:
+        """Boxes or masks, matched at an overlap."""
+        made = self._match(self._rows_NR, self._targets, overlap)
+        assert isinstance(made, Matched)
+        return made
 
     def _controls(self) -> None:
         with parts.box("sliders"):
@@ -118,9 +128,7 @@ class BoxErrors:
     async def _overlapped(self, overlap: Any) -> None:
         self._asked.overlap = round(float(overlap), 2)
         self._least.text = "Matching …"
-        made = await asyncio.to_thread(
-            errors.match, self._rows_NR, self._targets, self._asked.overlap
-        )
+        made = await asyncio.to_thread(self._made, self._asked.overlap)
         if made.overlap == self._asked.overlap and not self._least.is_deleted:
             self._matched = made
             self._show()
@@ -255,13 +263,16 @@ class BoxErrors:
         m = self._matched
         name = f"{self._name(m.labels[place])} {m.scores[place]:.2f}"
         x0, y0, x1, y1 = m.boxes[place].tolist()
-        return Thing(box=(x0, y0, x1, y1), name=name, color=color, dashed=color == BAD)
+        return Thing(
+            box=(x0, y0, x1, y1), name=name, color=color, dashed=color == BAD,
+            outlines=m.told_outlines(place),
+        )  # fmt: skip
 
     def _thing(self, place: int) -> Thing:
         m = self._matched
         name = self._name(m.there_labels[place]) + " (crowd)" * bool(m.crowds[place])
         x0, y0, x1, y1 = m.there[place].tolist()
-        return Thing(box=(x0, y0, x1, y1), name=name, color=THERE)
+        return Thing(box=(x0, y0, x1, y1), name=name, color=THERE, outlines=m.thing_outlines(place))
 
     def _name(self, label: Any) -> str:
         return self._dataset.classes[int(label)]

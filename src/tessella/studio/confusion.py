@@ -1,10 +1,12 @@
-"""What a classifier takes for what: the matrix, the pairs mixed up most, and the images."""
+"""What a classifier takes for what: the matrix, the pairs mixed up most, and the images; and tables
+of measures by class.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from nicegui import ui
@@ -123,3 +125,18 @@ def figures(
             shown.append("–" if average is None else f"{average:.3f}")
         rows.append((c["label"], *shown, f"{c['support']:,}"))
     parts.table(columns, rows)
+
+
+def measures(classes: list[dict[str, Any]]) -> None:
+    """A table of what another task measures of each class."""
+    names = [name for name in classes[0] if name != "label"]
+    columns = [parts.Column(title="class")]
+    columns += [parts.Column(title=n.replace("_", " "), classes="r") for n in names]
+    parts.table(columns, [(c["label"], *(_figure(c[name]) for name in names)) for c in classes])
+
+
+def _figure(value: float | None) -> str:
+    """A count, or a measure with three digits; a dash where there is nothing to count."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"

@@ -3,8 +3,8 @@
 A task is a folder with the same files: ``examples`` (targets on disk and in a dataset), ``head``
 (outputs of the network and the plan), ``loss``, ``metrics``, ``answers`` (what a server and a
 terminal say) and ``charts`` (what the studio may draw); and
-``errors``, where answers err in several ways. A new task is a new folder: nothing lists
-it. docs/tasks.md describes the parts.
+``errors``, where answers err in several ways, and ``tiles``, where those to parts of a picture can
+be joined. A new task is a new folder: nothing lists it. docs/tasks.md describes the parts.
 """
 
 from tessella.tasks.block import Block

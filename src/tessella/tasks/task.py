@@ -21,6 +21,7 @@ from tessella.artifacts.checkpoint import Answering
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import Preprocess
 from tessella.core.task import TaskRecord
+from tessella.core.tiles import Tiles
 from tessella.tasks.found import Found, Request
 from tessella.tasks.moves import Moves
 from tessella.tasks.thing import Thing
@@ -345,6 +346,26 @@ class Charts(Protocol):
     CURVES: tuple[tuple[str, str], ...]  # title of a chart, and how its metrics end
 
 
+# Top and left of each tile of a picture, row by row, and a network's finished outputs [1, …] of it.
+TileOutputs = Iterable[tuple[int, int, Outputs]]
+
+
+class Joining(Protocol):
+    """``tiles.py``, which a task has where the answers of a picture's tiles can be joined."""
+
+    def joined(
+        self, outputs: TileOutputs, tiles: Tiles, size: tuple[int, int], view: View,
+        about: tuple[tuple[str, ...], TaskRecord], query: Query,
+    ) -> Any:  # fmt: skip
+        """The answer to a picture of a height and a width, as ``Answers.answer`` gives it.
+
+        Args:
+            view: where the network sees a tile.
+            about: the labels, and the record of the task.
+        """
+        ...
+
+
 class ErrorCounts(Protocol):
     """How often a model errs in each way, with a table for people."""
 
@@ -368,6 +389,7 @@ class Errors(Protocol):
     Imports no torch, as ``answers`` does not.
     """
 
+    FIELDS: int  # numbers of one answer in a row of ``Metrics.rows``
     OVERLAP: float  # from which an answer hits a thing, where nobody says more
     TITLES: dict[Any, str]  # the ways to err, and what people call them
 
@@ -434,6 +456,13 @@ class Task:
         if importlib.util.find_spec(f"{self.package}.errors") is None:
             return None
         return cast(Errors, self._part("errors"))
+
+    @functools.cached_property
+    def tiles(self) -> Joining | None:
+        """How answers to a picture's tiles become one; None where they cannot."""
+        if importlib.util.find_spec(f"{self.package}.tiles") is None:
+            return None
+        return cast(Joining, self._part("tiles"))
 
     def record(self, numbers: Numbers | None = None) -> TaskRecord:
         """The record that a dataset, a run or a plan of this task holds."""

@@ -1,11 +1,13 @@
 """Networks built from Caffe text against the same networks written by hand in torch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tessella.core.errors import UsageError
-from tessella.nn import prototxt
+from tessella.nn import prototxt, zoo
 from tests.support import prototxts as texts
 
 
@@ -294,3 +296,23 @@ def test_layers_with_names_that_are_taken_are_modules_of_their_own(names):
         w = weights(net)
         y = F.linear(y.flatten(1), w[f"{step.key}.weight"], w[f"{step.key}.bias"])
     torch.testing.assert_close(net(x), y)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        'type: "DetectNetTransformation" bottom: "data" top: "seen" include { phase: TRAIN }',
+        'type: "Python" bottom: "data" top: "list" python_param { module: '
+        '"caffe.layers.detectnet.clustering" layer: "ClusterDetections" }',
+    ],
+)
+def test_detectnet_is_refused_with_the_way_to_go(layer: str, tmp_path: Path) -> None:
+    """As a network of boxes, which is what people ask of it, and as one of classes."""
+    text = f'layer {{ name: "data" type: "Input" top: "data" }} layer {{ name: "x" {layer} }}'
+    (tmp_path / "detectnet.prototxt").write_text(text)
+    for answers in ("boxes", "picture"):
+        with pytest.raises(UsageError, match=r"DetectNet.*train centernet"):
+            zoo.network(str(tmp_path / "detectnet.prototxt"), classes=2, answers=answers)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="DetectNet"):
+        built(text, classes=2, shape=(3, 8, 8))
+    assert [one.name for one in prototxt.layers(text)] == ["data", "x"]  # it can be drawn

@@ -185,6 +185,6 @@ def _pyramid_roi_align(w: Writer, node: Node) -> None:
 DETECT: dict[str, Export] = {
     "peak_boxes": _peak_boxes,
     "deformable_attention": _deformable_attention,
-    "nms": _nms,
-    "pyramid_roi_align": _pyramid_roi_align,
+    "nms": lambda w, node: w.told(node, _nms),
+    "pyramid_roi_align": lambda w, node: w.told(node, _pyramid_roi_align),
 }

@@ -26,7 +26,7 @@ from tessella.core.errors import ArtifactError, CompileError, TessellaError, Unb
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Value
-from tessella.graph.onnx import linear_models
+from tessella.graph.onnx import linear_models, own
 from tessella.graph.onnx.budget import (
     MOST_SIZES,
     Budget,
@@ -142,6 +142,7 @@ def _load(source: str | Path | bytes) -> onnx.ModelProto:
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise CompileError("the ONNX file is not valid", seen=str(error).strip()[:400]) from error
+    own.restore(model)
     return model
 
 
@@ -220,7 +221,7 @@ def _unknown(node: onnx.NodeProto) -> bool:
     if node.domain == linear_models.DOMAIN:
         return node.op_type not in linear_models.LINEAR_MODELS
     if node.domain not in ("", "ai.onnx"):
-        return True
+        return node.domain != own.DOMAIN or node.op_type not in own.OWN
     defined = node.op_type in FUNCTIONS and node.op_type not in REFUSED
     return not defined and node.op_type not in OPERATORS
 
@@ -332,12 +333,14 @@ class _Reader:
         self.budget.node()
         where = f"{node.op_type} {(node.name or ', '.join(node.output))[:80]!r}"
         with _told(f"the ONNX node {where} cannot be read"):
-            if node.op_type in OPERATORS:
-                self._translated(node)
+            if node.domain == own.DOMAIN:
+                self._translated(node, own.OWN[node.op_type])
+            elif node.op_type in OPERATORS:
+                self._translated(node, OPERATORS[node.op_type])
             else:
                 self._defined(node)
 
-    def _translated(self, node: onnx.NodeProto) -> None:
+    def _translated(self, node: onnx.NodeProto, usual: Translator) -> None:
         """A node whose operator is translated."""
         self.build.layer = node.name or self.build.layer
         call = Call(
@@ -350,8 +353,7 @@ class _Reader:
             build=self.build,
             inner=self._inner,
         )
-        translator = on_sizes(call) or OPERATORS[node.op_type]
-        made: Result = translator(call)
+        made: Result = (on_sizes(call) or usual)(call)
         results = [made] if isinstance(made, Value | np.ndarray) else list(made)
         call.check_all_read(len(results))
         for name, result in zip(node.output, results):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
@@ -10,7 +10,8 @@ import torch
 from onnx import TensorProto, helper
 
 from tessella.core.version import VERSION
-from tessella.graph.graph import Dim, Graph, Shape, Value
+from tessella.graph.graph import Dim, Graph, Node, Shape, Value
+from tessella.graph.onnx import own
 from tessella.graph.onnx.types import NUMBERS
 from tessella.graph.value import fixed
 
@@ -32,6 +33,7 @@ class Writer:
         self._taken = {v.name for v in graph.values()}
         self._numbers: dict[tuple[Any, ...], str] = {}
         self._batch: str | None = None
+        self._said: list[own.Said] = []
         for value, tensor in graph.constants.items():
             self._constants.append(_tensor(value.name, tensor))
 
@@ -54,6 +56,12 @@ class Writer:
         name = self.fresh(f"{self.layer}/{op}")
         self._nodes.append(helper.make_node(op, list(inputs), outputs, name=name, **kept))
         return outputs[0]
+
+    def told(self, node: Node, export: Callable[[Writer, Node], object]) -> None:
+        """Append an operation by ``export``, and say which operators are it: see ``own``."""
+        begin = len(self._nodes)
+        export(self, node)
+        self._said.append(own.said(node, tuple(made.name for made in self._nodes[begin:])))
 
     def constant(self, tensor: torch.Tensor) -> str:
         """The name of a constant; the same numbers are one constant."""
@@ -101,13 +109,15 @@ class Writer:
             [_info(v) for v in self.graph.outputs],
             [c for c in self._constants if c.name in read],
         )
-        return helper.make_model(
+        model = helper.make_model(
             graph,
             opset_imports=[helper.make_opsetid("", self.opset)],
             ir_version=9 if self.opset < 21 else 10,  # the oldest that has this opset's types
             producer_name="tessella",
             producer_version=VERSION,
         )
+        own.add_operations(model, tuple(self._said))
+        return model
 
 
 def _info(value: Value) -> onnx.ValueInfoProto:

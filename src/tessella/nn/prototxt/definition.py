@@ -168,8 +168,31 @@ def _data_shape(layers: tuple[Layer, ...]) -> tuple[int, int, int] | None:
 
 
 def input_shape(text: str) -> tuple[int, int, int] | None:
-    """Channels, height and width that a text declares for its image, or None."""
-    return read(text).shape
+    """Channels, height and width that a text declares for its image, or None.
+
+    Raises:
+        UsageError: the text is that of DIGITS' DetectNet.
+    """
+    net = read(text)
+    require_one_answer(net)
+    return net.shape
+
+
+def require_one_answer(net: Net) -> None:
+    """Refuse DetectNet: its boxes come of layers in Python and of labels on a grid."""
+    for layer in net.layers:
+        module = ""
+        if layer.type == "Python":
+            module = layer.message.message("python_param").take("module", str, default="")
+        if layer.type.startswith("DetectNet") or "detectnet" in module:
+            raise layer.message.error(
+                "this is DIGITS' DetectNet, whose boxes are made by code of Caffe's and not by the "
+                "text",
+                seen=f"{layer.type} {module}".strip(),
+                fix="train a detector of today on the same KITTI folder: tessella data import "
+                "FOLDER --task detection, then tessella train centernet (or d_fine_s, "
+                "retinanet_r18); a body of convolutions alone is imported as a classifier",
+            )
 
 
 def layers(text: str) -> tuple[LayerSummary, ...]:

@@ -19,6 +19,7 @@ from tessella.nn.prototxt.definition import (
     Net,
     State,
     read,
+    require_one_answer,
 )
 from tessella.nn.prototxt.layer_types import make, require_modest
 
@@ -90,6 +91,7 @@ def build(text: str, *, classes: int, channels: int, height: int, width: int) ->
         UsageError: the text is not valid or not supported; the message names layer and line.
     """
     net = read(text)
+    require_one_answer(net)
     _check_weights_unshared(net)
     shape = torch.Size([1, channels, height, width])
     keys: dict[int, str] = {}

@@ -18,7 +18,7 @@ from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts, pictures
-from tessella.studio.confusion import Confusion, figures
+from tessella.studio.confusion import Confusion, figures, measures
 from tessella.studio.context import Context
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.watching import watch
@@ -269,13 +269,6 @@ def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
     return (plain, "") if isinstance(plain, dict) else (None, "it is no object")
 
 
-def _figure(value: float | None) -> str:
-    """A count, or a measure with three digits; a dash where there is nothing to count."""
-    if value is None:
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-
-
 def _epoch(point: Checkpoint) -> str:
     metric = point.info.task.metric
     score = point.info.metrics.get(metric)
@@ -307,7 +300,8 @@ class _Judgement:
             with parts.card("What is taken for what"):
                 Confusion(context, report, data, split).mistakes()
         elif report.get("classes"):
-            self._classes(report["classes"])
+            with parts.card("Classes"):
+                measures(report["classes"])
         self._mistakes()
 
     def _numbers(self) -> None:
@@ -329,16 +323,6 @@ class _Judgement:
                  *(parts.score(name, m[k]) for k in ("value", "low", "high")))
                 for name, m in plain["measures"].items()
             ]  # fmt: skip
-            parts.table(columns, rows)
-
-    @staticmethod
-    def _classes(classes: list[dict[str, Any]]) -> None:
-        """What the task measures of each class."""
-        names = [name for name in classes[0] if name != "label"]
-        columns = [parts.Column(title="class")]
-        columns += [parts.Column(title=n.replace("_", " "), classes="r") for n in names]
-        with parts.card("Classes"):
-            rows = [(c["label"], *(_figure(c[name]) for name in names)) for c in classes]
             parts.table(columns, rows)
 
     @staticmethod

@@ -19,7 +19,7 @@ from tessella.jobs.job import JobSpec
 from tessella.studio import parts, pictures
 from tessella.studio.box_errors import BoxErrors
 from tessella.studio.boxes import boxed, legend, masks_of
-from tessella.studio.confusion import Confusion, Report, figures
+from tessella.studio.confusion import Confusion, Report, figures, measures
 from tessella.studio.context import Context
 from tessella.studio.examples import examples
 from tessella.studio.layers import Layers, Look
@@ -435,8 +435,10 @@ class _Errors:
                 parts.plain_button("Measure again", self._measure, "refresh")
             return
         if not of(self._checkpoint.info.task).charts.CONFUSION:
-            measures = {k: v for k, v in report.items() if isinstance(v, float)}
-            parts.stats([(name, parts.score(name, value)) for name, value in measures.items()])
+            values = {k: v for k, v in report.items() if isinstance(v, float)}
+            parts.stats([(name, parts.score(name, value)) for name, value in values.items()])
+            if classes := dict(report).get("classes"):
+                measures(cast(list[dict[str, Any]], classes))
             return
         parts.stats([("accuracy", f"{100 * report['accuracy']:.2f} %"),
                      ("images", f"{sum(map(sum, report['confusion'])):,}")])  # fmt: skip

@@ -208,7 +208,11 @@ class _Editor:
             if not fitting:
                 text("p", f"No network is trained yet for {task}.").classes("muted small")
                 return
-            text("p", "Shown dashed or hatched: accept or delete each.").classes("muted small")
+            again = " A box that is drawn already is not shown again."
+            again = again if self._form.NAME == "boxes" else ""
+            text("p", f"Shown dashed or hatched: accept or delete each.{again}").classes(
+                "muted small"
+            )
             run = parts.field(ui.select(fitting, value=fitting[0], label="Run"))
 
             async def propose() -> None:
@@ -227,7 +231,7 @@ class _Editor:
         told = await self._context.answers.ask(Opened(path=chosen.path, stamp=stamp), asked)
         found = self._proposed(told["answer"], chosen.info.preprocess)
         self._call("propose", found)
-        ui.notify(f"{len(found)} proposed", timeout=1500)
+        ui.notify(f"{len(found)} found", timeout=1500)
 
     def _proposed(self, told: Any, seen: Preprocess) -> list[Any]:
         """What a network answers, which sees pictures so, as it is drawn; without what the dataset

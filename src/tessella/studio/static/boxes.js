@@ -2,6 +2,14 @@
 // A box is {box: [x0, y0, x1, y1], label, crowd, score}; one with a score is a network's proposal.
 window.boxing = (() => {
   const { ARROWS, COLORS, limit, next } = editing;
+  const SAME = 0.5; // overlap from which a proposal says what is drawn already
+
+  function overlap(one, other) {
+    const area = ([x0, y0, x1, y1]) => Math.max(0, x1 - x0) * Math.max(0, y1 - y0);
+    const low = [0, 1].map((n) => Math.max(one[n], other[n])), high = [2, 3].map((n) => Math.min(one[n], other[n]));
+    const common = area([...low, ...high]);
+    return common / (area(one) + area(other) - common || 1);
+  }
 
   function tool(frame, { content }) {
     const { svg, select, width, height, classes } = frame;
@@ -50,8 +58,13 @@ window.boxing = (() => {
     }
     function propose(found) {
       keep();
-      all = all.filter((each) => each.score === undefined);
-      for (const [x0, y0, x1, y1, label, score] of found) all.push({ box: [x0, y0, x1, y1], label, crowd: 0, score });
+      const sure = all.filter((each) => each.score === undefined);
+      const isThere = (box, label) => sure.some((each) => each.label === label && overlap(each.box, box) >= SAME);
+      all = [...sure];
+      for (const [x0, y0, x1, y1, label, score] of found) {
+        const box = [x0, y0, x1, y1];
+        if (!isThere(box, label)) all.push({ box, label, crowd: 0, score });
+      }
       draw();
     }
 

@@ -1,4 +1,4 @@
-"""What a detector gets wrong: boxes that it told beside things that are there, by kind of error.
+"""What a detector gets wrong: what it told beside the things that are there, by kind of error.
 
 The kinds are TIDE's (Bolya et al. 2020); what hits what is decided as COCO decides it. All of it is
 computed from the rows of ``metrics.rows``, so that another threshold asks no network. Imports no
@@ -9,7 +9,7 @@ Letters of shapes: N images, D told boxes, T things, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -37,8 +37,14 @@ HIT, IGNORED, MISSED, FALSE, CLASS, PLACE, BOTH, TWICE = -2, -1, *range(len(KIND
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Outlines = tuple[tuple[float, ...], ...]
+# The overlaps [D, T] of an image's told rows [D, …], the surest first, with its things [T, 7]; of a
+# crowd the share of what is told that lies in it.
+Overlaps = Callable[[int, Rows, Floats], Floats]
 
-__all__ = ["KINDS", "OVERLAP", "TITLES", "ErrorReport", "Matched", "match", "thresholds"]
+__all__ = [
+    "FIELDS", "KINDS", "OVERLAP", "TITLES", "ErrorReport", "Matched", "match", "thresholds",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,7 @@ class Matched:
         boxes, there: x0 y0 x1 y1 of told boxes and of things, in pixels of the stored pictures.
         verdicts: of each told box: ``HIT``, ``IGNORED`` (in a crowd), or a place in ``KINDS``.
         hits: the thing that a told box hits, or is an error about; −1: none.
+        numbers: where each told box stands in the row of its image.
     """
 
     overlap: float
@@ -127,10 +134,19 @@ class Matched:
     labels: Ints = field(repr=False)
     verdicts: Ints = field(repr=False)
     hits: Ints = field(repr=False)
+    numbers: Ints = field(repr=False)
     there_images: Ints = field(repr=False)
     there: Floats = field(repr=False)
     there_labels: Ints = field(repr=False)
     crowds: Bools = field(repr=False)
+
+    def told_outlines(self, told: int) -> Outlines:
+        """The outlines of what is told, in pixels of the stored picture: a box has none."""
+        return ()
+
+    def thing_outlines(self, thing: int) -> Outlines:
+        """The outlines of a thing, in the same pixels."""
+        return ()
 
     def counted(self, least_K: Floats) -> Bools:
         """The told boxes that reach the threshold of their class, bool [D]."""
@@ -258,22 +274,40 @@ def match(rows_NR: Rows, targets: Targets, overlap: float = OVERLAP) -> Matched:
     ``overlap`` is an intersection over union, above ``NEAR`` and at most 1.
     """
     assert isinstance(targets, BoxSets)
-    told_NPF = rows_NR.reshape(len(rows_NR), -1, FIELDS).astype(np.float64)
+
+    def overlaps_of(image: int, told: Rows, things: Floats) -> Floats:
+        return overlaps(told[:, :4].astype(np.float64), things[:, :4], things[:, 5] > 0)
+
+    return matched(rows_NR.reshape(len(rows_NR), -1, FIELDS), targets, overlap, overlaps_of)
+
+
+def matched(
+    rows_NPF: Rows, targets: BoxSets, overlap: float, overlaps_of: Overlaps,
+    least_K: Floats | None = None,
+) -> Matched:  # fmt: skip
+    """What rows of ``FIELDS`` and more numbers tell of each image beside the image's things.
+
+    ``least_K``: scores below which nothing is matched; None: everything is.
+    """
     pieces, there, first = [], [], 0
-    for image, told in enumerate(told_NPF):
-        told = told[told[:, 4] > 0]
-        told = told[np.argsort(-told[:, 4], kind="stable")]
-        things = targets.evaluated(image)
+    for image, rows in enumerate(rows_NPF):
+        least_P = 0.0 if least_K is None else least_K[rows[:, 5].astype(np.int64)]
+        numbers = np.flatnonzero((rows[:, 4] > 0) & (rows[:, 4] >= least_P))
+        numbers = numbers[np.argsort(-rows[numbers, 4], kind="stable")]
+        told, things = rows[numbers, :FIELDS].astype(np.float64), targets.evaluated(image)
+        shares = np.zeros((len(told), len(things)))
+        if shares.size:
+            shares = overlaps_of(image, rows[numbers], things)
+        verdicts, hits = _judged(shares, told[:, 5], things, overlap)
         top, left, height, width = targets.views[image].tolist()
         for boxes in (told, things):
             boxes[:, :4] = boxes[:, :4] * [width, height, width, height] + [left, top, left, top]
-        verdicts, hits = _judged(told, things, overlap)
         hits = np.where(hits >= 0, hits + first, -1)
-        pieces.append((np.full(len(told), image), told, verdicts, hits))
+        pieces.append((np.full(len(told), image), told, verdicts, hits, numbers))
         there.append((np.full(len(things), image), things))
         first += len(things)
-    images, told, verdicts, hits = (np.concatenate([p[n] for p in pieces]) for n in range(4))
-    there_images, things = (np.concatenate([p[n] for p in there]) for n in range(2))
+    images, told, verdicts, hits, numbers = (np.concatenate(p) for p in zip(*pieces, strict=True))
+    there_images, things = (np.concatenate(p) for p in zip(*there, strict=True))
     return Matched(
         overlap=overlap,
         images=images.astype(np.int64),
@@ -282,6 +316,7 @@ def match(rows_NR: Rows, targets: Targets, overlap: float = OVERLAP) -> Matched:
         labels=told[:, 5].astype(np.int64),
         verdicts=verdicts.astype(np.int64),
         hits=hits.astype(np.int64),
+        numbers=numbers,
         there_images=there_images.astype(np.int64),
         there=things[:, :4],
         there_labels=things[:, 4].astype(np.int64),
@@ -289,14 +324,13 @@ def match(rows_NR: Rows, targets: Targets, overlap: float = OVERLAP) -> Matched:
     )
 
 
-def _judged(told: Floats, things: Floats, least: float) -> tuple[Ints, Ints]:
+def _judged(overlaps: Floats, labels_D: Floats, things: Floats, least: float) -> tuple[Ints, Ints]:
     """The verdict on each box of an image, the surest first, and the thing that it is about."""
-    verdicts, about = np.full(len(told), FALSE), np.full(len(told), -1)
-    if not (len(told) and len(things)):
+    verdicts, about = np.full(len(overlaps), FALSE), np.full(len(overlaps), -1)
+    if not overlaps.size:
         return verdicts, about
     crowds = things[:, 5] > 0
-    overlaps = _overlaps(told[:, :4], things[:, :4], crowds)
-    same = told[:, 5, None] == things[:, 4]
+    same = labels_D[:, None] == things[:, 4]
     least = min(least, 1 - 1e-10)
     free = same & ~crowds
     for d in np.flatnonzero((overlaps * same >= least).any(axis=1)):
@@ -328,9 +362,9 @@ def _last_best(values: Floats) -> int:
     return len(values) - 1 - int(values[::-1].argmax())
 
 
-def _overlaps(one_N4: Floats, other_M4: Floats, crowds_M: Bools) -> Floats:
+def overlaps(one_N4: Floats, other_M4: Floats, crowds_M: Bools) -> Floats:
     """Intersection over union [N, M]; over the told box alone where a crowd is there."""
-    overlaps = overlap_of(one_N4, other_M4)
+    shares = overlap_of(one_N4, other_M4)
     one, other = ((b[:, 2:] - b[:, :2]).prod(axis=1) for b in (one_N4, other_M4))
-    common = overlaps * (one[:, None] + other) / (1 + overlaps)
-    return np.where(crowds_M, common / np.maximum(one[:, None], 1e-12), overlaps)
+    common = shares * (one[:, None] + other) / (1 + shares)
+    return np.where(crowds_M, common / np.maximum(one[:, None], 1e-12), shares)

@@ -20,6 +20,8 @@ from tessella.annotations.files import size_of
 from tessella.annotations.record import Picture
 from tessella.core.errors import DataError
 from tessella.core.preprocess import Preprocess, placement
+from tessella.tasks import tables
+from tessella.tasks.detection import table
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Floats, Moves, still
 from tessella.tasks.pieces import Piece, seen_in
@@ -39,7 +41,10 @@ Boxes = npt.NDArray[np.float32]
 
 
 def find(request: Request) -> Found:
-    """Pictures with their boxes: COCO, YOLO, Pascal VOC or KITTI, as ``annotations`` reads them."""
+    """Pictures with their boxes: COCO, YOLO, Pascal VOC or KITTI, as ``annotations`` reads them; or
+    a table with a row a box."""
+    if tables.is_table(request.source):
+        return table.find(request)
     found = read_annotations(request.source, labels=request.labels, image_root=request.image_root)
     if not any(picture.things for picture in found.pictures):
         raise DataError(

@@ -11,7 +11,7 @@ T overlaps, H told things that hit one, R recalls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -83,13 +83,53 @@ class ClassMatches:
         Args:
             drawn_NS: how often each image counts.
         """
+        every, every_NS = self._copied(drawn_NS)
+        return every._precisions(drawn_NS, every_NS)
+
+    def _copied(self, drawn_NS: Floats) -> tuple[ClassMatches, Floats]:
+        """With a copy of what an image tells in one score for each time that the image is drawn.
+
+        The second copy begins behind the last of the first, so that hits and others alternate. A
+        copy has an image of its own, which counts once where so many are drawn.
+        """
+        same = np.zeros(len(self.images) + 1, bool)
+        same[1:-1] = (np.diff(self.images) == 0) & (np.diff(self.scores) == 0)
+        begins = np.flatnonzero(~same[:-1])
+        lengths = np.diff(np.append(begins, len(self.images)))
+        tied = lengths > 1
+        if len(begins):  # of what hits nothing the order does not matter
+            tied &= np.logical_or.reduceat(self.matches_ATD.any(axis=(0, 1)), begins)
+        most = int(drawn_NS.max(initial=0))
+        if most < 2 or not tied.any():
+            return self, drawn_NS
+        copies = np.where(tied, most, 1)
+        counts = lengths * copies
+        at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        copy, place = np.divmod(at, np.repeat(lengths, counts))
+        rows = np.repeat(begins, counts) + place
+        images, of_copies = self.images[rows], np.repeat(tied, counts)
+        owners, owner = np.unique(images[of_copies], return_inverse=True)
+        images[of_copies] = len(drawn_NS) + owner * most + copy[of_copies]
+        times_NS = drawn_NS[owners][:, None] > np.arange(most)[:, None]
+        made = replace(
+            self,
+            images=images,
+            scores=self.scores[rows],
+            inside_AD=self.inside_AD[:, rows],
+            matches_ATD=self.matches_ATD[:, :, rows],
+        )
+        times = times_NS.reshape(-1, drawn_NS.shape[1]).astype(np.float64)
+        return made, np.concatenate([drawn_NS, times])
+
+    def _precisions(self, things_NS: Floats, drawn_NS: Floats) -> tuple[Floats, Floats]:
+        """``precisions`` where things are drawn by the first counts and what is told by others."""
         draws = drawn_NS.shape[1]
         average = np.full((len(AREAS), len(OVERLAPS), draws), np.nan)
         recall = np.full((len(OVERLAPS), draws), np.nan)
         rows = np.flatnonzero(self.matches_ATD.any(axis=(0, 1)))
         weights_HS = drawn_NS[self.images[rows]]
         for a, (inside_D, counts_G) in enumerate(zip(self.inside_AD, self.counts_AG, strict=True)):
-            things_S = drawn_NS[self.there[counts_G]].sum(axis=0)
+            things_S = things_NS[self.there[counts_G]].sum(axis=0)
             told_HS = self._told(rows, inside_D, drawn_NS)
             for t, matches_D in enumerate(self.matches_ATD[a]):
                 matches_H = matches_D[rows]

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessella.annotations import rle
 from tessella.core.task import TaskRecord
 from tessella.tasks.detection import metrics as boxes
 from tessella.tasks.detection.errors import FIELDS
 from tessella.tasks.detection.head import MOST
 from tessella.tasks.detection.precision import ClassMatches, Ints, Told, matched
-from tessella.tasks.instances.cells import counts_of
+from tessella.tasks.instances.errors import match, thresholds
 from tessella.tasks.instances.examples import MaskSets
-from tessella.tasks.instances.head import CELLS, SIDE
+from tessella.tasks.instances.head import CELLS
+from tessella.tasks.instances.packing import (
+    LEVELS,
+    PACKED,
+    TOGETHER,
+    WIDTH,
+    drawn,
+    run_lengths,
+    size_of,
+    things_of,
+)
 from tessella.tasks.known import Floats
 from tessella.tasks.task import Rows
 
 COUNTED = boxes.COUNTED
-LEVELS = 255  # of a cell in a row: as many as fit into eight bits
-TOGETHER = 3  # cells in a float32, which has 24 bits of whole numbers
-PACKED = -(-CELLS // TOGETHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class MaskEvaluation(boxes.Evaluation):
 
 
 def width(classes: int) -> int:
-    return MOST * (FIELDS + PACKED)
+    return MOST * WIDTH
 
 
 def rows(outputs: Tensor, targets: Tensor, classes: int) -> Tensor:
@@ -72,16 +76,8 @@ def _packed(cells: Tensor) -> Tensor:
     return first + 256 * second + 65536 * third
 
 
-def _unpacked(numbers: Rows) -> npt.NDArray[np.float32]:
-    """The cells [SIDE, SIDE] of a row's numbers."""
-    whole = numbers.astype(np.int64)
-    threes = np.stack([whole & 255, whole >> 8 & 255, whole >> 16 & 255], axis=-1)
-    cells = threes.reshape(-1)[:CELLS].reshape(SIDE, SIDE) / LEVELS
-    return np.asarray(cells, np.float32)
-
-
 def measure(rows_NR: Rows, targets: MaskSets, labels: tuple[str, ...]) -> MaskEvaluation:
-    """The ``MaskEvaluation`` of rows N×(MOST · (FIELDS + PACKED))."""
+    """The ``MaskEvaluation`` of rows N×(MOST · WIDTH)."""
     around = boxes.measure(_boxes(rows_NR), targets, labels)
     found = boxes.evaluation(_matched(rows_NR, targets, len(labels)), len(targets), labels)
 
@@ -95,40 +91,31 @@ def measure(rows_NR: Rows, targets: MaskSets, labels: tuple[str, ...]) -> MaskEv
 
 
 def losses(rows_NR: Rows, targets: MaskSets, record: TaskRecord, classes: int) -> Floats:
-    """As detection's: how wrong each image's boxes are."""
-    return boxes.losses(_boxes(rows_NR), targets, record, classes)
+    """1 − F1 of each image's masks, as detection's losses are of boxes."""
+    least_K = thresholds(record, classes)
+    return match(rows_NR, targets, least_K=least_K).losses(least_K, len(rows_NR))
 
 
 def _boxes(rows_NR: Rows) -> Rows:
     """The rows as detection has them."""
-    told = rows_NR.reshape(len(rows_NR), -1, FIELDS + PACKED)[..., :FIELDS]
+    told = things_of(rows_NR)[..., :FIELDS]
     return np.ascontiguousarray(told).reshape(len(rows_NR), -1)
-
-
-def _drawn(box: bytes, numbers: bytes, height: int, width: int) -> bytes:
-    """The run lengths of a mask that was told, of the numbers of its row."""
-    sides = np.frombuffer(box, np.float32).astype(np.float64) * [width, height, width, height]
-    cells = _unpacked(np.frombuffer(numbers, np.float32))
-    return rle.compressed(counts_of(cells, sides.tolist(), (height, width)))
 
 
 def _matched(rows_NR: Rows, targets: MaskSets, classes: int) -> list[ClassMatches]:
     """Every mask that is told with what it hits, by class."""
     from faster_coco_eval import mask as coco_mask
 
-    told_NMF = rows_NR.reshape(len(rows_NR), -1, FIELDS + PACKED)
+    told_NMF = things_of(rows_NR)
     images, places = np.nonzero(told_NMF[..., 4] > 0)
     rows = told_NMF[images, places]
     masks = [
-        _run_lengths(
-            _drawn(row[:4].tobytes(), row[FIELDS:].tobytes(), *_size(targets, image)),
-            _size(targets, image),
-        )
+        run_lengths(drawn(row, size_of(targets, image)), size_of(targets, image))
         for image, row in zip(images.tolist(), rows, strict=True)
     ]
     _, there = boxes.things(targets)
     truth = [
-        _run_lengths(counts, _size(targets, image))
+        run_lengths(counts, size_of(targets, image))
         for image in range(len(targets))
         for counts in targets.texts(image)
     ]
@@ -155,13 +142,3 @@ def _matched(rows_NR: Rows, targets: MaskSets, classes: int) -> list[ClassMatche
         scores=rows[:, 4].astype(np.float64),
     )
     return matched(there, told, classes, shares)
-
-
-def _size(targets: MaskSets, image: int) -> tuple[int, int]:
-    height, width = targets.views[image, 2:].tolist()
-    return height, width
-
-
-def _run_lengths(counts: bytes, size: tuple[int, int]) -> dict[str, Any]:
-    """A mask as COCO has it."""
-    return {"size": list(size), "counts": counts}

@@ -31,33 +31,38 @@ def answer(
     The masks are run lengths in COCO's compressed form, of the picture as the network sees it:
     ``box`` says where that lies, in pixels of the picture's own, and may reach over its edge.
     """
-    classes, height, width = outputs.shape[1:]
-    named = len(labels) == classes
     answers = []
     for number, mask in enumerate(outputs.argmax(axis=1)):
         place: dict[str, Any] = {}
         if query.views:
             whole = np.array([[0.0, 0.0, 1.0, 1.0]])
             place = {"box": query.views[number].around_picture(whole)[0].tolist()}
-        pixels = np.bincount(mask.ravel(), minlength=classes)
-        order = np.argsort(-pixels, kind="stable")[: query.top]
-        answers.append(
-            [
-                {
-                    "index": k,
-                    "label": labels[k] if named else None,
-                    "share": float(pixels[k] / mask.size),
-                    "mask": {
-                        "size": [height, width],
-                        "counts": rle.compressed(rle.counts_of(mask == k)).decode(),
-                    },
-                    **place,
-                }
-                for k in order.tolist()
-                if pixels[k]
-            ]
-        )
+        answers.append(answer_of(mask, outputs.shape[1], labels, query.top, place))
     return answers
+
+
+def answer_of(
+    mask: npt.NDArray[Any], classes: int, labels: tuple[str, ...], top: int | None,
+    place: dict[str, Any],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The classes of a mask [H, W]; ``place`` is added to each."""
+    named = len(labels) == classes
+    pixels = np.bincount(mask.ravel(), minlength=classes)
+    order = np.argsort(-pixels, kind="stable")[:top]
+    return [
+        {
+            "index": k,
+            "label": labels[k] if named else None,
+            "share": float(pixels[k] / mask.size),
+            "mask": {
+                "size": list(mask.shape),
+                "counts": rle.compressed(rle.counts_of(mask == k)).decode(),
+            },
+            **place,
+        }
+        for k in order.tolist()
+        if pixels[k]
+    ]
 
 
 def lines(answer: Any) -> list[tuple[str, ...]]:

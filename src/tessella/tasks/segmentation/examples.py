@@ -206,21 +206,28 @@ def stored(target: MaskFile | Picture, file: str, record: Preprocess) -> dict[st
     size = size_of(file)
     if isinstance(size, str):
         raise DataError(size)
-    if isinstance(target, MaskFile):
-        mask = read_mask(target.file, target.colors)
-        mask = np.where(mask == IGNORED, np.uint8(1), mask) if target.binary else mask
-        if mask.shape != size:
-            raise DataError("the mask has another size", seen=f"{mask.shape}, the picture {size}")
-        wrong = mask[(mask >= target.classes) & (mask != IGNORED)]
-        if len(wrong):
-            seen = f"{wrong[0]}, {target.classes} classes"
-            raise DataError("the mask has the number of no class", seen=seen)
-    else:
-        if (target.height, target.width) != size:
-            said = (target.height, target.width)
-            raise DataError("the annotations are for another size", seen=f"{said}, not {size}")
-        mask = painted(target)
+    mask = mask_in(target)
+    if mask.shape != size:
+        what = "the mask has" if isinstance(target, MaskFile) else "the annotations are for"
+        raise DataError(f"{what} another size", seen=f"{mask.shape}, the picture {size}")
     return target_of(fitted(mask, record))
+
+
+def mask_in(target: MaskFile | Picture) -> Mask:
+    """The class of each pixel of a picture, in its own size.
+
+    Raises:
+        DataError: the file is no mask, or has the number of no class.
+    """
+    if isinstance(target, Picture):
+        return painted(target)
+    mask = read_mask(target.file, target.colors)
+    mask = np.where(mask == IGNORED, np.uint8(1), mask) if target.binary else mask
+    wrong = mask[(mask >= target.classes) & (mask != IGNORED)]
+    if len(wrong):
+        seen = f"{wrong[0]}, {target.classes} classes"
+        raise DataError("the mask has the number of no class", seen=seen)
+    return mask
 
 
 def target_of(mask: Mask) -> dict[str, Any]:
@@ -243,8 +250,12 @@ def painted(picture: Picture) -> Mask:
     for thing in picture.things:
         counts = coco.mask_counts(thing, picture)
         if counts is not None:
-            inside = rle.mask_of(counts, picture.height, picture.width).astype(bool)
-            mask[inside] = IGNORED if thing.crowd else thing.label + 1
+            x, y, width, height = map(int, rle.box_of(counts, picture.height))
+            seen = rle.seen_in(counts, picture.height, (y, x, height, width))
+            inside = rle.mask_of(seen, height, width).astype(bool)  # not of a whole large picture
+            mask[y : y + height, x : x + width][inside] = (
+                IGNORED if thing.crowd else thing.label + 1
+            )
     return mask
 
 
