@@ -59,6 +59,7 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
         a.add_to_stored(place, -1)
         a.prefetch(place)
         a.prefetch(place, cache=2)
+        a.call(place)
     for register in FREE:
         a.set(register, 0x1234567890ABCDEF)
         a.set(register, -1)
@@ -85,6 +86,25 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
     assert told_of(a, tmp_path) == a.listing
 
 
+def test_calls_in_turn_begin_their_counters_anew() -> None:
+    """Each writes what its counter said, and counts its calls, beside the call before."""
+    a = Assembler(HERE)
+    with a.function():
+        a.load("rcx", code.given(0))
+        for place, number in ((code.given(1), 0), (At(base="rdi"), 1)):
+            a.set("rax", 1)
+            a.fetch_add(place, "rax")
+            a.store(At(base="rcx", distance=number * code.NUMBER), "rax")
+        a.add_to_stored(At(base="rcx", distance=2 * code.NUMBER), 1)
+    made, table = code.MachineCode(a.code()), code.Table([[0]])
+    seen = torch.full((3, 3), -1)
+    calls = [made.ready(table, row.data_ptr(), 0, most=None, counts=True) for row in seen]
+    both = code.InTurn(calls[:2])
+    for number in range(3):
+        both()
+        assert seen.tolist() == [[0, 0, number], [0, 0, number], [-1, -1, -1]]
+
+
 @pytest.mark.parametrize("isa", [AVX512, AVX2], ids=lambda isa: isa.name)
 def test_every_vector_instruction(isa: InstructionSet, tmp_path: Path) -> None:
     a, last = Assembler(isa), isa.vectors - 1
@@ -97,6 +117,7 @@ def test_every_vector_instruction(isa: InstructionSet, tmp_path: Path) -> None:
             a.load_vector(register, place)
             a.store_vector(place, register)
             a.load_int8(register, place)
+            a.load_uint8(register, place)
             for name in names:
                 a.vector(name, register, last - register, place)
             for name in CONVERSIONS:

@@ -27,16 +27,18 @@ class SettledSteps(NamedTuple):
     """The steps of a program as calls that always read the same inputs.
 
     Attributes:
-        calls: to be run in order, in inference mode.
+        calls: to be run in order; ``Ready`` where they are machine code of ours.
         slots: where they find and leave tensors.
         results: the slots of the results.
         moves: the slots in which each run makes another tensor.
+        asks_torch: one of the calls does, and so all are to be run in inference mode.
     """
 
     calls: list[Callable[[], object]]
     slots: Slots
     results: list[int]
     moves: set[int]
+    asks_torch: bool
 
 
 class BoundBucket:
@@ -127,11 +129,12 @@ class BoundBucket:
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             slots[slot] = tensor
         calls: list[Callable[[], object]] = []
+        asks_torch = False
         for i in self._moving:
             bound, reads, writes = self.steps[i], self._reads[i], self._writes[i]
             given = [slots[slot] for slot in reads]
             if moves.isdisjoint(reads) and isinstance(bound.call, Launch) and bound.lying:
-                calls.append(partial(bound.call.at(*given, out=bound.out), None))
+                calls.append(bound.call.at(*given, out=bound.out))
             elif moves.isdisjoint(reads) and bound.step.kernel == RESHAPE:
                 ((write,), (whole,)) = writes, given
                 slots[write] = made = bound.call(whole)
@@ -140,10 +143,11 @@ class BoundBucket:
                     calls.append(partial(np.copyto, place, whole.numpy()))
             elif all(dtype(meta.dtype).numpy for meta in bound.problem.outputs):
                 calls.append(partial(self._runs[i][0], slots))
+                asks_torch = True
                 moves.update(() if bound.lying else writes)
             else:
                 return None
-        return SettledSteps(calls, slots, self._outputs, moves)
+        return SettledSteps(calls, slots, self._outputs, moves, asks_torch)
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
         """Run the steps one by one: each with what it made, which a later one may overwrite."""
