@@ -215,6 +215,13 @@ def programs() -> Iterator[Problem]:
                 attrs={"program": program, "results": (5,)},
             )  # fmt: skip
         yield gelu(5, columns)
+        vector = TensorMeta(shape=(columns,), dtype="float32")
+        norm = Problem(
+            op="layer_norm", inputs=(plain, vector, vector), outputs=(plain,),
+            attrs={"normalized_shape": (columns,), "eps": 1e-5}, constant=(1, 2),
+        )  # fmt: skip
+        narrow = replace(plain, dtype="bfloat16")
+        yield from (norm, replace(norm, inputs=(narrow, vector, vector), outputs=(narrow,)))
 
 
 def gelu(*shape: int) -> Problem:

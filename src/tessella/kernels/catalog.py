@@ -390,6 +390,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
+    *_x86("layer_norm", "{}", "norm.x86", in_place=True),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
     *_gpu("group_factors", "moments", "norm.group", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
