@@ -15,7 +15,8 @@ import torch
 from tessella.artifacts.program import Slice
 from tessella.core.dtype import dtype
 from tessella.core.errors import CorruptArtifact
-from tessella.device.x86.code import Launch
+from tessella.device.x86.chain import Chain, chained
+from tessella.device.x86.code import Launch, Ready
 from tessella.execution.steps import Binder, BoundStep, Slots, runner
 
 Run = Callable[[Slots], None]
@@ -86,7 +87,10 @@ class BoundBucket:
             self._runs.append((self._runner(bound, reads, writes), drops))
             self.steps.append(bound)
         self._moving = moving
-        self._each = [self._runs[i] for i in moving]
+        each = [self._runs[i] for i in moving]
+        self._each = [
+            (made, ()) if isinstance(made, Chain) else made for made in chained(each, _alone)
+        ]
         self._checked = False
 
     def _runner(self, bound: BoundStep, reads: list[int], writes: list[int]) -> Run:
@@ -126,12 +130,12 @@ class BoundBucket:
         slots, moves = list(self._slots), set[int]()
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             slots[slot] = tensor
-        calls: list[Callable[[], object]] = []
+        calls: list[Callable[[], object] | Ready] = []
         for i in self._moving:
             bound, reads, writes = self.steps[i], self._reads[i], self._writes[i]
             given = [slots[slot] for slot in reads]
             if moves.isdisjoint(reads) and isinstance(bound.call, Launch) and bound.lying:
-                calls.append(partial(bound.call.at(*given, out=bound.out), None))
+                calls.append(bound.call.at(*given, out=bound.out))
             elif moves.isdisjoint(reads) and bound.step.kernel == RESHAPE:
                 ((write,), (whole,)) = writes, given
                 slots[write] = made = bound.call(whole)
@@ -143,7 +147,9 @@ class BoundBucket:
                 moves.update(() if bound.lying else writes)
             else:
                 return None
-        return SettledSteps(calls, slots, self._outputs, moves)
+        together = chained(calls, lambda call: call if isinstance(call, Ready) else None)
+        made = [partial(c, None) if isinstance(c, (Ready, Chain)) else c for c in together]
+        return SettledSteps(made, slots, self._outputs, moves)
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
         """Run the steps one by one: each with what it made, which a later one may overwrite."""
@@ -179,6 +185,12 @@ class BoundBucket:
                 )
             if meta.format == "strided":
                 self.strides[name] = made.stride()
+
+
+def _alone(run: tuple[Run, tuple[int, ...]]) -> Ready | None:
+    """A step that is nothing but machine code, which drops nothing behind it."""
+    call, drops = run
+    return call if isinstance(call, Ready) and not drops else None
 
 
 def _lies_there(slots: Slots, slot: int, place: tuple[int, Slice] | None) -> bool:

@@ -102,42 +102,57 @@ class MachineCode:
         parallel = _parallel()
         assert parallel is not None, "asked for in spite of refusal()"
         self._parallel, self._held = parallel, held
-        self._memory, self._address = _executable(code)
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._memory, self.address = _executable(code)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def call(self, given: object, threads: int) -> None:
+        """Call it with the address of some numbers."""
+        if threads == 1:
+            self._alone(given)
+        else:
+            self._parallel(self.address, given, threads, 0)
 
     def run(self, items: Table, *numbers: int, threads: int) -> None:
         """Run it on all items."""
         kind, pack = _call_of(_FIRST + len(numbers))
-        given = kind.from_buffer_copy(pack(0, items.address, items.count, *numbers))
-        if threads == 1:
-            self._alone(given)
-        else:
-            self._parallel(self._address, given, threads, 0)
+        self.call(kind.from_buffer_copy(pack(0, items.address, items.count, *numbers)), threads)
 
-    def ready(
-        self, items: Table, *numbers: int, most: int | None, counts: bool = False
-    ) -> Callable[[object], None]:
+    def ready(self, items: Table, *numbers: int, most: int | None, counts: bool = False) -> Ready:
         """``run`` with these numbers, as a function that may be called again and again.
 
         Args:
             most: threads at most.
             counts: the last number is a counter from 0, too.
         """
-        kind, pack = _call_of(_FIRST + len(numbers))
-        given = kind.from_buffer_copy(pack(0, items.address, items.count, *numbers))
         counters = (_COUNTER, _FIRST + len(numbers) - 1) if counts else (_COUNTER,)
-        return functools.partial(self._again, given, items, most, counters)
+        return Ready(self, items, (0, items.address, items.count, *numbers), most, counters)
 
-    def _again(
-        self, given: Any, items: Table, most: int | None, counters: tuple[int, ...], _: object
+
+class Ready:
+    """A call of machine code, to be called again and again with what nobody looks at.
+
+    Attributes:
+        numbers: all that it is given; those at ``counters`` begin as 0.
+        most: threads at most.
+    """
+
+    def __init__(
+        self,
+        code: MachineCode,
+        items: Table,
+        numbers: tuple[int, ...],
+        most: int | None,
+        counters: tuple[int, ...],
     ) -> None:
-        for counter in counters:
-            given[counter] = 0
-        threads = 1 if most == 1 else _threads(most)
-        if threads == 1:
-            self._alone(given)
-        else:
-            self._parallel(self._address, given, threads, 0)
+        self.code, self.numbers, self.most = code, numbers, most
+        kind, pack = _call_of(len(numbers))
+        self._items, self._counters = items, counters
+        self._given = kind.from_buffer_copy(pack(*numbers))
+
+    def __call__(self, _: object) -> None:
+        for counter in self._counters:
+            self._given[counter] = 0
+        self.code.call(self._given, 1 if self.most == 1 else _threads(self.most))
 
 
 @dataclass(frozen=True)
@@ -215,7 +230,7 @@ class Launch:
             raise TypeError("a result needs a place")
         return inputs[self.into]
 
-    def at(self, *inputs: torch.Tensor, out: torch.Tensor | None) -> Callable[[object], None]:
+    def at(self, *inputs: torch.Tensor, out: torch.Tensor | None) -> Ready:
         """The call on tensors that stay where they are, ready: their addresses are asked for once,
         which is 1.5 of a call's 2 µs, and more where its code is cold. Not for two threads at once.
         """

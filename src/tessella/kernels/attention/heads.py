@@ -109,7 +109,9 @@ def bound(problem: Problem, made: code.MachineCode, part_bytes: int) -> Call:
     most, needed, metas = threads(problem), workspace_bytes(problem, part_bytes), problem.inputs
     images, heads, queries, _ = problem["query"].shape
     shape = (images, queries, heads, problem["value"].shape[3])
-    known: dict[tuple[object, ...], code.Table] = {}  # by all that a call is asked about its tensors
+    known: dict[
+        tuple[object, ...], code.Table
+    ] = {}  # by all that a call is asked about its tensors
 
     def attend(
         query: torch.Tensor,

@@ -223,8 +223,9 @@ class _Norm:
         self._load(a, x, vector, is_rest)
         a.vector("vsubps", x, x, MEAN)
         a.vector("vmulps", x, x, SPREAD)
-        beside = {"index": "rsi", "distance": vector * lanes * 4}
-        weight, bias = At(base="r10", **beside), At(base="r11", **beside)
+        weight, bias = (
+            At(base=base, index="rsi", distance=vector * lanes * 4) for base in ("r10", "r11")
+        )
         if self.has_weight and self.has_bias:
             a.load_vector(factor, weight)
             a.vector("vfmadd213ps", x, factor, bias)

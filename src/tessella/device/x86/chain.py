@@ -1,0 +1,149 @@
+"""Calls of machine code one after another, between which no thread leaves.
+
+Without it, each of a network's steps wakes torch's threads and waits until all of them have come
+and gone, and a thread from which another process has taken its core holds up every step. Here the
+threads come once. Of a step each takes items while there are some, and goes on when those that took
+any are done: a thread that has not come is not waited for, and one that waits for long lets others
+have its core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from tessella.device.x86.assembler import NUMBER as NUMBER_OF
+from tessella.device.x86.assembler import Assembler, At
+from tessella.device.x86.code import CACHE_LINE, NUMBER, MachineCode, Ready, require_instructions
+
+# numbers of a step's row, and behind them, in a cache line of their own, those of its call
+FUNCTION, MOST, ENTERED, ACTIVE, GIVEN = 0, 1, 2, 3, CACHE_LINE // NUMBER
+COUNTER, COUNT = GIVEN, GIVEN + 2  # the call's first and third number
+STEPS, ROWS, ROW_BYTES = range(3)  # numbers of the chain's call
+MANY = 2**31 - 1  # threads
+SPINS = 500  # of 40 ns, before a thread that waits lets others have its core; and between two times
+SCHED_YIELD = 24  # Linux' number of the system call
+
+T = TypeVar("T")
+
+
+class Chain:
+    """Calls as one, to be called as each of them is. Not for two threads at once."""
+
+    def __init__(self, calls: Sequence[Ready]) -> None:
+        self._calls = calls  # hold what the rows have addresses of
+        longest = max(len(call.numbers) for call in calls)
+        width = -(-(GIVEN + longest) // GIVEN) * GIVEN
+        begun = np.zeros((len(calls), width), np.int64)
+        for row, call in zip(begun, calls, strict=True):
+            row[FUNCTION] = call.code.address
+            row[MOST] = MANY if call.most is None else call.most
+            row[GIVEN : GIVEN + len(call.numbers)] = call.numbers
+        self._begun = begun
+        self._memory = torch.empty(begun.nbytes + CACHE_LINE, dtype=torch.uint8, device="cpu")
+        aligned = -self._memory.data_ptr() % CACHE_LINE
+        place = self._memory[aligned : aligned + begun.nbytes]
+        self._rows = place.numpy().view(np.int64).reshape(begun.shape)
+        self._most = int(begun[:, MOST].max())
+        self._given = (ctypes.c_int64 * 3)(len(calls), place.data_ptr(), width * NUMBER)
+        self._code = _machine_code()
+
+    def __call__(self, _: object) -> None:
+        self._rows[...] = self._begun
+        self._code.call(self._given, min(self._most, torch.get_num_threads()))
+
+
+def chained(calls: Sequence[T], ready: Callable[[T], Ready | None]) -> Iterator[T | Chain]:
+    """The calls, those together that follow one another.
+
+    Args:
+        ready: what a call is as machine code; None if it is not, or not that alone.
+    """
+    for is_ready, some in itertools.groupby(calls, lambda call: ready(call) is not None):
+        together = list(some)
+        if is_ready and len(together) > 1:
+            yield Chain([made for call in together if (made := ready(call)) is not None])
+        else:
+            yield from together
+
+
+class _Assembler(Assembler):
+    """And what only this code does."""
+
+    def call(self, register: str) -> None:
+        i = NUMBER_OF[register]
+        self._emit(f"call {register}", (b"\x41" if i > 7 else b"") + bytes((0xFF, 0xD0 | i & 7)))
+
+    def pause(self) -> None:
+        self._emit("pause", b"\xf3\x90")
+
+    def system_call(self) -> None:
+        """Of the number in rax. It overwrites rax, rcx and r11."""
+        self._emit("syscall", b"\x0f\x05")
+
+
+@functools.cache
+def _machine_code() -> MachineCode:
+    return MachineCode(written().code())
+
+
+def written() -> Assembler:
+    """The code. r12: a step's row; r13: steps that are left; r14: from a row to the next."""
+    a = _Assembler(require_instructions())
+
+    def of(number: int) -> At:
+        return At(base="r12", distance=number * NUMBER)
+
+    def jump_if_taken(label: str) -> None:
+        """Where nobody finds an item of the step any more."""
+        a.load("rax", of(COUNTER))
+        a.load("rcx", of(COUNT))
+        a.compare("rax", "rcx")
+        a.jump_if("jge", label)
+
+    with a.function(NUMBER):  # a function finds the stack as the system's calls leave it
+        for to, number in (("r13", STEPS), ("r12", ROWS), ("r14", ROW_BYTES)):
+            a.load(to, At(base="rdi", distance=number * NUMBER))
+        with a.counted("step", "r13"):
+            a.set("rax", 1)
+            a.fetch_add(of(ENTERED), "rax")
+            a.load("rcx", of(MOST))
+            a.compare("rax", "rcx")
+            a.jump_if("jge", "too many")
+            # first active, then asks for items: who sees neither item nor active may go on
+            a.set("rax", 1)
+            a.fetch_add(of(ACTIVE), "rax")
+            jump_if_taken("nothing")
+            a.move("rdi", "r12")
+            a.add("rdi", GIVEN * NUMBER)
+            a.load("rax", of(FUNCTION))
+            a.call("rax")
+            a.label("nothing")
+            a.set("rax", -1)
+            a.fetch_add(of(ACTIVE), "rax")
+            a.label("too many")
+            a.set("rbx", SPINS)
+            a.label("wait")
+            jump_if_taken("taken")
+            a.jump("pause")
+            a.label("taken")
+            a.load("rax", of(ACTIVE))
+            a.compare("rax", 0)
+            a.jump_if("je", "done")
+            a.label("pause")
+            a.pause()
+            a.subtract("rbx", 1)
+            a.jump_if("jne", "wait")
+            a.set("rax", SCHED_YIELD)
+            a.system_call()
+            a.set("rbx", SPINS)
+            a.jump("wait")
+            a.label("done")
+            a.add("r12", "r14")
+    return a

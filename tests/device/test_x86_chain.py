@@ -1,0 +1,82 @@
+"""Calls of machine code one after another: in order, and by no more threads than each allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tessella.device.x86 import chain, code
+from tessella.device.x86.assembler import Assembler, At
+from tests.device.test_x86 import REFUSAL, told_of
+
+pytestmark = [
+    pytest.mark.instructions,
+    pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL)),
+]
+
+
+def adding() -> code.MachineCode:
+    """For each item, a row of one number: what lies so far behind the call's first number, an
+    address, grows by the number before it and 1. At the second, threads that came are counted.
+    """
+    a = Assembler(code.require_instructions())
+    with a.function():
+        a.set("rax", 1)
+        a.load("rcx", code.given(1))
+        a.fetch_add(At(base="rcx"), "rax")
+        with code.each_item(a, "rbx", 1):
+            a.load("rcx", code.given(0))
+            a.add_stored("rcx", At(base="rbx"))
+            a.load("rdx", At(base="rcx", distance=-8))
+            a.add("rdx", 1)
+            a.fetch_add(At(base="rcx"), "rdx")
+    return code.MachineCode(a.code())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])  # more than there are cores, too
+def test_each_step_sees_all_of_the_one_before(threads: int) -> None:
+    """And each item is done once, or the numbers, which grow from step to step, would differ."""
+    made, steps, length = adding(), 40, 24
+    numbers, came = np.zeros(length, np.int64), np.zeros(steps, np.int64)
+    calls, before = [], torch.get_num_threads()
+    for step in range(steps):  # every second number, from the ones that the step before wrote
+        items = code.Table([[8 * i] for i in range(1 + step % 2, length, 2)])
+        most = (1, 2, None)[step % 3]
+        places = numbers.ctypes.data, came.ctypes.data + 8 * step
+        calls.append(made.ready(items, *places, most=most))
+    torch.set_num_threads(threads)
+    try:
+        for call in calls:
+            call(None)
+        right, numbers[...], came[...] = numbers.copy(), 0, 0
+        assert right[-1] > 2**20
+        (one,) = chain.chained(calls, lambda call: call)
+        assert isinstance(one, chain.Chain)
+        for _ in range(30):
+            numbers[...] = came[...] = 0
+            one(None)
+            assert np.array_equal(numbers, right)
+            assert (came >= 1).all()
+            assert (came <= [min(threads, call.most or threads) for call in calls]).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_only_neighbours_are_one_call() -> None:
+    made, place = adding(), np.zeros(4, np.int64)
+    ready = [
+        made.ready(code.Table([[8]]), place.ctypes.data, place.ctypes.data, most=1)
+        for _ in range(4)
+    ]
+    calls = [*ready[:2], "between", ready[2], "behind", ready[3]]
+    one, *others = chain.chained(calls, lambda c: c if isinstance(c, code.Ready) else None)
+    assert isinstance(one, chain.Chain)
+    assert others == ["between", ready[2], "behind", ready[3]]
+
+
+def test_its_instructions_are_what_it_says(tmp_path: Path) -> None:
+    a = chain.written()
+    assert told_of(a, tmp_path) == a.listing
