@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessella.device.x86 import code, tiles
+from tessella.device.x86 import chain, code, tiles
 from tessella.device.x86.assembler import (
     AVX2,
     AVX512,
@@ -59,6 +59,7 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
         a.add_to_stored(place, -1)
         a.prefetch(place)
         a.prefetch(place, cache=2)
+        a.call(place)
     for register in FREE:
         a.set(register, 0x1234567890ABCDEF)
         a.set(register, -1)
@@ -83,6 +84,7 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
             a.compare(register, other)
     a.leave()
     assert told_of(a, tmp_path) == a.listing
+    assert told_of(chain.written(), tmp_path) == chain.written().listing  # has its own
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2], ids=lambda isa: isa.name)
@@ -97,6 +99,7 @@ def test_every_vector_instruction(isa: InstructionSet, tmp_path: Path) -> None:
             a.load_vector(register, place)
             a.store_vector(place, register)
             a.load_int8(register, place)
+            a.load_uint8(register, place)
             for name in names:
                 a.vector(name, register, last - register, place)
             for name in CONVERSIONS:

@@ -194,6 +194,7 @@ def products() -> Iterator[Problem]:
         ((3, 7), 772, 91),
         ((3, 11), 32, 91),
         ((5,), 8, 1000),
+        ((5, 7), 37, 5),
     ):
         for dtype in ("float32", "int8"):
             x, weight = (TensorMeta(shape=s, dtype=dtype) for s in ((*rows, channels),
@@ -241,7 +242,7 @@ def quantization(count: int) -> tuple[Problem, Tensors]:
 
 
 def others() -> Iterator[tuple[Problem, Tensors]]:
-    """The way back, and a picture in planes, to int8 and to bfloat16."""
+    """The way back, a picture in planes, to int8 and to bfloat16, and a picture's bytes."""
     p, (_, scale, _) = quantization(1029)
     back = replace(
         p, op="dequantize", inputs=(p.output, *p.inputs[1:]), outputs=(p["input"],),
@@ -254,6 +255,12 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
     made = replace(made, dtype="bfloat16")
     attrs = {"dtype": "bfloat16"}
     yield Problem(op="to", inputs=(image,), outputs=(made,), attrs=attrs), [numbers(image)]
+    pixels = TensorMeta(shape=(2, 7, 9, 3), dtype="uint8")
+    for dtype in ("float32", "bfloat16"):
+        attrs = {"gain": [0.5, 2.0, 3.0], "offset": [1.0, -1.0, 0.25], "dtype": dtype}
+        planes = (replace(made, dtype=dtype),)
+        p = Problem(op="image_to_tensor", inputs=(pixels,), outputs=planes, attrs=attrs)
+        yield p, [numbers(pixels)]
 
 
 def numbers(meta: TensorMeta) -> torch.Tensor:

@@ -70,7 +70,11 @@ def test_numpy_in_numpy_out(engine: Engine) -> None:
     assert np.array_equal(engine(strided)["scores"], scores)
 
 
-def test_arrays_that_come_again_find_their_call_ready(lenet: Plan) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_arrays_that_come_again_find_their_call_ready(
+    lenet: Plan, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with runtime.load(lenet) as engine:
         earlier: list[tuple[np.ndarray, torch.Tensor]] = []
         for number in range(3):
@@ -78,7 +82,8 @@ def test_arrays_that_come_again_find_their_call_ready(lenet: Plan) -> None:
                 x = images(count) * number
                 for array in (x.numpy(), x.numpy()[:, :, ::-1][:, :, ::-1], np.asfortranarray(x)):
                     made = engine(image=array)["scores"]
-                    earlier.append((made, engine(x)["scores"]))
+                    asked = engine(nn.Parameter(x, requires_grad=False))["scores"]  # as usual
+                    earlier += [(made, asked), (engine(x)["scores"].numpy(), asked)]
         for made, right in earlier:  # none was written over by a later call
             assert np.array_equal(made, right.numpy())
         for bad in (np.zeros((1, 1, 28, 28)), np.zeros((1, 1, 28, 28), ">f4"), np.zeros((1, 28))):

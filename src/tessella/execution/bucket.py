@@ -28,16 +28,18 @@ class SettledSteps(NamedTuple):
     """The steps of a program as calls that always read the same inputs.
 
     Attributes:
-        calls: to be run in order, in inference mode.
+        calls: to be run in order; neighbours that are machine code of ours are one.
         slots: where they find and leave tensors.
         results: the slots of the results.
         moves: the slots in which each run makes another tensor.
+        asks_torch: one of the calls does, and so all are to be run in inference mode.
     """
 
     calls: list[Callable[[], object]]
     slots: Slots
     results: list[int]
     moves: set[int]
+    asks_torch: bool
 
 
 class BoundBucket:
@@ -130,7 +132,8 @@ class BoundBucket:
         slots, moves = list(self._slots), set[int]()
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             slots[slot] = tensor
-        calls: list[Callable[[], object] | Ready] = []
+        calls: list[Callable[[], object]] = []
+        asks_torch = False
         for i in self._moving:
             bound, reads, writes = self.steps[i], self._reads[i], self._writes[i]
             given = [slots[slot] for slot in reads]
@@ -144,12 +147,12 @@ class BoundBucket:
                     calls.append(partial(np.copyto, place, whole.numpy()))
             elif all(dtype(meta.dtype).numpy for meta in bound.problem.outputs):
                 calls.append(partial(self._runs[i][0], slots))
+                asks_torch = True
                 moves.update(() if bound.lying else writes)
             else:
                 return None
         together = chained(calls, lambda call: call if isinstance(call, Ready) else None)
-        made = [partial(c, None) if isinstance(c, (Ready, Chain)) else c for c in together]
-        return SettledSteps(made, slots, self._outputs, moves)
+        return SettledSteps([*together], slots, self._outputs, moves, asks_torch)
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
         """Run the steps one by one: each with what it made, which a later one may overwrite."""

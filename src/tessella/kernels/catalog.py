@@ -361,6 +361,7 @@ KERNELS: tuple[Kernel, ...] = (
     # matrix products
     *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", version=2, isa="amx_bf16"),
     *_x86("linear", "{}", "gemm.x86", version=2),
+    *_x86("linear", "{}_few", "gemm.x86_few"),
     *_int8("linear", "amx_int8", "gemm.amx_int8", version=2, isa="amx_int8", sliced_out=False),
     *_int8("linear", "avx512_vnni_int8", "gemm.x86_vnni_int8", isa="avx512_vnni", sliced_out=False),
     *_int8("linear", "avx2_vnni_int8", "gemm.x86_vnni_int8", isa="avx2_vnni", sliced_out=False),
@@ -462,6 +463,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
     *_gpu("image_to_tensor", "pointwise", "transform.image"),
+    *_x86("image_to_tensor", "{}", "transform.x86_image"),
     *_aten("image_to_tensor", "transform.image_aten"),
     *_gpu("rearrange", "rows", "transform.rearrange_rows"),
     *_gpu("rearrange", "tiles", "transform.rearrange_tiles"),

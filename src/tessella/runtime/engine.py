@@ -39,14 +39,13 @@ from tessella.runtime.cover import costs_us, covers
 from tessella.runtime.enough_memory import enough_memory, require_memory
 from tessella.runtime.graphs import GraphedBucket
 from tessella.runtime.indices import require_rows, tables
-from tessella.runtime.settled import Settled
+from tessella.runtime.settled import Kinds, Settled, answered, kinds_of
 from tessella.runtime.settled_graph import SettledGraph
 from tessella.runtime.streams import Turns
 from tessella.tasks.finished import alignment
 
 Array = np.ndarray | torch.Tensor
 Fits = tuple[str, torch.Size, torch.dtype]  # an input's name, shape and element type
-Kinds = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # the arrays' shapes and element types
 
 # How torch's operators on a CPU say that a number in a tensor is none that they can work with.
 _OUT_OF_RANGE = re.compile(r"index (out of range|-?\d+ is out of bounds)|ZeroDivisionError")
@@ -308,18 +307,14 @@ class Engine:
                 cannot be bound to its kernels.
         """
         arrays = self._in_order(positional, named)
-        kinds: Kinds | None = None
-        plain = [a for a in arrays if type(a) is np.ndarray]
-        if len(plain) == len(arrays):
-            kinds = tuple([(a.shape, a.dtype) for a in plain])
-            if kinds in self._settled:
-                with self._lock:
-                    if (settled := self._settled.get(kinds)) is not None:
-                        try:
-                            return settled(plain)
-                        except (IndexError, RuntimeError) as error:
-                            _require_other(error)
-                            raise
+        if (kinds := kinds_of(arrays, tensors=self._turns is None)) in self._settled:
+            with self._lock:
+                if (settled := self._settled.get(kinds)) is not None:
+                    try:
+                        return answered(settled, arrays)
+                    except (IndexError, RuntimeError) as error:
+                        _require_other(error)
+                        raise
         tensors = [self._tensor(spec, a) for spec, a in zip(self._inputs, arrays, strict=True)]
         count = tensors[0].shape[0]
         if len(tensors) > 1 and any(len(t) != count for t in tensors):
@@ -331,7 +326,7 @@ class Engine:
         first = arrays[0]
         where = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         made = self._run(tensors, count, where)
-        if kinds is not None and count in self._bound and kinds not in self._settled:
+        if kinds and count in self._bound and kinds not in self._settled:
             self._settle(kinds, count)
         if isinstance(first, np.ndarray):
             return {n: t.numpy() for n, t in zip(self._output_names, made, strict=True)}

@@ -54,6 +54,39 @@ def test_beside_float64(isa: InstructionSet, activation: str, residual: bool, dt
             assert (out.double() - right).abs().max() / right.abs().max() < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_few_numbers_a_row(isa: InstructionSet, activation: str | None, dtype: str) -> None:
+    if dtype == "bfloat16" and not code.has_bfloat16():
+        pytest.skip("this CPU has no bfloat16 instructions")
+    row = catalog.kernel(f"linear.{isa.name}_few")
+    generator = torch.Generator().manual_seed(0)
+    for rows, channels, made in (((1,), 501, isa.lanes - 1), ((3, 70), 500, 2), ((2,), 3, 1)):
+        p = problem(rows, channels, made, dtype, residual=False, activation=activation)
+        assert row.refusal(p) is None
+        x, weight, bias = (
+            torch.randn(m.shape, generator=generator).to(getattr(torch, dtype))
+            for m in p.inputs[:3]
+            if m is not None
+        )
+        right = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        right = right if activation is None else ACTIVATIONS[activation](right)
+        memory = torch.full((right.numel() + 64,), torch.nan, dtype=x.dtype)
+        out = memory[32 : 32 + right.numel()].view(right.shape)
+        row.load().bind(p, {1: weight, 2: bias})(x, out=out)
+        assert (out.double() - right).abs().max() / right.abs().max() < TOLERANCES[dtype]
+        assert memory[:32].isnan().all()
+        assert memory[32 + right.numel() :].isnan().all()
+        plain = problems.linear(p["input"], p["weight"], constant=(1,))
+        row.load().bind(plain, {1: weight})(x, out=out)
+        right = torch.nn.functional.linear(x.double(), weight.double())
+        assert (out.double() - right).abs().max() / right.abs().max() < TOLERANCES[dtype]
+    many = problem((1,), 32, isa.lanes, dtype, residual=False, activation="relu")
+    assert f"fewer than {isa.lanes}" in str(row.refusal(many))
+    added = problem((1,), 32, 4, dtype, residual=True, activation="relu")
+    assert "no residual" in str(row.refusal(added))
+
+
 def test_what_it_leaves_to_others(isa: InstructionSet) -> None:
     row = catalog.kernel(f"linear.{isa.name}")
     p = problem((4,), 32, 64, "float32", residual=False, activation="relu")

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from tessella.core.preprocess import Preprocess, denormalize, gain_and_offset, normalize
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import InstructionSet
+from tessella.kernels import catalog
 from tessella.kernels.transform import image, image_aten
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.search.find import find
+from tests.support.instructions import isa as isa
 from tests.support.kernels.compile_only import compile_all
 
 # (images, height, width, channels): odd sizes, more than one block of 2048, many channels
@@ -66,6 +70,33 @@ def test_the_bits_of_the_host(
     assert torch.equal(run(module, problem_of(shape, dtype, format), pixels), right)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_bits_of_the_host_in_machine_code(
+    isa: InstructionSet, threads: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == "bfloat16" and not code.has_bfloat16():
+        pytest.skip("this CPU has no bfloat16 instructions")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    row = catalog.kernel(f"image_to_tensor.{isa.name}")
+    for shape in ((2, 5, 7, 3), (3, 31, 33, 1), (2, 40, 30, 4), (1, 120, 160, 3), (1, 1, 16, 2)):
+        p, pixels = problem_of(shape, dtype, "channels_last"), pixels_of(shape)
+        assert row.refusal(p) is None
+        memory = torch.full((pixels.size + 128,), 77, dtype=getattr(torch, dtype))
+        n, h, w, c = shape
+        out = memory[64 : 64 + pixels.size].view(n, h, w, c).permute(0, 3, 1, 2)
+        row.load().bind(p, {})(torch.from_numpy(pixels), out=out)
+        right = torch.from_numpy(normalize(pixels, record_for(c))).to(out.dtype)
+        assert torch.equal(out, right)
+        assert (memory[:64] == 77).all()
+        assert (memory[64 + pixels.size :] == 77).all()
+    assert "as in the image" in str(row.refusal(problem_of((1, 9, 9, 3), dtype, "contiguous")))
+    assert "more than 4 vectors" in str(
+        row.refusal(problem_of((1, 9, 9, 13), dtype, "channels_last"))
+    )
+    assert "numbers at least" in str(row.refusal(problem_of((1, 1, 1, 1), dtype, "channels_last")))
+
+
 def test_every_byte_of_a_real_record() -> None:
     """All 256 values with ImageNet's numbers; reference, kernel and host say the same."""
     record = Preprocess(height=16, width=16, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -84,8 +115,9 @@ def test_every_byte_of_a_real_record() -> None:
 
 def test_the_search_runs_on_every_value() -> None:
     found = find(problem_of((2, 40, 30, 3), "bfloat16", "channels_last"), {}, target="cpu")
-    assert found[0].kernel == "image_to_tensor.aten"
-    assert found[0].workspace_bytes == 4 * 2 * 40 * 30 * 3
+    (made,) = [trial for trial in found if trial.kernel == "image_to_tensor.aten"]
+    assert made.refused is None
+    assert made.workspace_bytes == 4 * 2 * 40 * 30 * 3
 
 
 @pytest.mark.parametrize("module", [image, image_aten])

@@ -269,6 +269,11 @@ class Assembler:
         code = self._pair(0x69, to, to) + struct.pack("<i", number)
         self._emit(f"imul {to},{to},{number:#x}", code)
 
+    def call(self, place: At) -> None:
+        """A function whose address lies there."""
+        code = self._memory(b"\xff", REGISTERS[2], place, wide=False)
+        self._emit(f"call QWORD PTR {place}", code)
+
     def fetch_add(self, place: At, register: str) -> None:
         """Adds to memory as one step for all threads; the register gets what was there."""
         code = b"\xf0" + self._memory(b"\x0f\xc1", register, place)
@@ -375,9 +380,16 @@ class Assembler:
 
     def load_int8(self, to: int, source: At) -> None:
         """As many of them as a vector has lanes, as int32."""
+        self._load_bytes("vpmovsxbd", 0x21, to, source)
+
+    def load_uint8(self, to: int, source: At) -> None:
+        """As many of them as a vector has lanes, as int32."""
+        self._load_bytes("vpmovzxbd", 0x31, to, source)
+
+    def _load_bytes(self, name: str, opcode: int, to: int, source: At) -> None:
         place = "XMMWORD" if self._wide else "QWORD"
-        text = f"vpmovsxbd {self._name}{to},{place} PTR {source}"
-        self._vector(text, X66, M0F38, 0x21, to, 0, source)
+        text = f"{name} {self._name}{to},{place} PTR {source}"
+        self._vector(text, X66, M0F38, opcode, to, 0, source)
 
     def upper_half(self, to: int, source: int) -> None:
         """The upper 16 bytes of a vector as the lower ones of another (AVX2)."""

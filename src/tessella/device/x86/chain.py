@@ -18,7 +18,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tessella.device.x86.assembler import NUMBER as NUMBER_OF
 from tessella.device.x86.assembler import Assembler, At
 from tessella.device.x86.code import CACHE_LINE, NUMBER, MachineCode, Ready, require_instructions
 
@@ -54,7 +53,7 @@ class Chain:
         self._given = (ctypes.c_int64 * 3)(len(calls), place.data_ptr(), width * NUMBER)
         self._code = _machine_code()
 
-    def __call__(self, _: object) -> None:
+    def __call__(self, _: object = None) -> None:
         self._rows[...] = self._begun
         self._code.call(self._given, min(self._most, torch.get_num_threads()))
 
@@ -75,10 +74,6 @@ def chained(calls: Sequence[T], ready: Callable[[T], Ready | None]) -> Iterator[
 
 class _Assembler(Assembler):
     """And what only this code does."""
-
-    def call(self, register: str) -> None:
-        i = NUMBER_OF[register]
-        self._emit(f"call {register}", (b"\x41" if i > 7 else b"") + bytes((0xFF, 0xD0 | i & 7)))
 
     def pause(self) -> None:
         self._emit("pause", b"\xf3\x90")
@@ -122,8 +117,7 @@ def written() -> Assembler:
             jump_if_taken("nothing")
             a.move("rdi", "r12")
             a.add("rdi", GIVEN * NUMBER)
-            a.load("rax", of(FUNCTION))
-            a.call("rax")
+            a.call(of(FUNCTION))
             a.label("nothing")
             a.set("rax", -1)
             a.fetch_add(of(ACTIVE), "rax")

@@ -129,7 +129,8 @@ class MachineCode:
 
 
 class Ready:
-    """A call of machine code, to be called again and again with what nobody looks at.
+    """Machine code and what it is given: a call that reads and writes the same memory each time.
+    Not for two threads at once.
 
     Attributes:
         numbers: all that it is given; those at ``counters`` begin as 0.
@@ -149,7 +150,7 @@ class Ready:
         self._items, self._counters = items, counters
         self._given = kind.from_buffer_copy(pack(*numbers))
 
-    def __call__(self, _: object) -> None:
+    def __call__(self, _: object = None) -> None:
         for counter in self._counters:
             self._given[counter] = 0
         self.code.call(self._given, 1 if self.most == 1 else _threads(self.most))
@@ -232,7 +233,7 @@ class Launch:
 
     def at(self, *inputs: torch.Tensor, out: torch.Tensor | None) -> Ready:
         """The call on tensors that stay where they are, ready: their addresses are asked for once,
-        which is 1.5 of a call's 2 µs, and more where its code is cold. Not for two threads at once.
+        which is 1.5 of a call's 2 µs, and more where its code is cold.
         """
         given = self._given(None, *inputs, self.result(*inputs, out=out))
         counts = self.needed > 0
