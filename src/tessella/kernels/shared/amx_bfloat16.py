@@ -12,7 +12,8 @@ cache, where residual and activation are done to them; they begin as the bias.
 
 Weights are packed as tiles read them: two channels of the image side by side for each channel of
 the result. Where the last pixels or channels are less than a block, it begins earlier, and some of
-them are computed twice, to the same numbers.
+them are computed twice, to the same numbers; of less than 32 channels the second tile's begin
+earlier, down to 16 channels in all.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tessella.kernels.shared.amx_blocks import (
     COPIED,
     DIRECT,
     FRAMED,
+    LANES,
     LEAST_CHUNKED,
     PANEL_STEP_BYTES,
     PLACE,
@@ -71,8 +73,8 @@ def fits(problem: Problem) -> str | None:
         return "bfloat16"
     if problem.attrs["groups"] != 1:
         return "one group"
-    if weight.shape[0] < WIDTH or (x.shape[1] < FEW_CHANNELS and not may_be_spread(problem)):
-        return f"{WIDTH} channels at least, {FEW_CHANNELS} of the input"
+    if weight.shape[0] < LANES or (x.shape[1] < FEW_CHANNELS and not may_be_spread(problem)):
+        return f"{LANES} channels at least, {FEW_CHANNELS} of the input"
     if _pixels(problem) < ROWS:
         return f"{ROWS} pixels at least"
     images = (x, y, problem.epilogue.residual)
@@ -184,7 +186,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     config = config or configs(problem)[0]
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
     added = None if residual is None else pixel_bytes(residual)
-    panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=16), config["way"], 0
+    panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=LANES), config["way"], 0
     offered = {
         FRAMED: may_be_framed(problem),
         DIRECT: may_be_direct(problem),
@@ -418,7 +420,8 @@ def _require_inside(
      _) = torch.from_numpy(items).T  # fmt: skip
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
     of_x, of_y, of_residual = blocks.pitches
-    written, count = panels * WIDTH * SIZE, many * ROWS - earlier
+    written = ((panels - 1) * WIDTH + blocks.panels.span) * SIZE
+    count = many * ROWS - earlier
     code.require_inside("rows", earlier, 0 * earlier, ROWS - 1)
     code.require_inside("rows", count - ROWS, 0 * count, blocks.most_rows - ROWS)
     last = count - 1
