@@ -60,17 +60,19 @@ def test_a_large_mean_costs_no_more_digits_than_it_has(isa: InstructionSet) -> N
     agrees(isa, (4, 768), mean=1000.0)
 
 
-def test_a_constant_row_and_a_nan_are_what_torch_makes_of_them(isa: InstructionSet) -> None:
-    meta = TensorMeta(shape=(3, 40), dtype="float32")
+@pytest.mark.parametrize("columns", [7, 300, 1000])
+def test_constant_rows_are_zero_and_a_nan_stays_one(columns: int, isa: InstructionSet) -> None:
+    meta = TensorMeta(shape=(5, columns), dtype="float32")
     p = Problem(
         op="layer_norm", inputs=(meta, None, None), outputs=(meta,),
-        attrs={"normalized_shape": (40,), "eps": 1e-5},
+        attrs={"normalized_shape": (columns,), "eps": 1e-12},
     )  # fmt: skip
-    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    x[0], x[1, 39] = 3.0, torch.nan
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
+    x[0], x[1], x[2], x[3, -1] = 3.0, 100.0, 12345.678, torch.nan
     made = catalog.kernel(f"layer_norm.{isa.name}").load().bind(p, {})(x, out=torch.empty_like(x))
-    right = torch.layer_norm(x, (40,), eps=1e-5)
-    torch.testing.assert_close(made, right, equal_nan=True, rtol=1e-5, atol=1e-4)
+    right = torch.layer_norm(x.double(), (columns,), eps=1e-12)
+    assert (made[:3] == 0).all()
+    torch.testing.assert_close(made[3:].double(), right[3:], equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_no_row_of_constants_is_refused(isa: InstructionSet) -> None:

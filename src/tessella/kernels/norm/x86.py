@@ -146,9 +146,14 @@ class _Norm:
             step //= 2
 
     def _row(self, a: Assembler) -> None:
+        # The mean as the first number and what the others differ from it: of equal numbers it is
+        # that, where one rounding of a sum would be divided by the square root of eps.
+        first = At(base="r8")
+        a.broadcast_bfloat16(MEAN, first) if self.size == 2 else a.broadcast(MEAN, first)
         self._begin_sums(a)
         self._each_vector(a, "sum", self._add)
-        self._mean_of_sums(a, MEAN)
+        self._mean_of_sums(a, SPREAD)
+        a.vector("vaddps", MEAN, MEAN, SPREAD)
         self._begin_sums(a)
         self._each_vector(a, "square", self._add_square)
         self._mean_of_sums(a, SPREAD)
@@ -206,16 +211,20 @@ class _Norm:
         else:
             a.load_some(to, at, REST)
 
-    def _add(self, a: Assembler, vector: int, sums: int, is_rest: bool) -> None:
-        self._load(a, READ + sums, vector, is_rest)
-        a.vector("vaddps", sums, sums, READ + sums)
-
-    def _add_square(self, a: Assembler, vector: int, sums: int, is_rest: bool) -> None:
+    def _centred(self, a: Assembler, vector: int, sums: int, is_rest: bool) -> int:
+        """The vector's numbers less ``MEAN``, and 0 behind the row's end."""
         read = READ + sums
         self._load(a, read, vector, is_rest)
         a.vector("vsubps", read, read, MEAN, LANES if is_rest and self.isa == AVX512 else 0)
         if is_rest and self.isa != AVX512:
             a.vector("vandps", read, read, REST)
+        return read
+
+    def _add(self, a: Assembler, vector: int, sums: int, is_rest: bool) -> None:
+        a.vector("vaddps", sums, sums, self._centred(a, vector, sums, is_rest))
+
+    def _add_square(self, a: Assembler, vector: int, sums: int, is_rest: bool) -> None:
+        read = self._centred(a, vector, sums, is_rest)
         a.vector("vfmadd231ps", sums, read, read)
 
     def _store(self, a: Assembler, vector: int, number: int, is_rest: bool) -> None:
