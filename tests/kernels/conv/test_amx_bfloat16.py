@@ -294,6 +294,8 @@ def test_plans_from_before_find_their_workspace_enough(
     p = problem(shape, channels, "bfloat16", **attrs)
     config = ROW.configs(p)[0] | {"rows": rows}
     assert config.pop("chunks")
+    assert ROW.knows(p, config)
+    assert not ROW.knows(p, config | {"chunks": 2})
     assert ROW.workspace_bytes(p, config) == needed < ROW.workspace_bytes(p, config | {"chunks": 1})
     given, constants = drawn(p)
     near(run(p, given, constants, config), exact(p, given, constants))

@@ -84,11 +84,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """By the rows that a thread takes at a time, and how tiles reach them.
-
-    Plans from before have no "chunks", which ask for more of the workspace: sums of all blocks of
-    an item, and parts for more threads.
-    """
+    """By the rows that a thread takes at a time, and how tiles reach them."""
     if may_be_spread(problem):
         rows = math.ceil(problem.output.shape[3] / ROWS) * ROWS
         return ({"rows": rows, "way": SPREAD, "chunks": 1},)
@@ -100,6 +96,14 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     is_small = problem["weight"].nbytes <= FEW_WEIGHT_BYTES
     counts = dict.fromkeys(min(n, most) for n in SOME_ROWS[: 1 + is_small])
     return tuple({"rows": n, "way": way, "chunks": 1} for n in counts)
+
+
+def former_configs(problem: Problem) -> tuple[Config, ...]:
+    """Plans from before have no "chunks", which ask for more of the workspace: sums of all blocks
+    of an item, and parts for more threads."""
+    return tuple(
+        {name: n for name, n in config.items() if name != "chunks"} for config in configs(problem)
+    )
 
 
 def may_be_direct(problem: Problem) -> bool:
