@@ -60,7 +60,42 @@ def test_each_step_sees_all_of_the_one_before(threads: int) -> None:
             one(None)
             assert np.array_equal(numbers, right)
             assert (came >= 1).all()
-            assert (came <= [min(threads, call.most or threads) for call in calls]).all()
+            most = [1 if c.most == 1 else 2 * min(threads, c.most or threads) for c in calls]
+            assert (came <= most).all()  # for both halves of the items
+    finally:
+        torch.set_num_threads(before)
+
+
+def marking(parts: int, items: int) -> tuple[code.Ready, np.ndarray, np.ndarray]:
+    """A call that counts in each part of its workspace who had it, and its items."""
+    a = Assembler(code.require_instructions())
+    done, had = (np.zeros(count, np.int64) for count in (items, parts))
+    with a.function():
+        code.take_part(a, "r13", code.given(0), code.given(2), 8)
+        a.add_to_stored(At(base="r13"), 1)
+        with code.each_item(a, "rbx", 1):
+            a.load("rcx", code.given(1))
+            a.add_stored("rcx", At(base="rbx"))
+            a.add_to_stored(At(base="rcx"), 1)
+    table = code.Table([[8 * i] for i in range(items)], done, had)
+    places = had.ctypes.data, done.ctypes.data, 0
+    made = code.MachineCode(a.code())
+    return made.ready(table, *places, most=parts, counts=True), done, had
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 9, 16])
+def test_no_part_of_a_workspace_is_had_twice(parts: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        made = [marking(parts, items) for items in (1, 2, 50, 51)]
+        together = chain.Chain([call for call, _, _ in made])
+        for number in range(1, 20):
+            together()
+            for _, done, had in made:
+                assert (done == number).all()
+                assert (had <= 1).all()
+                had[...] = 0
     finally:
         torch.set_num_threads(before)
 

@@ -133,7 +133,8 @@ class Ready:
     Not for two threads at once.
 
     Attributes:
-        numbers: all that it is given; those at ``counters`` begin as 0.
+        numbers: all that it is given; those at ``counters`` begin as 0: that of ``items``, and
+            perhaps that of the workspace's parts, of which there are ``most``.
         most: threads at most.
     """
 
@@ -147,11 +148,11 @@ class Ready:
     ) -> None:
         self.code, self.numbers, self.most = code, numbers, most
         kind, pack = _call_of(len(numbers))
-        self._items, self._counters = items, counters
+        self.items, self.counters = items, counters
         self._given = kind.from_buffer_copy(pack(*numbers))
 
     def __call__(self, _: object = None) -> None:
-        for counter in self._counters:
+        for counter in self.counters:
             self._given[counter] = 0
         self.code.call(self._given, 1 if self.most == 1 else _threads(self.most))
 
@@ -264,6 +265,7 @@ class Table:
         self.count, self._held = len(rows), held
         self._numbers = np.ascontiguousarray(rows, np.int64)
         self.address = self._numbers.ctypes.data
+        self.row_bytes = self._numbers.strides[0]
 
 
 def given(number: int) -> At:
