@@ -293,6 +293,9 @@ def test_plans_from_before_find_their_workspace_enough(
 ) -> None:
     p = problem(shape, channels, "bfloat16", **attrs)
     config = ROW.configs(p)[0] | {"rows": rows}
+    assert ROW.knows(p, config)
+    assert config.pop("items")
+    assert ROW.knows(p, config)
     assert config.pop("chunks")
     assert ROW.knows(p, config)
     assert not ROW.knows(p, config | {"chunks": 2})
