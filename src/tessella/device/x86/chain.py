@@ -116,78 +116,95 @@ def written() -> Assembler:
     and r14: of those, where in a row the thread's own half lies, from ``GIVEN`` on; r15: the call.
     """
     a = _Assembler(require_instructions())
-
-    def of(number: int) -> At:
-        return At(base="r12", distance=number * NUMBER)
-
-    def jump_if_taken(begin: str, label: str) -> None:
-        """Where nobody finds an item of a half any more, whose numbers begin in a register."""
-        a.load("rax", At(base=begin))
-        a.load("rcx", At(base=begin, distance=COUNT * NUMBER))
-        a.compare("rax", "rcx")
-        a.jump_if("jge", label)
-
     with a.function(NUMBER):  # a function finds the stack as the system's calls leave it
         a.move("r15", "rdi")
         for to, number in (("r13", STEPS), ("r12", ROWS), ("rbp", HALF_BYTES)):
             a.load(to, At(base="r15", distance=number * NUMBER))
-        a.set("rax", 1)
-        a.fetch_add(At(base="r15", distance=CAME * NUMBER), "rax")
-        a.set("r14", 0)
-        a.label("which")  # of two threads that come one after the other each has another half
-        a.compare("rax", 1)
-        a.jump_if("jl", "begin")
-        a.move("r14", "rbp")
-        a.jump_if("je", "begin")
-        a.set("r14", 0)
-        a.subtract("rax", 2)
-        a.jump("which")
-        a.label("begin")
+        _choose_half(a)
         with a.counted("step", "r13"):
             a.set("rax", 1)
-            a.fetch_add(of(ENTERED), "rax")
-            a.load("rcx", of(MOST))
+            a.fetch_add(_of(ENTERED), "rax")
+            a.load("rcx", _of(MOST))
             a.compare("rax", "rcx")
             a.jump_if("jge", "too many")
-            # first active, then asks for items: who sees neither item nor active may go on
-            a.set("rax", 1)
-            a.fetch_add(of(ACTIVE), "rax")
-            for half in ("own", "other"):
-                a.move("rdi", "r12")
-                a.add("rdi", GIVEN * NUMBER)
-                if half == "own":
-                    a.add("rdi", "r14")
-                else:
-                    a.add("rdi", "rbp")
-                    a.subtract("rdi", "r14")
-                jump_if_taken("rdi", f"nothing of its {half}")
-                a.call(of(FUNCTION))
-                a.label(f"nothing of its {half}")
-            a.set("rax", -1)
-            a.fetch_add(of(ACTIVE), "rax")
+            _take_part(a)
             a.label("too many")
-            a.set("rbx", SPINS)
-            a.label("wait")
-            a.move("rdi", "r12")
-            a.add("rdi", GIVEN * NUMBER)
-            for half in ("first", "second"):
-                jump_if_taken("rdi", f"{half} taken")
-                a.jump("pause")
-                a.label(f"{half} taken")
-                a.add("rdi", "rbp")
-            a.load("rax", of(ACTIVE))
-            a.compare("rax", 0)
-            a.jump_if("je", "done")
-            a.label("pause")
-            a.pause()
-            a.subtract("rbx", 1)
-            a.jump_if("jne", "wait")
-            a.set("rax", SCHED_YIELD)
-            a.system_call()
-            a.set("rbx", SPINS)
-            a.jump("wait")
-            a.label("done")
+            _wait(a)
             a.add("r12", GIVEN * NUMBER)
             a.add("r12", "rbp")
             a.add("r12", "rbp")
     return a
+
+
+def _of(number: int) -> At:
+    """A number of the step's row."""
+    return At(base="r12", distance=number * NUMBER)
+
+
+def _choose_half(a: Assembler) -> None:
+    """Of two threads that come one after the other each has another half."""
+    a.set("rax", 1)
+    a.fetch_add(At(base="r15", distance=CAME * NUMBER), "rax")
+    a.set("r14", 0)
+    a.label("which")
+    a.compare("rax", 1)
+    a.jump_if("jl", "begin")
+    a.move("r14", "rbp")
+    a.jump_if("je", "begin")
+    a.set("r14", 0)
+    a.subtract("rax", 2)
+    a.jump("which")
+    a.label("begin")
+
+
+def _take_part(a: _Assembler) -> None:
+    """The thread's own half, then what is left of the other."""
+    # first active, then asks for items: who sees neither item nor active may go on
+    a.set("rax", 1)
+    a.fetch_add(_of(ACTIVE), "rax")
+    for half in ("own", "other"):
+        a.move("rdi", "r12")
+        a.add("rdi", GIVEN * NUMBER)
+        if half == "own":
+            a.add("rdi", "r14")
+        else:
+            a.add("rdi", "rbp")
+            a.subtract("rdi", "r14")
+        _jump_if_taken(a, f"nothing of its {half}")
+        a.call(_of(FUNCTION))
+        a.label(f"nothing of its {half}")
+    a.set("rax", -1)
+    a.fetch_add(_of(ACTIVE), "rax")
+
+
+def _wait(a: _Assembler) -> None:
+    """Until all items are taken, and those that took them are done."""
+    a.set("rbx", SPINS)
+    a.label("wait")
+    a.move("rdi", "r12")
+    a.add("rdi", GIVEN * NUMBER)
+    for half in ("first", "second"):
+        _jump_if_taken(a, f"{half} taken")
+        a.jump("pause")
+        a.label(f"{half} taken")
+        a.add("rdi", "rbp")
+    a.load("rax", _of(ACTIVE))
+    a.compare("rax", 0)
+    a.jump_if("je", "done")
+    a.label("pause")
+    a.pause()
+    a.subtract("rbx", 1)
+    a.jump_if("jne", "wait")
+    a.set("rax", SCHED_YIELD)
+    a.system_call()
+    a.set("rbx", SPINS)
+    a.jump("wait")
+    a.label("done")
+
+
+def _jump_if_taken(a: Assembler, label: str) -> None:
+    """Where nobody finds an item any more of the half whose numbers begin at rdi."""
+    a.load("rax", At(base="rdi"))
+    a.load("rcx", At(base="rdi", distance=COUNT * NUMBER))
+    a.compare("rax", "rcx")
+    a.jump_if("jge", label)
