@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessella.device.x86 import code, tiles
+from tessella.device.x86 import chain, code, tiles
 from tessella.device.x86.assembler import (
     AVX2,
     AVX512,
@@ -84,25 +84,7 @@ def test_every_instruction_with_every_register(tmp_path: Path) -> None:
             a.compare(register, other)
     a.leave()
     assert told_of(a, tmp_path) == a.listing
-
-
-def test_calls_in_turn_begin_their_counters_anew() -> None:
-    """Each writes what its counter said, and counts its calls, beside the call before."""
-    a = Assembler(HERE)
-    with a.function():
-        a.load("rcx", code.given(0))
-        for place, number in ((code.given(1), 0), (At(base="rdi"), 1)):
-            a.set("rax", 1)
-            a.fetch_add(place, "rax")
-            a.store(At(base="rcx", distance=number * code.NUMBER), "rax")
-        a.add_to_stored(At(base="rcx", distance=2 * code.NUMBER), 1)
-    made, table = code.MachineCode(a.code()), code.Table([[0]])
-    seen = torch.full((3, 3), -1)
-    calls = [made.ready(table, row.data_ptr(), 0, most=None, counts=True) for row in seen]
-    both = code.InTurn(calls[:2])
-    for number in range(3):
-        both()
-        assert seen.tolist() == [[0, 0, number], [0, 0, number], [-1, -1, -1]]
+    assert told_of(chain.written(), tmp_path) == chain.written().listing  # has its own
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2], ids=lambda isa: isa.name)

@@ -104,4 +104,4 @@ def test_views_of_the_arena_are_made_once_and_see_each_run() -> None:
         torch.testing.assert_close(answer.double(), right, rtol=1e-5, atol=1e-5)
     lying = all(step.lying for step in views)
     assert lying == any(s.out is not None for s in bound.steps if s.step.op == "conv2d")
-    assert len(bound._each) == len(bound.steps) - (2 if lying else 0)
+    assert len(bound._moving) == len(bound.steps) - (2 if lying else 0)

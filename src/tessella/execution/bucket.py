@@ -15,7 +15,8 @@ import torch
 from tessella.artifacts.program import Slice
 from tessella.core.dtype import dtype
 from tessella.core.errors import CorruptArtifact
-from tessella.device.x86.code import Launch
+from tessella.device.x86.chain import Chain, chained
+from tessella.device.x86.code import Launch, Ready
 from tessella.execution.steps import Binder, BoundStep, Slots, runner
 
 Run = Callable[[Slots], None]
@@ -27,7 +28,7 @@ class SettledSteps(NamedTuple):
     """The steps of a program as calls that always read the same inputs.
 
     Attributes:
-        calls: to be run in order; ``Ready`` where they are machine code of ours.
+        calls: to be run in order; neighbours that are machine code of ours are one.
         slots: where they find and leave tensors.
         results: the slots of the results.
         moves: the slots in which each run makes another tensor.
@@ -88,7 +89,10 @@ class BoundBucket:
             self._runs.append((self._runner(bound, reads, writes), drops))
             self.steps.append(bound)
         self._moving = moving
-        self._each = [self._runs[i] for i in moving]
+        each = [self._runs[i] for i in moving]
+        self._each = [
+            (made, ()) if isinstance(made, Chain) else made for made in chained(each, _alone)
+        ]
         self._checked = False
 
     def _runner(self, bound: BoundStep, reads: list[int], writes: list[int]) -> Run:
@@ -147,7 +151,8 @@ class BoundBucket:
                 moves.update(() if bound.lying else writes)
             else:
                 return None
-        return SettledSteps(calls, slots, self._outputs, moves, asks_torch)
+        together = chained(calls, lambda call: call if isinstance(call, Ready) else None)
+        return SettledSteps([*together], slots, self._outputs, moves, asks_torch)
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
         """Run the steps one by one: each with what it made, which a later one may overwrite."""
@@ -183,6 +188,12 @@ class BoundBucket:
                 )
             if meta.format == "strided":
                 self.strides[name] = made.stride()
+
+
+def _alone(run: tuple[Run, tuple[int, ...]]) -> Ready | None:
+    """A step that is nothing but machine code, which drops nothing behind it."""
+    call, drops = run
+    return call if isinstance(call, Ready) and not drops else None
 
 
 def _lies_there(slots: Slots, slot: int, place: tuple[int, Slice] | None) -> bool:

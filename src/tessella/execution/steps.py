@@ -14,7 +14,6 @@ from tessella.artifacts.program import Bucket, Buffer, Program, Slice, Step, in_
 from tessella.core.dtype import Math
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
 from tessella.core.memory import is_out_of_memory
-from tessella.core.record import same_json
 from tessella.device.x86.code import Launch
 from tessella.execution import liveness
 from tessella.execution.arena import Arena
@@ -113,7 +112,7 @@ class Binder:
                     fix="build the plan again on this machine",
                 )
             out = self._place(step, row)
-            if not any(same_json(step.config, c) for c in row.configs(problem)):
+            if not row.knows(problem, step.config):
                 raise ArtifactError(
                     f"kernel {step.kernel} does not know the configuration of {step.outputs[0]!r}",
                     seen=step.config,

@@ -38,6 +38,7 @@ import torch
 from tessella.core.architectures import ARCHITECTURES, Feature, has, is_gpu
 from tessella.core.dtype import FP8
 from tessella.core.errors import CompileError, UsageError
+from tessella.core.record import same_json
 from tessella.device.machine import gpu_target
 from tessella.device.x86 import code
 from tessella.operations.epilogue import is_gamma
@@ -191,6 +192,12 @@ class Kernel:
         """The ways to run it, the most promising first; ``({},)`` if there is only one."""
         configs = getattr(self.load(), "configs", None)
         return _configs(configs, problem) if configs else ({},)
+
+    def knows(self, problem: Problem, config: Config) -> bool:
+        """Whether it can be run so: as it proposes, or as plans of an earlier version have it."""
+        former = getattr(self.load(), "former_configs", None)
+        ways = (*self.configs(problem), *(former(problem) if former else ()))
+        return any(same_json(config, way) for way in ways)
 
     def workspace_bytes(self, problem: Problem, config: Config) -> int:
         """Scratch memory that a call needs beside its inputs and outputs."""
@@ -391,6 +398,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
+    *_x86("layer_norm", "{}", "norm.x86", in_place=True),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
     *_gpu("group_factors", "moments", "norm.group", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),

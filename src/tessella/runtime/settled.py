@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from tessella.core.spec import TensorSpec
-from tessella.device.x86.code import InTurn, Ready
 from tessella.execution.bucket import BoundBucket, SettledSteps
 
 # the shapes and element types of arrays or of tensors, which these tell apart
@@ -38,8 +37,7 @@ class Settled:
         outputs: Sequence[tuple[str, np.ndarray | None]],
     ) -> None:
         self._inputs, self._outputs = tuple(inputs), outputs
-        self._calls = _together(steps.calls, lambda call: call.most == 1)
-        self._calls_alone = _together(steps.calls, lambda call: True)
+        self._calls = tuple(steps.calls)
         self._slots, self._results, self._moves = steps.slots, steps.results, tuple(steps.moves)
         self._asks_torch = steps.asks_torch
 
@@ -70,7 +68,7 @@ class Settled:
         for place, array in zip(self._inputs, arrays):
             place[...] = array
         with torch.inference_mode() if self._asks_torch else nullcontext():
-            for call in self._calls if torch.get_num_threads() > 1 else self._calls_alone:
+            for call in self._calls:
                 call()
         slots = self._slots
         made = {
@@ -105,20 +103,3 @@ def answered(
         return call(arrays)
     made = call([a.detach().numpy() for a in arrays])
     return {name: torch.from_numpy(array) for name, array in made.items()}
-
-
-def _together(
-    calls: Sequence[Callable[[], object]], has_one_thread: Callable[[Ready], bool]
-) -> tuple[Callable[[], object], ...]:
-    """The calls, those in a row that one thread runs as one."""
-    made: list[Callable[[], object]] = []
-    row: list[Ready] = []
-    for call in calls:
-        if isinstance(call, Ready) and has_one_thread(call):
-            row.append(call)
-            continue
-        if row:
-            made.append(InTurn(row))
-            row = []
-        made.append(call)
-    return tuple([*made, InTurn(row)] if row else made)

@@ -77,6 +77,8 @@ def test_attention_copies_only_what_merges_its_heads(batch: int | DimRange) -> N
     check(after)
     assert_same(before, after)
     assert (copies(before), copies(after)) == (8, 1)
+    (attention,) = (n for n in after.nodes if n.op == "scaled_dot_product_attention")
+    assert {n.op for n in after.users(attention.output)} == {"permute"}  # a reshape would copy
     addition = next(n for n in after.nodes if n.op == "add")
     maker = after.producer(addition.inputs[1])
     assert maker.op == "linear"  # so that the sum is its residual

@@ -43,7 +43,7 @@ WINDOWS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "2×8, by four": ((2, 8), {"padding": (0, 1), "stride": (3, 4)}),
 }
 # one block, a rest of pixels, of channels, many steps, several items, steps that zeros fill, few
-# channels, whose lines are spread
+# channels, whose lines are spread; fewer results than a block has
 SHAPES = [
     ((1, 32, 8, 8), 32),
     ((2, 64, 9, 11), 80),
@@ -54,6 +54,9 @@ SHAPES = [
     ((2, 3, 19, 77), 80),
     ((1, 1, 9, 144), 32),
     ((1, 4, 9, 64), 33),
+    ((1, 64, 9, 8), 16),
+    ((2, 40, 9, 11), 24),
+    ((1, 3, 9, 77), 31),
 ]
 
 
@@ -252,7 +255,7 @@ def test_what_a_plan_may_not_say() -> None:
     [
         ({"dtype": "float32"}, "bfloat16"),
         ({"groups": 2}, "one group"),
-        ({"channels": 24}, "32 channels at least"),
+        ({"channels": 15}, "16 channels at least"),
         ({"shape": (1, 12, 9, 9)}, "16 of the input"),
         ({"shape": (1, 32, 5, 5)}, "32 pixels at least"),
         ({"gamma": 2.0}, "gamma"),
@@ -290,7 +293,12 @@ def test_plans_from_before_find_their_workspace_enough(
 ) -> None:
     p = problem(shape, channels, "bfloat16", **attrs)
     config = ROW.configs(p)[0] | {"rows": rows}
+    assert ROW.knows(p, config)
+    assert config.pop("items")
+    assert ROW.knows(p, config)
     assert config.pop("chunks")
+    assert ROW.knows(p, config)
+    assert not ROW.knows(p, config | {"chunks": 2})
     assert ROW.workspace_bytes(p, config) == needed < ROW.workspace_bytes(p, config | {"chunks": 1})
     given, constants = drawn(p)
     near(run(p, given, constants, config), exact(p, given, constants))

@@ -255,7 +255,12 @@ def _canonical(chain: _Views, shape: Sequence[Size]) -> Iterator[Made]:
     merges = len(parts) > len(chain.picked) + sum(bool(axis) for axis in chain.axes)
     units = 0 if merges else sum(not axis for axis in chain.axes)  # free while all is dense
     sizes = (*(1,) * units, *map(_product, parts))
-    if sizes != tuple(chain.base.shape):
+    base = tuple(chain.base.shape)
+    longer = [axis for axis, size in enumerate(base) if size != 1]
+    stays = merges and not chain.picked and tuple(base[axis] for axis in longer) == sizes
+    if stays:  # without a reshape, which would copy what attention makes of one image
+        sizes = base
+    elif sizes != base:
         yield "reshape", {"shape": sizes}, sizes
     places = {id(factor): index for factor, index in chain.picked}
     left = [part for part in parts if id(part[0]) not in places]
@@ -269,6 +274,9 @@ def _canonical(chain: _Views, shape: Sequence[Size]) -> Iterator[Made]:
     if units:
         ones = iter(range(units))
         dims = tuple(next(ordered) + units if axis else next(ones) for axis in chain.axes)
+    elif stays:
+        ones = (axis for axis, size in enumerate(base) if size == 1)
+        dims = (*ones, *(longer[at] for at in ordered))
     else:
         dims = tuple(ordered)
     if dims != tuple(range(len(dims))):

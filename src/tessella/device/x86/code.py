@@ -102,17 +102,20 @@ class MachineCode:
         parallel = _parallel()
         assert parallel is not None, "asked for in spite of refusal()"
         self._parallel, self._held = parallel, held
-        self._memory, self._address = _executable(code)
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._memory, self.address = _executable(code)
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def call(self, given: object, threads: int) -> None:
+        """Call it with the address of some numbers."""
+        if threads == 1:
+            self._alone(given)
+        else:
+            self._parallel(self.address, given, threads, 0)
 
     def run(self, items: Table, *numbers: int, threads: int) -> None:
         """Run it on all items."""
         kind, pack = _call_of(_FIRST + len(numbers))
-        given = kind.from_buffer_copy(pack(0, items.address, items.count, *numbers))
-        if threads == 1:
-            self._alone(given)
-        else:
-            self._parallel(self._address, given, threads, 0)
+        self.call(kind.from_buffer_copy(pack(0, items.address, items.count, *numbers)), threads)
 
     def ready(self, items: Table, *numbers: int, most: int | None, counts: bool = False) -> Ready:
         """``run`` with these numbers, as a function that may be called again and again.
@@ -121,24 +124,8 @@ class MachineCode:
             most: threads at most.
             counts: the last number is a counter from 0, too.
         """
-        kind, pack = _call_of(_FIRST + len(numbers))
-        given = kind.from_buffer_copy(pack(0, items.address, items.count, *numbers))
-        counter = _FIRST + len(numbers) - 1 if counts else _COUNTER
-        return Ready(self, given, items, most, counter)
-
-    def again(self, given: Any, most: int | None, counter: int) -> None:
-        """Run it on what it was given before, whose counters begin anew."""
-        given[_COUNTER] = given[counter] = 0
-        threads = 1 if most == 1 else _threads(most)
-        if threads == 1:
-            self._alone(given)
-        else:
-            self._parallel(self._address, given, threads, 0)
-
-    @property
-    def address(self) -> int:
-        """Where the function is."""
-        return self._address
+        counters = (_COUNTER, _FIRST + len(numbers) - 1) if counts else (_COUNTER,)
+        return Ready(self, items, (0, items.address, items.count, *numbers), most, counters)
 
 
 class Ready:
@@ -146,58 +133,28 @@ class Ready:
     Not for two threads at once.
 
     Attributes:
-        most: threads at most, None for all.
+        numbers: all that it is given; those at ``counters`` begin as 0: that of ``items``, and
+            perhaps that of the workspace's parts, of which there are ``most``.
+        most: threads at most.
     """
-
-    __slots__ = ("_counter", "_given", "_items", "_made", "most")
 
     def __init__(
-        self, made: MachineCode, given: Any, items: Table, most: int | None, counter: int
+        self,
+        code: MachineCode,
+        items: Table,
+        numbers: tuple[int, ...],
+        most: int | None,
+        counters: tuple[int, ...],
     ) -> None:
-        self._made, self._given, self._items = made, given, items
-        self.most, self._counter = most, counter
+        self.code, self.numbers, self.most = code, numbers, most
+        kind, pack = _call_of(len(numbers))
+        self.items, self.counters = items, counters
+        self._given = kind.from_buffer_copy(pack(*numbers))
 
     def __call__(self, _: object = None) -> None:
-        self._made.again(self._given, self.most, self._counter)
-
-    @property
-    def row(self) -> tuple[int, int, int]:
-        """The addresses of the function, what it is given, and its second counter or the first."""
-        given = ctypes.addressof(self._given)
-        return self._made.address, given, given + self._counter * NUMBER
-
-
-class InTurn:
-    """Calls that are ready, by the caller's thread alone, one behind the other: between two of them
-    Python takes half a microsecond, and twice as long where its own code is cold.
-    """
-
-    def __init__(self, calls: Sequence[Ready]) -> None:
-        self._calls, self._table = tuple(calls), Table([call.row for call in calls])
-        self._made = _in_turn()
-        self._run = self._made.ready(self._table, most=1)
-
-    def __call__(self) -> None:
-        self._run()
-
-
-@functools.cache
-def _in_turn() -> MachineCode:
-    """r12: the row of ``Ready.row``; r13: how many are left; one number keeps the stack at a
-    multiple of 16, as functions may expect.
-    """
-    a = Assembler(AVX2)
-    with a.function(NUMBER):
-        a.load("r12", At(base="rdi", distance=_ITEMS * NUMBER))
-        a.load("r13", At(base="rdi", distance=_COUNT * NUMBER))
-        with a.counted("call", "r13"):
-            a.load("rdi", At(base="r12", distance=NUMBER))
-            a.load("rax", At(base="r12", distance=2 * NUMBER))
-            for counter in ("rdi", "rax"):
-                a.store_number(At(base=counter), 0)
-            a.call(At(base="r12"))
-            a.add("r12", 3 * NUMBER)
-    return MachineCode(a.code())
+        for counter in self.counters:
+            self._given[counter] = 0
+        self.code.call(self._given, 1 if self.most == 1 else _threads(self.most))
 
 
 @dataclass(frozen=True)
@@ -308,6 +265,7 @@ class Table:
         self.count, self._held = len(rows), held
         self._numbers = np.ascontiguousarray(rows, np.int64)
         self.address = self._numbers.ctypes.data
+        self.row_bytes = self._numbers.strides[0]
 
 
 def given(number: int) -> At:

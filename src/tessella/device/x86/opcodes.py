@@ -43,4 +43,8 @@ FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encodi
 # name → what VCMPPS is told; unless ordered, also of a NaN: neither is one, one is, not less
 COMPARISONS = {"vcmpordps": 7, "vcmpunordps": 3, "vcmpnltps": 5}
 # name → prefix, map, opcode; a vector from a vector or from memory
-CONVERSIONS = {"vcvtdq2ps": (NONE, M0F, 0x5B), "vcvtps2dq": (X66, M0F, 0x5B)}
+CONVERSIONS = {
+    "vcvtdq2ps": (NONE, M0F, 0x5B),
+    "vcvtps2dq": (X66, M0F, 0x5B),
+    "vsqrtps": (NONE, M0F, 0x51),
+}

@@ -254,6 +254,9 @@ class _Vector:
         if isinstance(numerator, float):
             self.load(c, numerator)
             numerator = c
+        elif not scales:  # e to LARGEST is no infinity: what is divided by it must not be huge
+            self.load(c, -LARGEST)
+            self.do("vmaxps", numerator, c, numerator)
         self.do("vdivps", self.x, numerator, b)
 
 

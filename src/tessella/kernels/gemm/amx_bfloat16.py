@@ -21,6 +21,10 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return amx_bfloat16.configs(as_convolution(problem))
 
 
+def former_configs(problem: Problem) -> tuple[Config, ...]:
+    return amx_bfloat16.former_configs(as_convolution(problem))
+
+
 def workspace_bytes(problem: Problem, **config: int) -> int:
     return amx_bfloat16.workspace_bytes(as_convolution(problem), **config)
 

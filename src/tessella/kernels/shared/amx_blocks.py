@@ -22,6 +22,7 @@ from tessella.kernels.epilogue.x86 import Constants, activate
 from tessella.kernels.shared.x86_tiles import Panels, kept
 
 ROWS, WIDTH = 32, 32  # of a block: two tiles by two
+LANES = 16  # channels of a tile
 SIZE, WORD = 2, 4  # bytes of a number, and of a sum
 STEP = 32  # channels of the image that a product of tiles takes: 64 bytes
 DIRECT, COPIED, FRAMED, SPREAD = range(4)  # how tiles reach rows
@@ -492,18 +493,21 @@ class Blocks:
                 a.load_vector(x, At(base="rbp", distance=at))
                 if of_residual is not None:
                     base, begin = ("r14", 0) if framed else ("r11", row * of_residual)
-                    at = begin + v * CACHE_LINE // 2
+                    at = begin + self.panels.columns[v] * SIZE
                     a.load_bfloat16(SPARE, At(base=base, distance=at))
                     a.vector("vaddps", x, x, SPARE)
                 activate(a, self.activation, constants, x, SPARE, coarse=True)
-            a.vector("vcvtne2ps2bf16", pair[0], pair[1], pair[0])
             if framed:
                 a.load_short("r14", At(base="rbx", distance=row * PLACE))
                 a.load_if_negative("r14", kept(NOWHERE))
                 a.add("r14", "r15")
-                a.store_vector(At(base="r14"), pair[0])
+            base, begin = ("r14", 0) if framed else ("r15", row * of_result)
+            if self.panels.span == WIDTH:
+                a.vector("vcvtne2ps2bf16", pair[0], pair[1], pair[0])
+                a.store_vector(At(base=base, distance=begin), pair[0])
             else:
-                a.store_vector(At(base="r15", distance=row * of_result), pair[0])
+                for x, column in zip(pair, self.panels.columns, strict=True):
+                    a.store_bfloat16(At(base=base, distance=begin + column * SIZE), x)
         a.add("rbp", rows * WIDTH * WORD)
         if framed:
             a.add("rbx", rows * PLACE)

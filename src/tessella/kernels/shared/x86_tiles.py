@@ -237,7 +237,8 @@ class Tiles(ABC):
         together = len(weight)
         if not self.DEPTHWISE:
             together = max(1, min(together, BLOCK_WEIGHT_BYTES // panel_bytes))
-        while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < FEW_ITEMS:
+        wanted = max(FEW_ITEMS, 2 * torch.get_num_threads())
+        while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
         panel, some = np.array([*self.panels.together(together)], np.int64).T[..., None, None]
         column = np.array(self.panels.begins, np.int64)[panel] * self.size
