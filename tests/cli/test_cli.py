@@ -214,6 +214,7 @@ def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):
     [
         (("show", "nowhere"), 2, "nothing of ours"),
         (("run", "nowhere", "photo.jpg"), 4, "no model here"),
+        (("evaluate", "nowhere"), 4, "no model here"),
         (("compile", "lenet", "--out", f"{__file__}/x.plan"), 4, "could not be written"),
         (("export", "nowhere", f"{__file__}/x.onnx"), 4, "could not be written"),
         (("data", "import", ".", "--out", f"{__file__}/x"), 4, "could not be written"),

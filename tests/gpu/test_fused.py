@@ -174,9 +174,9 @@ def test_a_training_has_torchs_curve(tmp_path, precision, rel, ours):
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "rel"), [("fp32", None, 2e-2), ("bf16", torch.bfloat16, 0.1)]
+    ("precision", "dtype", "same"), [("fp32", None, 2), ("bf16", torch.bfloat16, 1)]
 )
-def test_ten_seeds_learn_as_in_a_plain_loop(tmp_path, precision, dtype, rel):
+def test_ten_seeds_learn_as_in_a_plain_loop(tmp_path, precision, dtype, same):
     """A ResNet-18 on pictures of 32×32: the first steps one by one, the last ones in the mean."""
     dataset = write_dataset(tmp_path / "stripes", train=60, size=32)
     how = {"network": "resnet18", "precision": precision, "epochs": 6, "batch_size": 20}
@@ -187,7 +187,8 @@ def test_ten_seeds_learn_as_in_a_plain_loop(tmp_path, precision, dtype, rel):
         with arithmetic(precision):
             by_hand = losses_by_hand(run, "cuda", dtype)
         ours = losses(run)
-        assert ours[:2] == pytest.approx(by_hand[:2], rel=rel)
+        # bf16's second loss differs by up to 14 % already where torch's loops are compared
+        assert ours[:same] == pytest.approx(by_hand[:same], rel=2e-2)
         plain.append(np.mean(by_hand[-6:]))
         apart.append(np.mean(ours[-6:]) - plain[-1])
     chance = 3 * np.std(apart, ddof=1) / np.sqrt(len(apart))

@@ -60,6 +60,10 @@ def test_learning_by_heart_is_told_and_the_solver_named():
     assert "batches" not in said
     counts = {"train_counts": [90] * 5, "val_counts": [10] * 5}
     assert "Try batches of 16 (--batch-size 16)" in str(told(0.99, 0.4, **counts))
+    shared = replace(RECIPE, gpus=3, batch_size=48)
+    assert "(--batch-size 24)" in str(told(0.99, 0.4, shared, **counts))
+    counts = {"train_counts": [15] * 2, "val_counts": [15] * 2}
+    assert "batches of" not in str(told(0.99, 0.4, **counts))
     asked = json.loads(said.split("--recipe '")[1].split("'")[0])
     assert Augment(**asked["augment"]) == replace(some, scale=0.2)
     assert "stronger augmentation" in str(told(0.9, 0.4, replace(RECIPE, augment=every)))

@@ -22,6 +22,7 @@ from tessella.quickstart.classification import write_digits
 from tessella.training import loop, trainer
 from tessella.training.evaluate import evaluate, predict_split
 from tessella.training.loop import train
+from tessella.training.prepare import check
 from tessella.training.solver import set_rate
 from tests.support.training import (
     CLASSES,
@@ -52,14 +53,17 @@ def test_equals_a_loop_written_by_hand(run):
 def test_networks_have_the_curves_of_a_plain_loop(tmp_path):
     """LeNet on handwritten digits, and a ResNet-18 on generated pictures of 32×32."""
     write_digits(tmp_path / "pictures")
-    settings = ImportSettings(size=28, channels=1, holdout=0.9, workers=1)
+    for file in (tmp_path / "pictures").rglob("*.png"):
+        if int(file.stem) >= 150:
+            file.unlink()
+    settings = ImportSettings(size=28, channels=1, holdout=0.5, workers=1)
     digits = import_images(tmp_path / "pictures", tmp_path / "digits", settings)
-    made = write_dataset(tmp_path / "stripes", train=60, size=32)
+    made = write_dataset(tmp_path / "stripes", train=30, size=32)
     for network, path in (("lenet", digits.path), ("resnet18", made)):
-        how = recipe(path, network=network, epochs=2.0, batch_size=20, val_interval=9)
+        how = recipe(path, network=network, epochs=1.0, val_interval=9)
         found = losses(train(how, tmp_path / network))
         assert found == pytest.approx(losses_by_hand(Run(tmp_path / network)), rel=1e-5)
-        assert len(found) > 5
+        assert len(found) > 2
 
 
 def _batch(dataset, *, epoch, start):
@@ -219,6 +223,7 @@ def test_starts_from_a_checkpoint(dataset, run, tmp_path):
         train(recipe(dataset, init="pretraind"), tmp_path / "wrong")
     with pytest.raises(UsageError, match=rf"one of its checkpoints: {run.latest().path}"):
         train(recipe(dataset, init=str(run.path)), tmp_path / "wrong")
+    check(recipe(dataset, init="gone"))  # which who resumes does not read
 
 
 def test_divergence_names_the_step_and_stays_in_the_log(dataset, tmp_path):

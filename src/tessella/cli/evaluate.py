@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from tessella import api
 from tessella.api.evaluating import Calibration, Comparison, Judgement, save_mistakes
+from tessella.api.predicting import open_model
 from tessella.artifacts.files import write_atomic
 from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, grid, output
@@ -81,6 +82,8 @@ def evaluate(
 
 def _dataset_of(model: Path) -> Path:
     """The dataset of a run, or of the run that a checkpoint lies in."""
+    if not model.exists():
+        open_model(model)  # which says so
     for folder in (model, model.resolve().parent.parent):
         if (folder / "run.json").is_file():
             return Path(Run(folder).recipe.dataset)

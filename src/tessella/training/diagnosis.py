@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from tessella.artifacts.defaults import batch_of_few, defaults
+from tessella.artifacts.defaults import FEW, batch_of_few, defaults
 from tessella.artifacts.run import Augment, Recipe
 
 SIGMAS = 3.0  # beyond what guessing scatters by: then something has been learned
@@ -69,8 +69,9 @@ def _beyond(guessed: float, images: int) -> float:
 def _overfits(
     recipe: Recipe, train: float, val: float, counts: Sequence[int], guessed: float | None = None
 ) -> str:
-    changes, few = _augmentation(recipe.augment), batch_of_few(sum(counts))
-    if few < recipe.batch_size:
+    changes, parts = _augmentation(recipe.augment), recipe.processes * recipe.accumulate
+    few = parts * batch_of_few(sum(counts) // parts)
+    if FEW <= few < recipe.batch_size:  # of fewer, norms have no statistics
         changes = f"batches of {few} (--batch-size {few}), for more steps, with {changes}"
     usual, fixes = _usual_rate(recipe), [changes, "more images"]
     if recipe.solver.name in ("sgd", "nesterov") or not _near(recipe, usual):

@@ -34,6 +34,7 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
     check_devices(recipe.gpus)
     if not (resume and (out / "run.json").exists()):
         check(recipe)
+        _require_start(recipe)
     info = describe_run(recipe)
     if (out / "run.json").exists():
         run = Run(out)
@@ -64,7 +65,6 @@ def check(recipe: Recipe) -> None:
             that the dataset's task has no use for.
     """
     check_devices(recipe.gpus)
-    _require_start(recipe)
     dataset = Dataset(recipe.dataset)
     _network(dataset, recipe)
     task = of(dataset.info.task)
