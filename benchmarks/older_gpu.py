@@ -103,7 +103,7 @@ def _accept_plans(target: str, here: int) -> None:
     def require_same(self: device.Fingerprint, seen: device.Fingerprint, **told: Any) -> None:
         refuse(replace(self, arch=f"sm_{here}") if self.arch == target else self, seen, **told)
 
-    device.Fingerprint.require_same = require_same  # type: ignore[method-assign]
+    device.Fingerprint.require_same = require_same  # type: ignore
 
 
 def _compile_cuda(target: str, here: int) -> None:

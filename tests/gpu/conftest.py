@@ -13,7 +13,7 @@ from tests.support.gpu_target import TARGET
 # tests of what older GPUs do not have, or of what is the same for all targets
 HOPPERS = re.compile(
     "sm90|hopper|wgmma|conv_chain|conv_pool|cudnn_graph|linear_norm|ahead_of_time|kernels_user"
-    "|pictures|telemetry|test_train|test_fused|test_first_layers|::test_pointwise"
+    "|pictures|telemetry|test_train|test_fused|portable.py::test_first_layers|::test_pointwise"
     "|test_in_a_plan_it_writes|tried_on_the_gpu|sparse.py::(?!test_the_library)"
     "|conv_backward.py::test_(calls_are|constant_weights)"
 )

@@ -24,16 +24,12 @@ from tests.support.kernels import for_targets
 DOCUMENT = Path(__file__).parents[2] / "docs" / "targets.md"
 COMPILED = tuple(target for target in GPU_TARGETS if target != "sm_90")
 # whose code ran on an H200, in tests/gpu with TARGET, and which rows did not
-_NEW = (
-    "pad.rows", "fallback.gathered", "group_factors.moments", "conv_transpose2d.spread",
-    "conv_transpose3d.spread",
-)  # fmt: skip
+_NEW = ("pad.rows", "fallback.gathered")
 ANSWERED: dict[str, tuple[str, ...]] = {
     "sm_80": _NEW,
     "sm_89": (
         "deformable_attention.sampled",
         "image_to_tensor.pointwise",
-        "conv2d.implicit_gemm.sm80",
         "conv2d.direct.sm80",
         *_NEW,
     ),
