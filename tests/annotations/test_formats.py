@@ -566,6 +566,11 @@ def test_folders_of_splits_each_with_annotations_of_its_own(tmp_path):
     assert [(p.split, Path(p.file).parent.name) for p in got.pictures] == [
         ("train", "train2017"), ("val", "val2017"),
     ]  # fmt: skip
+    (tmp_path / "ring").mkdir()
+    for name in ("train", "val", "test"):  # folders without an end
+        (tmp_path / "ring" / name).symlink_to(".")
+    with pytest.raises(DataError, match="no annotations here"):
+        read_annotations(tmp_path / "ring")
     write(tmp_path / "own/annotations/instances_val_small.json", json.dumps(plain))
     with pytest.raises(DataError, match="several files"):
         read_annotations(tmp_path / "own")

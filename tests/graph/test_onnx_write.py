@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -324,9 +325,19 @@ def test_boxes_that_stay_go_out_as_a_table(tmp_path: Path) -> None:
         one.tolist() for one in right
     ]
     model = onnx.load(tmp_path / "net.onnx")
-    model.graph.node[-1].name += "!"  # by a tool that has changed the file
+    limit = next(t for t in model.graph.initializer if t.raw_data == struct.pack("<f", 0.2))
+    limit.raw_data = struct.pack("<f", 0.9)  # by a tool that changes the file
     with pytest.raises(CompileError, match="NonMaxSuppression"):
         read(model.SerializeToString())
+    limit.raw_data = struct.pack("<f", 0.2)
+    model.graph.node[-1].name += "!"
+    with pytest.raises(CompileError, match="NonMaxSuppression"):
+        read(model.SerializeToString())
+    strange = onnx.load(tmp_path / "net.onnx")
+    strange.graph.node[-1].domain = "tessella"
+    strange.opset_import.add(domain="tessella", version=1)
+    with pytest.raises(CompileError, match="has no operators in files"):
+        read(strange.SerializeToString())
     (said,) = (p for p in model.metadata_props if p.key == "tessella.operations")
     for broken, why in (('{"said": 3}', "cannot be read"), ("x" * 2_000_000, "too long")):
         said.value = broken

@@ -65,6 +65,14 @@ def read_annotations(
 
 
 def _reader(source: Path, labels: tuple[str, ...] | None, image_root: Path | None) -> Reader | None:
+    own = _own_reader(source, labels, image_root)
+    return _of_folders(source, labels, image_root) if own is None else own
+
+
+def _own_reader(
+    source: Path, labels: tuple[str, ...] | None, image_root: Path | None
+) -> Reader | None:
+    """Of what lies in a folder itself, and not in folders of splits."""
     suffix = source.suffix.lower()
     if source.is_file() and suffix == ".json":
         return lambda: coco.read(source, image_root=image_root)
@@ -91,7 +99,7 @@ def _reader(source: Path, labels: tuple[str, ...] | None, image_root: Path | Non
     for folder in (source, source / "training", source / "default"):
         if kitti.is_folder(folder):
             return lambda: kitti.read(folder, labels=labels)
-    return _of_folders(source, labels, image_root)
+    return None
 
 
 def _of_folders(
@@ -101,8 +109,8 @@ def _of_folders(
     readers: dict[str, tuple[str, Reader]] = {}
     for split, names in SPLITS.items():
         for name in names:
-            reader = _reader(source / name, labels, image_root) if split not in readers else None
-            if reader is not None:
+            reader = _own_reader(source / name, labels, image_root)
+            if reader is not None and split not in readers:
                 readers[split] = name, reader
     return (lambda: _joined(readers)) if "train" in readers and len(readers) > 1 else None
 

@@ -8,7 +8,9 @@ say the same, but OpenVINO 2026.4 crashes on a file with them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import onnx
@@ -20,7 +22,7 @@ from tessella.graph.graph import Node
 from tessella.graph.onnx.call import Call, Result, Translator
 
 DOMAIN, KEY = "tessella", "tessella.operations"
-MAX_CHARACTERS, MOST, LARGEST = 1 << 20, 256, 1 << 31  # of the record, its operations, a number
+MAX_CHARACTERS, MOST, LARGEST = 1 << 20, 256, 1 << 20  # of the record, its operations, a number
 # By operation: its attributes with their types, of which those that are None are left out.
 ATTRIBUTES: dict[str, dict[str, type]] = {
     "nms": {"iou_threshold": float, "score_threshold": float, "most": int},
@@ -36,6 +38,7 @@ class Said:
 
     Attributes:
         numbers: of each attribute, one or several.
+        digest: of these operators and the constants that they read: see ``_digest``.
     """
 
     op: str
@@ -43,6 +46,7 @@ class Said:
     output: str
     nodes: tuple[str, ...]
     numbers: dict[str, tuple[float, ...]]
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +56,32 @@ class Operations:
     said: tuple[Said, ...] = ()
 
 
-def said(node: Node, nodes: tuple[str, ...]) -> Said:
-    """What a file says of an operation that became so many operators."""
+def said(node: Node, made: Sequence[onnx.NodeProto], constants: Iterable[onnx.TensorProto]) -> Said:
+    """What a file with these constants says of an operation that became so many operators."""
     given = {name: node.attrs[name] for name in ATTRIBUTES[node.op]}
     lists = {n: v if isinstance(v, tuple | list) else (v,) for n, v in given.items()}
     return Said(
         op=node.op,
         inputs=tuple(v.name for v in node.inputs if v is not None),
         output=node.output.name,
-        nodes=nodes,
+        nodes=tuple(one.name for one in made),
+        digest=_digest(made, constants),
         numbers={n: tuple(map(float, v)) for n, v in lists.items() if v != (None,)},
     )
+
+
+def _digest(nodes: Sequence[onnx.NodeProto], constants: Iterable[onnx.TensorProto]) -> str:
+    """The SHA-256 of operators, in order, but for their names, and of the constants they read."""
+    hashed, tensors = sha256(), {tensor.name: tensor for tensor in constants}
+    for node in nodes:
+        plain = onnx.NodeProto(
+            op_type=node.op_type, domain=node.domain, input=node.input, output=node.output,
+            attribute=node.attribute,
+        )  # fmt: skip
+        hashed.update(plain.SerializeToString(deterministic=True))
+        for tensor in (tensors[name] for name in node.input if name in tensors):
+            hashed.update(f"{tensor.data_type} {list(tensor.dims)}".encode() + tensor.raw_data)
+    return hashed.hexdigest()
 
 
 def add_operations(model: onnx.ModelProto, every: tuple[Said, ...]) -> None:
@@ -105,6 +124,10 @@ def _restored(graph: onnx.GraphProto, one: Said) -> None:
     there = {name for node in outside for name in node.output} | {v.name for v in graph.input}
     there |= {tensor.name for tensor in graph.initializer}
     as_written = all(names[name] == 1 for name in mine) and one.output in made
+    by_name = {node.name: node for node in inside}
+    as_written = as_written and one.digest == _digest(
+        [by_name[name] for name in one.nodes], graph.initializer
+    )
     if not as_written or (read & made) - {one.output} or not set(one.inputs) <= there:
         return  # somebody has changed the file
     attrs: dict[str, Any] = {}

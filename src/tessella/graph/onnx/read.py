@@ -142,6 +142,10 @@ def _load(source: str | Path | bytes) -> onnx.ModelProto:
         onnx.checker.check_model(model)
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise CompileError("the ONNX file is not valid", seen=str(error).strip()[:400]) from error
+    if strange := [node.op_type for node in _nodes(model.graph) if node.domain == own.DOMAIN]:
+        raise CompileError(
+            f"the domain {own.DOMAIN!r} has no operators in files", seen=", ".join(strange)[:200]
+        )
     own.restore(model)
     return model
 

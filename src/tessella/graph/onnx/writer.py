@@ -33,7 +33,7 @@ class Writer:
         self._taken = {v.name for v in graph.values()}
         self._numbers: dict[tuple[Any, ...], str] = {}
         self._batch: str | None = None
-        self._said: list[own.Said] = []
+        self._told: list[tuple[Node, list[onnx.NodeProto]]] = []
         for value, tensor in graph.constants.items():
             self._constants.append(_tensor(value.name, tensor))
 
@@ -61,7 +61,7 @@ class Writer:
         """Append an operation by ``export``, and say which operators are it: see ``own``."""
         begin = len(self._nodes)
         export(self, node)
-        self._said.append(own.said(node, tuple(made.name for made in self._nodes[begin:])))
+        self._told.append((node, self._nodes[begin:]))
 
     def constant(self, tensor: torch.Tensor) -> str:
         """The name of a constant; the same numbers are one constant."""
@@ -116,7 +116,8 @@ class Writer:
             producer_name="tessella",
             producer_version=VERSION,
         )
-        own.add_operations(model, tuple(self._said))
+        every = (own.said(node, made, self._constants) for node, made in self._told)
+        own.add_operations(model, tuple(every))
         return model
 
 
