@@ -250,6 +250,14 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
         attrs={"axis": 0, "dtype": "float32"},
     )  # fmt: skip
     yield back, [numbers(p.output), scale, None]
+    vector, narrow = (TensorMeta(shape=(43,), dtype="float32"),
+                      TensorMeta(shape=(5, 43), dtype="bfloat16"))  # fmt: skip
+    program = (("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}), ("relu", (5,), {}))
+    normed = Problem(
+        op="pointwise", inputs=(narrow, *[vector] * 4), outputs=(narrow,),
+        attrs={"program": program, "results": (6,)}, constant=(1, 2, 3, 4),
+    )  # fmt: skip
+    yield normed, [numbers(narrow), *(numbers(vector).abs() for _ in range(4))]
     image = TensorMeta(shape=(2, 3, 7, 9), dtype="float32")
     made = replace(image, dtype="int8", format="channels_last")
     yield replace(p, inputs=(image, *p.inputs[1:]), outputs=(made,)), [numbers(image), scale, None]

@@ -96,6 +96,8 @@ def test_bfloat16_beside_float64(isa: InstructionSet) -> None:
         agrees(problem((("mul", (0, 1), {}), ("hardswish", (2,), {})), x, gate), isa)
         agrees(problem(GATE, x, pixel), isa)
         agrees(problem(LONG, x, x), isa)
+        vector = TensorMeta(shape=(channels,), dtype="float32")
+        agrees(problem(NORM_RELU, x, *[vector] * 4, constant=(1, 2, 3, 4)), isa)
 
 
 @pytest.mark.parametrize("threads", [2, 5])

@@ -1,5 +1,5 @@
 """``pointwise`` on a CPU with AVX-512 or AVX2: a program of float32 numbers in one pass, or of
-bfloat16 (AVX-512 with BF16), which are float32 in registers.
+bfloat16 (AVX-512 with BF16), which are float32 in registers, as its constants may be in memory.
 
 A thread takes some rows at a time. Of a row a vector of columns after the other is loaded, goes
 through the program in registers, and is stored; what is one number a row, or a vector that all rows
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,20 @@ from tessella.operations.problem import Problem
 
 BLOCK_NUMBERS = 2**14  # that one thread takes at a time
 ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
-POINTERS = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rsi", "rbp")  # one a tensor
-REST = 1  # the mask of what is left of a row; in AVX2 a vector
+WIDE_COLUMN = "rsi"  # of constants in float32 beside bfloat16
+POINTERS = (
+    "r8",
+    "r9",
+    "r10",
+    "r11",
+    "r12",
+    "r13",
+    "r14",
+    "r15",
+    "rbp",
+    WIDE_COLUMN,
+)  # one a tensor
+REST, WIDE_REST = 1, 2  # the masks of what is left of a row; in AVX2 a vector
 
 BINARY = {"add": "vaddps", "sub": "vsubps", "mul": "vmulps", "div": "vdivps"}
 WITH_NUMBER = {"plus": "vaddps", "times": "vmulps", "over": "vdivps"}
@@ -39,7 +51,8 @@ BOUNDS = {"at_least": "vmaxps", "at_most": "vminps"}
 
 
 def fits(problem: Problem) -> str | None:
-    dtypes = {m.dtype for m in (*problem.inputs, *problem.outputs) if m is not None}
+    free = [m for i, m in enumerate(problem.inputs) if i not in problem.constant]
+    dtypes = {m.dtype for m in (*free, *problem.outputs) if m is not None}
     if dtypes != {"float32"} and (dtypes != {"bfloat16"} or not code.has_bfloat16()):
         return "float32 throughout, or bfloat16 where the processor rounds to it"
     if len(problem.outputs) != 1:
@@ -49,14 +62,15 @@ def fits(problem: Problem) -> str | None:
     except (KernelError, CompileError) as reason:
         return str(reason)
     lowered, axes = walked.lowered, walked.axes
-    if any(m.dtype != problem.output.dtype for m in lowered.metas(problem.given)):
+    sizes = {m.itemsize for m in lowered.metas(problem.given)} | {problem.output.itemsize}
+    if any(m.dtype not in (problem.output.dtype, "float32") for m in lowered.metas(problem.given)):
         return "its constants have another element type"
     if 0 in problem.output.shape:
         return "nothing to make"
     if unknown := sorted({op for op, n in zip(lowered.ops, lowered.numbers) if not _known(op, n)}):
         return f"no machine code for {', '.join(unknown)}"
-    if len(axes.strides) > len(POINTERS):
-        return f"at most {len(POINTERS)} tensors"
+    if len(axes.strides) > (most := len(POINTERS) - (len(sizes) > 1)):
+        return f"at most {most} tensors"
     if any(s[-1] not in (0, 1) for s in axes.strides) or axes.strides[-1][-1] != 1:
         return "numbers of a row lie apart"
     if max(math.prod(m.shape) for m in problem.given) * 4 > MAX_BYTES or problem.output.extent > (
@@ -72,10 +86,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     walked, isa = walk(problem), code.require_instructions()
     operands = walked.lowered.binder(constants)
     axes = _rows_of_columns(walked.axes, isa)
-    items = _items(axes, problem.output.itemsize)
+    metas = [*walked.lowered.metas(problem.given), problem.output]
+    sizes = tuple(m.itemsize for m in metas)
+    items = _items(axes, sizes)
     _require_inside(problem, walked, axes, items)
     table = code.Table(items)
-    made = _machine_code(isa, walked, axes, problem.output.itemsize)
+    made = _machine_code(isa, walked, axes, sizes)
 
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
         *inputs, out = tensors
@@ -89,19 +105,19 @@ _made: dict[tuple[object, ...], code.MachineCode] = {}  # by all that it depends
 _MOST_MADE = 256
 
 
-def _machine_code(isa: InstructionSet, walked: Walk, axes: Axes, size: int) -> code.MachineCode:
+def _machine_code(
+    isa: InstructionSet, walked: Walk, axes: Axes, sizes: tuple[int, ...]
+) -> code.MachineCode:
     """The machine code of a program, which is the same for all batch sizes: a step of a plan is
     bound in two thirds of the time with it.
     """
     lowered = walked.lowered
     program = repr((lowered.ops, lowered.reads, lowered.numbers, lowered.results))
     strides = tuple(s[-2:] for s in axes.strides)
-    key = isa, program, walked.inputs, axes.columns, strides, size
+    key = isa, program, walked.inputs, axes.columns, strides, sizes
     made = _made.get(key)
     if made is None:
-        written = _Program(
-            isa=isa, walked=walked, axes=axes, constants=Constants(isa), itemsize=size
-        )
+        written = _Program(isa=isa, walked=walked, axes=axes, constants=Constants(isa), sizes=sizes)
         made = code.MachineCode(written.written().code(), written.constants)
         if len(_made) >= _MOST_MADE:
             _made.clear()
@@ -164,14 +180,14 @@ def _rows_of_columns(axes: Axes, isa: InstructionSet) -> Axes:
     return Axes(sizes=(*rows, columns // width, width), strides=strides)
 
 
-def _items(axes: Axes, size: int) -> npt.NDArray[np.int64]:
+def _items(axes: Axes, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
     """What threads take one by one: where some rows begin in each tensor, in bytes; how many."""
     *outer, rows, columns = axes.sizes
     some = max(1, min(rows, BLOCK_NUMBERS // columns))
     row = np.arange(0, rows, some)
     table = np.empty((*outer, len(row), len(axes.strides) + 1), np.int64)
     places = np.ix_(*map(np.arange, outer), row)
-    for number, strides in enumerate(axes.strides):
+    for number, (strides, size) in enumerate(zip(axes.strides, sizes, strict=True)):
         steps = strides[: len(outer) + 1]  # all but that of a row's numbers
         table[..., number] = size * sum(at * step for at, step in zip(places, steps, strict=True))
     table[..., -1] = np.minimum(some, rows - row)
@@ -192,19 +208,20 @@ def _require_inside(
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """Machine code for rows of columns, of so many bytes a number: four, or two of bfloat16."""
+    """Machine code for rows of columns; ``sizes``: bytes of each tensor's numbers, 4, or 2."""
 
     isa: InstructionSet
     walked: Walk
     axes: Axes
     constants: Constants
-    itemsize: int
+    sizes: tuple[int, ...]
 
     def written(self) -> Assembler:
         """The code.
 
         rdi: the call, with the tensors' addresses; rbx: the item;
-        ``POINTERS``: the row of each tensor; rcx: rows that are left; rdx: the column, in bytes.
+        ``POINTERS``: the row of each tensor; rcx: rows that are left; rdx: the column, in bytes of
+        the result, and ``WIDE_COLUMN`` in those of float32 where both are read.
         """
         a, tensors = Assembler(self.isa), len(self.axes.strides)
         whole, rest = divmod(self.axes.columns, self.isa.lanes)
@@ -219,29 +236,36 @@ class _Program:
                 self.constants.begin(a)
                 with a.counted("row", "rcx"):
                     a.set("rdx", 0)
+                    if self._is_mixed:
+                        a.set(WIDE_COLUMN, 0)
                     if whole:
-                        size = self.isa.lanes * self.itemsize
+                        size = self.isa.lanes * self.sizes[-1]
                         with a.stepped("columns", "rdx", size, whole * size):
                             self._vector(a, is_rest=False)
+                            if self._is_mixed:
+                                a.add(WIDE_COLUMN, self.isa.vector_bytes)
                     if rest:
                         self._vector(a, is_rest=True)
-                    for pointer, strides in zip(POINTERS, self.axes.strides, strict=False):
+                    for pointer, strides, size in zip(
+                        POINTERS, self.axes.strides, self.sizes, strict=False
+                    ):
                         if strides[-2]:
-                            a.add(pointer, self.itemsize * strides[-2])
+                            a.add(pointer, size * strides[-2])
         return a
 
     def _begin_rest(self, a: Assembler, rest: int) -> None:
         """The mask of the columns that make no whole vector."""
         if self.isa == AVX512:
-            a.set("rax", (1 << (rest if self._is_narrow else 4 * rest)) - 1)
-            a.mask(REST, "rax")
+            for mask, bits in ((REST, rest), (WIDE_REST, 4 * rest)):
+                a.set("rax", (1 << bits) - 1)
+                a.mask(mask, "rax")
         else:
             self.constants.begin(a)
             a.load_vector(self._rest, self.constants.first(rest))
 
     @property
-    def _is_narrow(self) -> bool:
-        return self.itemsize == 2
+    def _is_mixed(self) -> bool:
+        return len(set(self.sizes)) > 1
 
     @property
     def _rest(self) -> int:
@@ -264,31 +288,32 @@ class _Program:
         if result < self.walked.inputs and result not in loaded:
             self._load(a, places[result], result, is_rest)
         at = self._at(len(self.axes.strides) - 1)
-        if self._is_narrow:
+        if self.sizes[-1] == 2:
             a.store_bfloat16(at, places[result], REST if is_rest else 0)
         elif not is_rest:
             a.store_vector(at, places[result])
         elif self.isa == AVX512:
-            a.store_vector(at, places[result], REST)
+            a.store_vector(at, places[result], WIDE_REST)
         else:
             a.store_some(at, places[result], self._rest)
 
     def _load(self, a: Assembler, to: int, operand: int, is_rest: bool) -> None:
         at = self._at(operand)
         if self.axes.strides[operand][-1] == 0:
-            spread = a.broadcast_bfloat16 if self._is_narrow else a.broadcast
+            spread = a.broadcast_bfloat16 if self.sizes[operand] == 2 else a.broadcast
             spread(to, At(base=at.base))
-        elif self._is_narrow:
+        elif self.sizes[operand] == 2:
             a.load_bfloat16(to, at, REST if is_rest else 0)
         elif not is_rest:
             a.load_vector(to, at)
         elif self.isa == AVX512:
-            a.load_vector(to, at, REST)
+            a.load_vector(to, at, WIDE_REST)
         else:
             a.load_some(to, at, self._rest)
 
     def _at(self, tensor: int) -> At:
-        return At(base=POINTERS[tensor], index="rdx")
+        is_wide = self.sizes[tensor] > self.sizes[-1]
+        return At(base=POINTERS[tensor], index=WIDE_COLUMN if is_wide else "rdx")
 
     def _step(self, a: Assembler, op: str, to: int, reads: list[int], number: float) -> None:
         x, first = reads[0], self.isa.vectors - 1 - TEMPORARIES
