@@ -3,7 +3,8 @@
 Pictures with one to four real digits (``quickstart.scattered``), whose boxes a ``centernet`` learns
 and whose masks a ``unet``; validation has digits that training has not. A GPU learns from 2,000 of
 96 × 96, a CPU what its quick starts learn. The minutes are those of ``train``, validations and the
-kernels' compilation included.
+kernels' compilation included. With ``--plans fp16,int8`` the network is then judged as a plan of
+each precision, on the same pictures.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, document, markdown, write
 from benchmarks.tables import scattered
-from tessella import api
+from tessella import api, compiler, runtime
 from tessella.artifacts.dataset import Dataset
+from tessella.artifacts.run import Run
 from tessella.core.device import default_target
 from tessella.core.events import silent
 from tessella.data.importing import ImportSettings, import_images
@@ -44,6 +47,8 @@ ON_CPU: dict[str, Problem] = {
         segmentation.PICTURES, HELD_OUT, {"size": segmentation.SIZE, "sides": segmentation.SIDES},
         segmentation.NETWORK, segmentation.RECIPE | {"epochs": segmentation.EPOCHS}),
 }  # fmt: skip
+BATCH = 8  # of a plan
+RESAMPLES = 10  # scores are told without their intervals
 SCORES = {"detection": ("map50", "map"), "segmentation": ("miou", "dice")}
 
 
@@ -52,6 +57,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="detection,segmentation")
     parser.add_argument("--epochs", type=int, help="instead of each recipe's own")
     parser.add_argument("--pictures", type=int, help="instead of each recipe's own")
+    parser.add_argument("--plans", default="", help="precisions of plans that are judged, too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     target = default_target()
@@ -69,16 +75,22 @@ def main() -> None:
             )
             settings = ImportSettings(task=task, size=drawn["size"], val_folder=pictures[1])
             dataset = import_images(pictures[0], root / "data", settings, emit=silent)
-            rows.append(learned(root, dataset, task, network, recipe))
+            plans = [name for name in args.plans.split(",") if name]
+            rows.append(learned(root, dataset, task, network, recipe, plans))
         print(rows[-1], flush=True)
         write(out, document(target, rows))
     print(markdown(*scattered(rows)))
 
 
 def learned(
-    root: Path, dataset: Dataset, task: str, network: str, recipe: dict[str, Any]
+    root: Path,
+    dataset: Dataset,
+    task: str,
+    network: str,
+    recipe: dict[str, Any],
+    plans: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Minutes until the last validation, and what the best checkpoint scored."""
+    """Minutes until the last validation, and what the best checkpoint and its plans scored."""
     begun = time.monotonic()
     run = api.train(
         network, dataset, out=root / "run", val_interval=max(1, recipe["epochs"] // 8),
@@ -90,7 +102,16 @@ def learned(
     return {
         "task": task, "network": network, "pictures": len(dataset.train),
         "epochs": recipe["epochs"], "minutes": round(minutes, 2), **scores,
+        **({"plans": {name: judged(run, dataset, task, name) for name in plans}} if plans else {}),
     }  # fmt: skip
+
+
+def judged(run: Run, dataset: Dataset, task: str, precision: str) -> dict[str, float]:
+    """What a plan scores on the pictures for validation; those for training calibrate it."""
+    calibration = dataset if precision in compiler.KINDS else None
+    plan = api.compile(run, batch=BATCH, precision=precision, calibration=calibration, emit=silent)
+    measures = api.evaluate(runtime.load(plan), dataset, split="val", resamples=RESAMPLES).measures
+    return {name: round(measures[name].value, 4) for name in SCORES[task]}
 
 
 if __name__ == "__main__":

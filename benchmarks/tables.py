@@ -337,21 +337,26 @@ def _changes() -> Iterator[str]:
 
 def _scattered() -> Iterator[str]:
     """Boxes and masks of digits on textures: what was learned in how many minutes."""
-    yield "## Digits scattered on textures: `scattered-sm_90.json`\n"
+    yield "## Digits scattered on textures: `scattered-sm_90.json`, `scattered-cpu.json`\n"
     yield "Pictures of 96²; the digits that validation has are in no picture for training.\n"
-    for number, run in enumerate(_runs("scattered-sm_90.json"), 1):
+    runs = [*_runs("scattered-sm_90.json"), *_runs("scattered-cpu.json")]
+    for number, run in enumerate(runs, 1):
         yield markdown(*scattered(run["rows"])) + "\n"
         yield f"{number}. {_origin(run)}\n"
 
 
 def scattered(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
-    """A line a task: what was learned, how long it took, and the scores."""
-    scores = {"detection": ("map50", "map"), "segmentation": ("miou", "dice")}
+    """A line a task: what was learned, how long it took, and the scores, those of plans too."""
+    names = {"detection": ("map50", "map"), "segmentation": ("miou", "dice")}
+
+    def scores(row: Row) -> str:
+        of = {"": row} | {f"{kind} plan ": plan for kind, plan in row.get("plans", {}).items()}
+        told = (", ".join(f"{n} {s[n]:.3f}" for n in names[row["task"]]) for s in of.values())
+        return "; ".join(kind + one for kind, one in zip(of, told, strict=True))
+
     lines: list[Sequence[object]] = [
-        (r["task"], r["network"], r["pictures"], r["epochs"], r["minutes"],
-         ", ".join(f"{name} {r[name]:.3f}" for name in scores[r["task"]]))
-        for r in rows
-    ]  # fmt: skip
+        (r["task"], r["network"], r["pictures"], r["epochs"], r["minutes"], scores(r)) for r in rows
+    ]
     return ("task", "network", "pictures", "epochs", "minutes", "scores"), lines
 
 
