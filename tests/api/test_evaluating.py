@@ -161,6 +161,8 @@ def test_the_command_line_says_the_same(stripes, better, worse, tmp_path, monkey
     with monkeypatch.context() as inside:
         inside.chdir(better.latest().path)
         assert tessella("evaluate", ".", "--json").code == 0  # so does a checkpoint in it
+    assert "no model here" in tessella("evaluate", tmp_path / "some.onnx").err
+    (tmp_path / "some.onnx").touch()
     assert "--data FOLDER" in tessella("evaluate", tmp_path / "some.onnx").err
     flattering = tessella("evaluate", worse.path, "--data", stripes, "--split", "val")
     assert "chosen by its val split" in flattering.err

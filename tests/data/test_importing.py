@@ -582,28 +582,3 @@ def test_original_files_are_stored_as_they_are(
         )
     assert np.allclose(dataset.preprocess.mean, plain.preprocess.mean, atol=0.1)
     assert (dataset.preprocess.mean == plain.preprocess.mean) == (few == 64)
-
-
-@pytest.mark.parametrize(
-    ("files", "task"),
-    [
-        (("images/a.png", "annotations/a.json"), "detection"),
-        (
-            ("train/a.png", "train/_annotations.coco.json", "valid/_annotations.coco.json"),
-            "instances",
-        ),
-        (("images/a.png", "labels/a.txt", "data.yaml"), "detection"),
-        (("JPEGImages/a.png", "Annotations/a.xml"), "detection"),
-        (("images/a.png", "masks/a.png"), "segmentation"),
-        (("imagesTr/a.npy", "labelsTr/a.npy"), "volumes"),
-        (("instances.json",), "multilabel"),
-    ],
-)
-def test_what_other_tasks_learn_from_is_no_folder_of_classes(files, task, tmp_path):
-    """Whose folders were taken for classes where nobody said a task."""
-    for name in files:
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).touch()
-    source = tmp_path / "in" / files[0] if len(files) == 1 else tmp_path / "in"
-    with pytest.raises(DataError, match=rf"no folder or list of classes.*--task.*{task}"):
-        import_images(source, tmp_path / "out", ImportSettings())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tessella.core.errors import DataError, UsageError
+from tessella.data.importing import ImportSettings, import_images
 from tessella.data.sources import Found, find, read_labels
 
 
@@ -169,3 +170,26 @@ def test_labels_named_twice_or_missing(tmp_path: Path) -> None:
         find(path, labels=("a", "a"))
     with pytest.raises(DataError, match="no such labels file"):
         read_labels(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("files", "task"),
+    [
+        (("images/a.png", "annotations/a.json"), "detection"),
+        (
+            ("train/a.png", "train/_annotations.coco.json", "valid/_annotations.coco.json"),
+            "instances",
+        ),
+        (("images/a.png", "labels/a.txt", "data.yaml"), "detection"),
+        (("JPEGImages/a.png", "Annotations/a.xml"), "detection"),
+        (("images/a.png", "masks/a.png"), "segmentation"),
+        (("imagesTr/a.npy", "labelsTr/a.npy"), "volumes"),
+        (("instances.json",), "multilabel"),
+    ],
+)
+def test_what_other_tasks_learn_from_is_no_folder_of_classes(files, task, tmp_path):
+    """Whose folders were taken for classes where nobody said a task."""
+    root = touch(tmp_path / "in", *files)
+    source = root / files[0] if len(files) == 1 else root
+    with pytest.raises(DataError, match=rf"no folder or list of classes.*--task.*{task}"):
+        import_images(source, tmp_path / "out", ImportSettings())

@@ -215,9 +215,14 @@ def test_a_table_with_a_row_a_box(suffix: str, tmp_path: Path) -> None:
         "sub/c.png": [(0, 30.0, 20.0, 10.0, 10.0)],
     }  # fmt: skip
     assert "4 problems" in got.notes[0]  # no area, cut, no number, no picture
+    assert "data annotations" not in got.notes[0]  # which takes no table
     assert [s.path for s in got.skipped] == ["../d.png"]
     dataset = import_images(file, tmp_path / "data", ImportSettings(task="detection", size=32))
     assert len(dataset.train) == 3  # two groups, of which a tenth is none
     pa.csv.write_csv(table.drop_columns(["xmax"]), tmp_path / "other.csv")
+    torn = table.set_column(6, "group", pa.array([*"xz", *table["group"].to_pylist()[2:]]))
+    pa.csv.write_csv(torn, tmp_path / "torn.csv")
+    with pytest.raises(DataError, match="two groups"):
+        found("detection", tmp_path / "torn.csv")
     with pytest.raises(DataError, match="no columns of boxes"):
         import_images(tmp_path / "other.csv", tmp_path / "no", ImportSettings(task="detection"))

@@ -65,9 +65,12 @@ class Annotations:
 
     def said(self) -> tuple[str, ...]:
         """The notes, and how many problems there are, for a person."""
+        told = self.told()
+        return (*self.notes, *(f"{t}; tessella data annotations lists all of them" for t in told))
+
+    def told(self, shown: int = 1) -> tuple[str, ...]:
+        """How many problems there are, with the first of them; nothing where there are none."""
         if not self.problems:
-            return self.notes
-        first = self.problems[0]
-        count = len(self.problems)
-        note = f"{count:,} problems in the annotations; the first: {first.path}: {first.what}"
-        return (*self.notes, f"{note}; tessella data annotations lists all of them")
+            return ()
+        first = "; ".join(f"{p.path}: {p.what}" for p in self.problems[:shown])
+        return (f"{len(self.problems):,} problems in the annotations; the first: {first}",)

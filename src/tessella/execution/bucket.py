@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tessella.artifacts.program import Slice
-from tessella.core.dtype import dtype
+from tessella.core.dtype import DTYPES, dtype
 from tessella.core.errors import CorruptArtifact
 from tessella.device.x86.chain import Chain, chained
 from tessella.device.x86.code import Launch, Ready
@@ -145,7 +145,7 @@ class BoundBucket:
                 if made.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
                     place = made.numpy().reshape(whole.shape)
                     calls.append(partial(np.copyto, place, whole.numpy()))
-            elif all(dtype(meta.dtype).numpy for meta in bound.problem.outputs):
+            elif all(m.dtype in DTYPES and dtype(m.dtype).numpy for m in bound.problem.outputs):
                 calls.append(partial(self._runs[i][0], slots))
                 asks_torch = True
                 moves.update(() if bound.lying else writes)

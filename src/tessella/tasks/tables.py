@@ -193,7 +193,13 @@ def _placed(data: pa.Table, key: str, source: Path, root: Path) -> Table:
     grouped = next((n for n in columns if n.strip().lower() == GROUP), None)
     if grouped is not None and len(columns) > 1:
         cells = (text.strip() for text in columns.pop(grouped).to_pylist())
-        groups = {path: cell for path, cell in zip(paths, cells, strict=True) if cell}
+        for path, cell in zip(paths, cells, strict=True):
+            if cell and groups.setdefault(path, cell) != cell:
+                raise DataError(
+                    "a picture of the table is in two groups",
+                    seen=f"{path}: {groups[path][:40]!r} and {cell[:40]!r}",
+                    fix=f"give all its rows one {GROUP}: pictures of a group stay in one split",
+                )
     return Table(
         files=tuple(files),
         paths=tuple(paths),

@@ -95,6 +95,10 @@ def test_the_bits_of_the_host_in_machine_code(
         row.refusal(problem_of((1, 9, 9, 13), dtype, "channels_last"))
     )
     assert "numbers at least" in str(row.refusal(problem_of((1, 1, 1, 1), dtype, "channels_last")))
+    for name in ("gain", "offset"):  # of which it loads whole vectors
+        fewer = problem_of((2, 5, 7, 3), dtype, "channels_last")
+        fewer.attrs[name] = fewer.attrs[name][:1]
+        assert "each channel" in str(row.refusal(fewer))
 
 
 def test_every_byte_of_a_real_record() -> None:

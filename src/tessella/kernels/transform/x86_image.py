@@ -35,6 +35,8 @@ def fits(problem: Problem) -> str | None:
         return "makes float32, or bfloat16 where the processor rounds to it"
     if not y.has("channels_last"):
         return "pixels of the result must lie as in the image"
+    if not len(problem.attrs["gain"]) == len(problem.attrs["offset"]) == x.shape[3]:
+        return "takes one gain and one offset for each channel"  # it loads whole vectors of them
     isa = code.require_instructions()
     if _vectors(x.shape[3], isa) > MOST_VECTORS:
         return f"{x.shape[3]} channels repeat after more than {MOST_VECTORS} vectors"

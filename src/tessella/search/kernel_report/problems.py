@@ -238,6 +238,8 @@ def _products(gpu: bool) -> Named:
                 problems.matmul(x, square, bias, constant=(1, 2), activation=ending),
             )
     if not gpu:
+        few = _meta(8, 768), _meta(7, 768), _meta(7)
+        yield f"7 classes {main}", problems.linear(*few, constant=(1, 2))
         return
     yield "float32", linear(n, "float32")
     yield "8 rows float32", linear(8, "float32")

@@ -14,6 +14,7 @@ from tessella.tasks.found import Found, Request, Source
 EDGES = (("xmin", "ymin", "xmax", "ymax"), ("x0", "y0", "x1", "y1"),
          ("left", "top", "right", "bottom"))  # fmt: skip
 CLASS = ("class", "label", "name", "category")
+PROBLEMS_SHOWN = 5  # no command lists those of a table
 
 
 def find(request: Request) -> Found:
@@ -59,11 +60,11 @@ def find(request: Request) -> Found:
     if not any(picture.things for picture in pictures):
         raise DataError(
             "the table names no things",
-            seen=f"{len(pictures):,} pictures in {request.source}; {' '.join(read.said())}",
+            seen=f"{len(pictures):,} pictures in {request.source}; {' '.join(read.told())}",
             fix="give edges in pixels of the pictures",
         )
     sources = [Source(p.file, p.path, p) for p in pictures]
-    return replace(table.found(classes, sources, table.skipped), notes=read.said())
+    return replace(table.found(classes, sources, table.skipped), notes=read.told(PROBLEMS_SHOWN))
 
 
 def _add(checker: Checker, label: int | None, name: str, texts: list[str]) -> None:
