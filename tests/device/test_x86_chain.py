@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import batch_norm
 
 from tessella.device.x86 import chain, code
 from tessella.device.x86.assembler import Assembler, At
+from tessella.kernels.pointwise import x86 as pointwise_x86
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
 
 HERE = code.instructions()
 REFUSAL = "no machine code of ours runs here" if HERE is None else code.refusal(HERE.name)
@@ -110,3 +117,27 @@ def test_only_neighbours_are_one_call() -> None:
     one, *others = chain.chained(calls, lambda c: c if isinstance(c, code.Ready) else None)
     assert isinstance(one, chain.Chain)
     assert others == ["between", ready[2], "behind", ready[3]]
+
+
+def test_a_call_that_is_ready_holds_what_its_addresses_are_of() -> None:
+    """A norm's factors belong to its launch, which a search drops: it read freed memory, and took
+    ours for wrong.
+    """
+    channels = 48
+    vector = TensorMeta(shape=(channels,), dtype="float32")
+    pixels = TensorMeta(shape=(1, channels, 9, 9), dtype="float32", format="channels_last")
+    program = (("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}), ("relu", (5,), {}))
+    problem = Problem(
+        op="pointwise", inputs=(pixels, *[vector] * 4), outputs=(pixels,), constant=(1, 2, 3, 4),
+        attrs={"program": program, "results": (6,)},
+    )  # fmt: skip
+    x, out = pixels.empty(torch.device("cpu")).normal_(), pixels.empty(torch.device("cpu"))
+    constants = {i: torch.rand(channels) + 0.5 for i in problem.constant}
+    launch = pointwise_x86.bind(problem, constants)
+    held, ready = weakref.ref(launch.numbers), launch.at(x, out=out)
+    del launch
+    gc.collect()
+    assert held() is not None
+    ready()
+    mean, variance, weight, bias = constants.values()
+    torch.testing.assert_close(out, batch_norm(x, mean, variance, weight, bias).relu())

@@ -117,15 +117,23 @@ class MachineCode:
         kind, pack = _call_of(_FIRST + len(numbers))
         self.call(kind.from_buffer_copy(pack(0, items.address, items.count, *numbers)), threads)
 
-    def ready(self, items: Table, *numbers: int, most: int | None, counts: bool = False) -> Ready:
+    def ready(
+        self,
+        items: Table,
+        *numbers: int,
+        most: int | None,
+        counts: bool = False,
+        held: object = None,
+    ) -> Ready:
         """``run`` with these numbers, as a function that may be called again and again.
 
         Args:
             most: threads at most.
             counts: the last number is a counter from 0, too.
+            held: what the numbers have addresses of, but for the tensors of the call.
         """
         counters = (_COUNTER, _FIRST + len(numbers) - 1) if counts else (_COUNTER,)
-        return Ready(self, items, (0, items.address, items.count, *numbers), most, counters)
+        return Ready(self, items, (0, items.address, items.count, *numbers), most, counters, held)
 
 
 class Ready:
@@ -145,8 +153,9 @@ class Ready:
         numbers: tuple[int, ...],
         most: int | None,
         counters: tuple[int, ...],
+        held: object,
     ) -> None:
-        self.code, self.numbers, self.most = code, numbers, most
+        self.code, self.numbers, self.most, self._held = code, numbers, most, held
         kind, pack = _call_of(len(numbers))
         self.items, self.counters = items, counters
         self._given = kind.from_buffer_copy(pack(*numbers))
@@ -238,7 +247,8 @@ class Launch:
         """
         given = self._given(None, *inputs, self.result(*inputs, out=out))
         counts = self.needed > 0
-        return self.made.ready(self.items, *given, most=self._most, counts=counts)
+        # factors of a norm, for one, are nobody's but those of ``numbers``
+        return self.made.ready(self.items, *given, most=self._most, counts=counts, held=self)
 
 
 def _threads(most: int | None) -> int:
