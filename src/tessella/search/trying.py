@@ -56,7 +56,7 @@ def _ready(
     """A call of machine code on tensors that stay where they are."""
     placed = call if workspace is None else call.within(workspace)
     launch, made = placed.at(*own, out=out), placed.result(*own, out=out)
-    held = (*own, workspace)  # the code has their addresses
+    held = (own, placed)  # the code has their addresses
 
     def run() -> torch.Tensor:
         launch(held)

@@ -15,10 +15,8 @@ FAR = 3.0  # times the default rate, or a third of it: worth naming first
 # shapes on coloured grounds right, mirrored too 63 %, and 33 % without; in batches of 64 38 % and
 # 36 %, one seed each. Textures lose by them (defaults)
 TRIED = {"rotation": 20, "scale": 0.2, "color": 0.2}
-GAP, SHARE = (
-    0.3,
-    0.6,
-)  # validation so far below training, and below this share of it: overfitted
+# validation so far below training, and below this share of it: overfitted
+GAP, SHARE = 0.3, 0.6
 
 
 def diagnosis(

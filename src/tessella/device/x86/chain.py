@@ -27,9 +27,8 @@ FUNCTION, MOST, ENTERED, ACTIVE, GIVEN = 0, 1, 2, 3, CACHE_LINE // NUMBER
 TABLE, COUNT = 1, 2  # numbers of a call, behind its counter
 STEPS, ROWS, HALF_BYTES, CAME = range(4)  # numbers of the chain's call
 MANY = 2**31 - 1  # threads
-SPINS = (
-    5000  # of 40 ns, before a thread that waits lets others have its core; and between two times
-)
+# of 40 ns, before a thread that waits lets others have its core; and between two times
+SPINS = 5000
 SCHED_YIELD = 24  # Linux' number of the system call
 
 T = TypeVar("T")

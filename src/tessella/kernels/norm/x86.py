@@ -20,6 +20,7 @@ from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX512, Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import Constants
+from tessella.kernels.shared.x86_row_end import LANES, RowEnd
 from tessella.operations.problem import Problem
 
 BLOCK_NUMBERS = 2**13  # that one thread takes at a time
@@ -27,7 +28,6 @@ ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
 WRITTEN_OUT = 16  # vectors of a row at most: more are a loop
 SUMS = 4  # vectors, the first ones; behind them what is read
 READ, MEAN, SPREAD, ORDERS, REST = 4, 8, 9, 10, 15
-LANES, BYTES = 1, 2  # masks of what is left of a row
 INPUT, RESULT, WEIGHT, BIAS = map(code.given, range(4))
 ITEM = OF_ROWS, COUNT = 0, code.NUMBER
 
@@ -119,12 +119,8 @@ class _Norm:
             for i, order in enumerate(self._orders()):
                 held = self.constants.held(("across", i), order.view(torch.float32))
                 a.load_vector(ORDERS + i, held)
-            if rest and self.isa == AVX512:
-                for mask, bits in ((LANES, rest), (BYTES, 4 * rest)):
-                    a.set("rax", (1 << bits) - 1)
-                    a.mask(mask, "rax")
-            elif rest:
-                a.load_vector(REST, self.constants.first(rest))
+            if rest:
+                self._end.begin(a, self.constants, rest)
             a.load("r10", WEIGHT)
             a.load("r11", BIAS)
             with code.each_item(a, "rbx", len(ITEM)):
@@ -202,14 +198,11 @@ class _Norm:
 
     def _load(self, a: Assembler, to: int, vector: int, is_rest: bool) -> None:
         at = At(base="r8", index="rdx", distance=vector * self.isa.lanes * self.size)
-        if self.size == 2:
-            a.load_bfloat16(to, at, LANES if is_rest else 0)
-        elif not is_rest:
-            a.load_vector(to, at)
-        elif self.isa == AVX512:
-            a.load_vector(to, at, BYTES)
-        else:
-            a.load_some(to, at, REST)
+        self._end.load(a, to, at, self.size, is_end=is_rest)
+
+    @property
+    def _end(self) -> RowEnd:
+        return RowEnd(self.isa, REST)
 
     def _centred(self, a: Assembler, vector: int, sums: int, is_rest: bool) -> int:
         """The vector's numbers less ``MEAN``, and 0 behind the row's end."""
@@ -243,11 +236,4 @@ class _Norm:
         elif self.has_bias:
             a.vector("vaddps", x, x, bias)
         at = At(base="r9", index="rdx", distance=vector * lanes * self.size)
-        if self.size == 2:
-            a.store_bfloat16(at, x, LANES if is_rest else 0)
-        elif not is_rest:
-            a.store_vector(at, x)
-        elif self.isa == AVX512:
-            a.store_vector(at, x, BYTES)
-        else:
-            a.store_some(at, x, REST)
+        self._end.store(a, at, x, self.size, is_end=is_rest)

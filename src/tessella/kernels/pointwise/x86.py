@@ -25,25 +25,15 @@ from tessella.kernels.catalog import Call
 from tessella.kernels.epilogue.x86 import TEMPORARIES, Constants, activate
 from tessella.kernels.pointwise.walk import Walk, walk
 from tessella.kernels.shared.axes import Axes
+from tessella.kernels.shared.x86_row_end import RowEnd
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.problem import Problem
 
 BLOCK_NUMBERS = 2**14  # that one thread takes at a time
 ALONE_NUMBERS = 2**13  # so few are not worth waking a thread
 WIDE_COLUMN = "rsi"  # of constants in float32 beside bfloat16
-POINTERS = (
-    "r8",
-    "r9",
-    "r10",
-    "r11",
-    "r12",
-    "r13",
-    "r14",
-    "r15",
-    "rbp",
-    WIDE_COLUMN,
-)  # one a tensor
-REST, WIDE_REST = 1, 2  # the masks of what is left of a row; in AVX2 a vector
+# one a tensor
+POINTERS = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rbp", WIDE_COLUMN)
 
 BINARY = {"add": "vaddps", "sub": "vsubps", "mul": "vmulps", "div": "vdivps"}
 WITH_NUMBER = {"plus": "vaddps", "times": "vmulps", "over": "vdivps"}
@@ -255,22 +245,17 @@ class _Program:
 
     def _begin_rest(self, a: Assembler, rest: int) -> None:
         """The mask of the columns that make no whole vector."""
-        if self.isa == AVX512:
-            for mask, bits in ((REST, rest), (WIDE_REST, 4 * rest)):
-                a.set("rax", (1 << bits) - 1)
-                a.mask(mask, "rax")
-        else:
+        if self.isa != AVX512:
             self.constants.begin(a)
-            a.load_vector(self._rest, self.constants.first(rest))
+        self._end.begin(a, self.constants, rest)
 
     @property
     def _is_mixed(self) -> bool:
         return len(set(self.sizes)) > 1
 
     @property
-    def _rest(self) -> int:
-        """AVX2's mask: the last vector."""
-        return self.isa.vectors - 1
+    def _end(self) -> RowEnd:
+        return RowEnd(self.isa, self.isa.vectors - 1)
 
     def _vector(self, a: Assembler, *, is_rest: bool) -> None:
         """A vector of columns from rdx on, or what is left of the row."""
@@ -288,28 +273,15 @@ class _Program:
         if result < self.walked.inputs and result not in loaded:
             self._load(a, places[result], result, is_rest)
         at = self._at(len(self.axes.strides) - 1)
-        if self.sizes[-1] == 2:
-            a.store_bfloat16(at, places[result], REST if is_rest else 0)
-        elif not is_rest:
-            a.store_vector(at, places[result])
-        elif self.isa == AVX512:
-            a.store_vector(at, places[result], WIDE_REST)
-        else:
-            a.store_some(at, places[result], self._rest)
+        self._end.store(a, at, places[result], self.sizes[-1], is_end=is_rest)
 
     def _load(self, a: Assembler, to: int, operand: int, is_rest: bool) -> None:
         at = self._at(operand)
         if self.axes.strides[operand][-1] == 0:
             spread = a.broadcast_bfloat16 if self.sizes[operand] == 2 else a.broadcast
             spread(to, At(base=at.base))
-        elif self.sizes[operand] == 2:
-            a.load_bfloat16(to, at, REST if is_rest else 0)
-        elif not is_rest:
-            a.load_vector(to, at)
-        elif self.isa == AVX512:
-            a.load_vector(to, at, WIDE_REST)
         else:
-            a.load_some(to, at, self._rest)
+            self._end.load(a, to, at, self.sizes[operand], is_end=is_rest)
 
     def _at(self, tensor: int) -> At:
         is_wide = self.sizes[tensor] > self.sizes[-1]
