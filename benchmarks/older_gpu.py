@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def as_if(target: str, here: int | None = None) -> None:
     device.target_of = lambda *_: target  # type: ignore[attr-defined]
     machine._target_of.cache_clear()
     _accept_code(capability(target), here)
-    _accept_plans(target, here)
     _compile_cuda(target, here)
     _compile(target, here)
     _in_new_processes(target, here)
@@ -93,17 +91,6 @@ def _accept_code(target: int, here: int) -> None:
     cubin.wrong = lambda code, name, asked: wrong(  # type: ignore[assignment]
         code, name, here if asked == target else asked
     )
-
-
-def _accept_plans(target: str, here: int) -> None:
-    """A plan that was built untuned for the target is one for the GPU here."""
-    refuse = device.Fingerprint.require_same
-
-    @functools.wraps(refuse)
-    def require_same(self: device.Fingerprint, seen: device.Fingerprint, **told: Any) -> None:
-        refuse(replace(self, arch=f"sm_{here}") if self.arch == target else self, seen, **told)
-
-    device.Fingerprint.require_same = require_same  # type: ignore
 
 
 def _compile_cuda(target: str, here: int) -> None:

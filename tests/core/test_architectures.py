@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tessella.core.architectures import GPU_TARGETS, has, target_of
+from tessella.core.architectures import GPU_TARGETS, capability, has, target_of
+from tessella.core.compiled import CompiledKernel, CompiledKernels
 from tessella.core.device import (
     Fingerprint,
     default_target,
+    described,
     fingerprint,
     gpu_target,
     torch_device,
 )
 from tessella.core.errors import WrongDevice
+from tessella.device.ahead_of_time import KernelCache, PlanKernels, stored
 
 HOPPER = Fingerprint(
     target="sm_90", arch="sm_90", name="NVIDIA H200", units=132, memory_bytes=0, libraries={}
@@ -73,6 +77,33 @@ def test_an_unknown_gpu_is_the_nearest_older_one_and_that_is_told(
         assert default_target() == target
     if target != "cpu":  # it is asked for by this name, too
         assert torch_device(target) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("target", ["sm_120", "sm_86"])
+def test_a_plan_for_the_nearest_older_gpu_runs_and_its_kernels_are_compiled(
+    install, monkeypatch, target
+) -> None:
+    """An ``sm_121`` runs no code for ``sm_120a``, a Jetson (``sm_87``) none for ``sm_86``."""
+    major, minor = divmod(capability(target) + 1, 10)
+    install((major, minor))
+    chip = SimpleNamespace(
+        major=major, minor=minor, name="NVIDIA X", multi_processor_count=48, total_memory=0
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: chip)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90000)
+    elsewhere = described(target)
+    with pytest.warns(UserWarning, match=f"built for {target}.*compiled here.*tessella tune"):
+        elsewhere.require_here(rebuild="x")
+    kernel = CompiledKernel(key="k", name="n", cubin="c", parameters=(), threads=32, shared_bytes=0)
+    code = CompiledKernels(kernels=(kernel,), cubins={"c": b""})
+    assert stored(code, target) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fingerprint(target).require_here(rebuild="x")  # it was tuned here
+        install(divmod(capability(target), 10))
+        replace(elsewhere, name="another chip of this kind").require_here(rebuild="x")
+    assert isinstance(stored(code, target), PlanKernels)
+    assert isinstance(stored(CompiledKernels(), target), KernelCache)
 
 
 def test_no_gpu_is_the_cpu(install) -> None:

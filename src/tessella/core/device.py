@@ -40,7 +40,8 @@ class Fingerprint:
 
     Attributes:
         target: ``reference``, ``cpu`` or a GPU's (``sm_90``): which kernels may run.
-        arch: instruction set, ``x86_64-avx512`` or ``sm_90``. Plans need this to be equal.
+        arch: instruction set, ``x86_64-avx512`` or ``sm_90``. A CPU's plans need this to be equal;
+            a GPU that is a relative of its target's compiles a plan's kernels for itself.
         name: the marketing name; of a CPU with the extensions of its vectors that may be used, as
             every generation of a processor may have one name in a virtual machine.
         units: cores that may be used, or streaming multiprocessors.
@@ -68,19 +69,29 @@ class Fingerprint:
             rebuild: the command that builds the plan for this machine.
             targets: what the plan has programs for, if several.
         """
-        if (self.target, self.arch) != (here.target, here.arch):
+        if self.target != here.target or (self.arch != here.arch and not is_gpu(self.target)):
             seen = f"{here.target} ({here.name}, {here.arch})"
             raise self._wrong(seen, here.target, rebuild, targets)
 
     def require_here(self, *, rebuild: str, targets: Sequence[str] = ()) -> None:
         """Raise ``WrongDevice`` unless a plan built there can run on this machine.
 
+        A GPU that is only the nearest to the plan's runs it, and a warning says so.
+
         Args:
             rebuild: the command that built the plan; the message has it with this machine's target.
             targets: what the plan has programs for, if several.
         """
         self.require_target(rebuild=rebuild, targets=targets)
-        self.require_same(fingerprint(self.target), rebuild=rebuild, targets=targets)
+        here = fingerprint(self.target)
+        self.require_same(here, rebuild=rebuild, targets=targets)
+        if self.arch != here.arch and not _is_own(self.target):
+            warnings.warn(
+                f"{here.name} ({here.arch}) runs a plan that was built for {self.arch}, the "
+                "nearest older GPU: its kernels are compiled here, some seconds each; to measure "
+                "which of them are fast here: tessella tune PLAN",
+                stacklevel=3,
+            )
 
     def require_target(self, *, rebuild: str, targets: Sequence[str] = ()) -> None:
         """Raise ``WrongDevice`` unless this machine is one of the plan's target: any CPU is one."""
@@ -170,9 +181,8 @@ def default_target() -> str:
 
     if _on_cpu.get() or not torch.cuda.is_available():
         return "cpu"
-    capability = torch.cuda.get_device_capability()
-    target = target_of(*capability)
-    if target is None or not is_own(target, *capability):
+    target = gpu_target()
+    if target is None or not _is_own(target):
         taken = f"plans are built for {target}, the nearest" if target else "plans run on the CPU"
         warnings.warn(f"{_gpu_here()[0]} is no target of its own: {taken}", stacklevel=2)
     return target or "cpu"
@@ -208,6 +218,13 @@ def gpu_target(device: torch.device | None = None) -> str | None:
     import torch
 
     return target_of(*torch.cuda.get_device_capability(device))
+
+
+def _is_own(target: str) -> bool:
+    """Whether a GPU's target is the current GPU's own, not the nearest to it."""
+    import torch
+
+    return is_own(target, *torch.cuda.get_device_capability())
 
 
 def _gpu_here() -> tuple[str, str | None]:

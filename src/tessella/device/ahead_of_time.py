@@ -178,6 +178,14 @@ class PlanKernels(Store):
             ) from error
 
 
+def stored(compiled: CompiledKernels, target: str) -> Store | None:
+    """What a plan's kernels are launched from: its own machine code, or the process's where it
+    carries none; None where the current GPU runs no machine code for the target.
+    """
+    here = kernel_cache(target)
+    return here if here is None or not compiled.kernels else PlanKernels(compiled, target)
+
+
 def _scratch(nbytes: int) -> torch.Tensor | None:
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda") if nbytes else None
 

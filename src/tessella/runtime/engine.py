@@ -20,6 +20,7 @@ import torch
 from tessella.artifacts.outline import Manifest
 from tessella.artifacts.plan import Plan, load_plan
 from tessella.artifacts.program import Bucket, Buffer, same_computation
+from tessella.core.compiled import CompiledKernels
 from tessella.core.count import numbered
 from tessella.core.device import torch_device, using
 from tessella.core.dtype import Math
@@ -27,7 +28,7 @@ from tessella.core.errors import ArtifactError, InputError, UsageError
 from tessella.core.memory import is_out_of_memory, without_collecting
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
-from tessella.device.ahead_of_time import PlanKernels, collecting, kernel_cache, using_kernels
+from tessella.device.ahead_of_time import PlanKernels, collecting, stored, using_kernels
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.host_memory import keep_freed_memory
@@ -128,7 +129,7 @@ class Engine:
         device: where it runs.
         buckets: the batch sizes that it has a program for.
         machine_code: what its steps launch: the plan's, or what this process has
-            compiled; None on a CPU.
+            compiled; None on a CPU, and on a GPU that is only the nearest to the target's.
     """
 
     def __init__(self, plan: Plan, *, compiled: bool = True) -> None:
@@ -147,8 +148,7 @@ class Engine:
         self._differ = not all(same_computation(first, other) for other in others)
         self._covers = covers(costs_us(plan))
         self._lock = threading.Lock()
-        takes = compiled and bool(plan.compiled.kernels)
-        self.machine_code = PlanKernels(plan.compiled, target) if takes else kernel_cache(target)
+        self.machine_code = stored(plan.compiled if compiled else CompiledKernels(), target)
         if self.device.type == "cpu":
             keep_freed_memory()
         self._turns = None if self.device.type == "cpu" else Turns(self.device)
