@@ -164,6 +164,7 @@ def _in_new_processes(target: str, here: int) -> None:
         f"    from {__spec__.name if __name__ == '__main__' else __name__} import as_if\n"
         f"    as_if({target!r}, {here})\n"
     )
+    sys.path.insert(0, folder)  # an instance of a server is given this path
     root, before = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, root, *filter(None, [before])])
 

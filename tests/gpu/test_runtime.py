@@ -163,12 +163,13 @@ def test_loaded_in_inference_mode_it_runs_outside() -> None:
 def test_an_input_is_read_where_it_is(input: str) -> None:
     """And one that lies at an odd address, or is too short for its bucket, is not misread.
 
-    Only torch's kernels hide the address in a structure: before them it is copied.
+    Only torch's kernels hide the address in a structure: before them it is copied. A plan that
+    nobody tuned has libraries' in its layers, which may hide anything.
     """
     engine = runtime.load(build("fp16", input))
     bucket = engine.bound(4)
     reader = next(s.step.kernel for s in bucket.steps if "image" in s.step.inputs)
-    assert (bucket._places[0] is None) == reader.endswith(".aten")
+    assert UNTUNED or (bucket._places[0] is None) == reader.endswith(".aten")
     shape = (9, 3, 28, 28) if input == "float32" else (9, 28, 28, 3)
     images = torch.rand(shape, device="cuda") * 255
     images = images.to(torch.uint8) if input == "uint8" else images / 255

@@ -376,7 +376,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("linear", "onednn", "gemm.onednn", source="onednn", **_NEW),
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
-    *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt"),
+    *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt", version=2),
     *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=4, gamma=True),
     *_hopper("linear matmul", "skinny", "gemm.skinny_sm90", gamma=True),
     *_dot("linear matmul", "skinny", "gemm.skinny", gamma=True),

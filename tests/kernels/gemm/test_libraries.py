@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tessella.kernels.gemm import aten, cublaslt
 from tests.support.problems.products import Case, assert_exact, assert_right, draw, run
@@ -54,6 +55,23 @@ def test_int8_is_exact(case: Case) -> None:
 def test_fused_bias_and_relu() -> None:
     case = Case(**SAME, bias="float32", activation="relu")
     assert_right(*run(cublaslt, case), case)
+
+
+@pytest.mark.parametrize("residual", [None, "float16"])
+def test_sums_of_fp8_beyond_float16_keep_their_scale(residual: str | None) -> None:
+    """Layers of 8 bits have numbers up to 448, whose products are scaled down behind the sum."""
+    case = Case(m=24, n=16, k=64, dtype="float8_e4m3fn", out="float16", scale=True,
+                bias="float32", residual=residual)  # fmt: skip
+    problem, (a, b, bias, other, scale), out = draw(case)
+    a, b = ((100 * x.float()).to(x.dtype) for x in (a, b))
+    made = cublaslt.bind(problem, {})(
+        *[x for x in (a, b, bias, other, scale / 100) if x is not None], out=out
+    )
+    right = (a.double() @ b.double().mT) * (scale / 100) + bias + (0 if other is None else other)
+    assert right.abs().max() < 65504 < (a.double() @ b.double().mT).abs().max()
+    torch.testing.assert_close(
+        made.double(), right, rtol=2e-3, atol=2e-3 * float(right.abs().max())
+    )
 
 
 @pytest.mark.parametrize(("module", "changes", "reason"), [

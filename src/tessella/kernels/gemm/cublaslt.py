@@ -110,9 +110,17 @@ def _fp8(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     alpha = torch.full((), float(problem.epilogue.alpha), device=device)
     one = torch.ones((), device=device)
+    # before a channel's scale a float16 holds sums up to 65504, and one product is up to 448²
+    is_wide = problem.epilogue.scale is not None and dtype == torch.float16
 
     def call(*inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs, out)
+        if is_wide:
+            sums = torch._scaled_mm(
+                o.a[0], o.b[0], alpha, one, out_dtype=torch.float32, use_fast_accum=fast
+            )
+            o.out.copy_(finish_(sums[None], o.epilogue.without(*done)))
+            return out
         torch._scaled_mm(
             o.a[0], o.b[0], alpha, one, o.epilogue.bias if fuses_bias else None,
             out_dtype=dtype, use_fast_accum=fast, out=o.out[0],
