@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tessella.core.errors import CompileError
+from tessella.core.spec import TensorSpec
 from tessella.kernels import catalog
 from tessella.kernels.pool import aten as pool_aten
 from tessella.operations.problem import Problem
@@ -20,6 +22,7 @@ from tessella.search import find as search
 from tessella.search import timing
 from tessella.search.tuning import TimingCache, Trial
 from tests.support.kernels import scratch
+from tests.support.networks import build
 
 LINEAR = Problem(
     op="linear",
@@ -153,10 +156,26 @@ def test_one_of_ours_that_would_win_with_wrong_numbers_is_refused(
         "bind",
         lambda problem, constants, pieces: lambda x, *, out, workspace: out.fill_(3),
     )
-    trials = search.find(LINEAR, WEIGHT, target="cpu", options=search.SearchOptions(budget_s=0.0))
-    assert trials[0].kernel != "linear.scratch"
-    mine = next(t for t in trials if t.kernel == "linear.scratch")
-    assert mine.refused is None or "wrong: deviates from float64" in mine.refused
+    monkeypatch.setattr(catalog, "BY_ID", {**catalog.BY_ID, scratch.ROW.id: scratch.ROW})
+    monkeypatch.setattr(
+        search,
+        "time_interleaved",
+        lambda runs, heats, **_: {
+            name: timing.Timing(time_us=1.0 + 8.0 * (heats[name] != scratch.ROW.id), spread_us=None)
+            for name in runs
+        },
+    )
+    cache, options = TimingCache(), search.SearchOptions(budget_s=0.0)
+    for _ in range(2):  # and a build that finds it in its cache says so again
+        with pytest.warns(UserWarning, match=r"linear.scratch is wrong: deviates.*report it"):
+            trials = search.find(LINEAR, WEIGHT, target="cpu", options=options, cache=cache)
+        assert trials[0].kernel != "linear.scratch"
+        mine = next(t for t in trials if t.kernel == "linear.scratch")
+        assert "wrong: deviates from float64" in str(mine.refused)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32)).eval()
+    with pytest.warns(UserWarning, match="linear.scratch is wrong"):
+        made = build(net, TensorSpec(name="x", dtype="float32", shape=(1, 64)))
+    assert "found wrong and not taken, please report: linear.scratch in 2 steps (dev" in str(made)
     only = search.SearchOptions(budget_s=0.0, algorithms=("scratch",))
     with pytest.raises(CompileError, match="deviates from float64"):
         search.find(LINEAR, WEIGHT, target="cpu", options=only)

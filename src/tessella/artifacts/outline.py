@@ -11,7 +11,7 @@ from tessella.artifacts.program import Program
 from tessella.artifacts.receipt import Receipt
 from tessella.core.architectures import TARGETS, is_gpu
 from tessella.core.compiled import CompiledKernels
-from tessella.core.count import numbered, with_spread
+from tessella.core.count import counted, numbered, with_spread
 from tessella.core.device import Fingerprint
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
@@ -24,6 +24,7 @@ UNTUNED = (
 )
 SMALL = ("int8", "fp8")  # precisions in which layers compute that fit, and the rest does not
 SMALL_TYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of their weights
+WRONG = "wrong: "  # how the reason of a candidate begins whose answers were not the problem's
 ROUNDED = ("conv2d", "linear")  # how the names of steps begin that could be
 NOISY_SHARE = 0.1  # of the steps' time: a plan of which so much was disturbed is called noisy
 
@@ -212,6 +213,16 @@ class Outline:
         return self.noisy_share >= NOISY_SHARE
 
     @property
+    def found_wrong(self) -> str:
+        """Which kernels gave other answers than their steps', and how far off; empty if none."""
+        steps: dict[str, list[str]] = {}
+        for one in self.tuning:
+            if one.refused is not None and one.refused.startswith(WRONG):
+                steps.setdefault(one.kernel, []).append(one.refused.removeprefix(WRONG))
+        found = [f"{name} in {counted(len(why), 'step')} ({why[0]})" for name, why in steps.items()]
+        return f"found wrong and not taken, please report: {', '.join(found)}" * bool(found)
+
+    @property
     def unrounded(self) -> str:
         """Why no layer computes in the int8 or fp8 that was asked for; empty where one does."""
         manifest, rounding = self.manifest, self.manifest.precision
@@ -270,8 +281,7 @@ def table(plan: Outline) -> str:
         )
     if manifest.untuned:
         closing.append(UNTUNED)
-    if plan.unrounded:
-        closing.append(plan.unrounded)
+    closing += filter(None, (plan.unrounded, plan.found_wrong))
     if manifest.precisions:
         layers = ", ".join(f"{name} {kind}" for name, kind in manifest.precisions.items())
         closing.append(f"layers in another precision: {layers}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tessella.artifacts.outline import WRONG
 from tessella.device.launch import watching
 from tessella.device.machine import gpu_target
 from tessella.operations.epilogue import store
@@ -155,7 +156,7 @@ def too_far(error: float, problem: Problem) -> str | None:
         return None
     beside = error == math.inf
     why = "writes beside its slice" if beside else f"deviates from float64 by {error:.1e}"
-    return f"wrong: {why}"
+    return WRONG + why
 
 
 def tolerance(problem: Problem) -> float:

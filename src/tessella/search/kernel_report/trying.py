@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tessella.artifacts.outline import WRONG
 from tessella.core.memory import is_out_of_memory
 from tessella.device.packing import forget
 from tessella.kernels import catalog
@@ -119,7 +120,7 @@ class Bench:
             occupancy=found.occupancy,
         )
         if why := wrong(found, asked.problem):
-            return replace(told, outcome="wrong", why=why.removeprefix("wrong: "))
+            return replace(told, outcome="wrong", why=why.removeprefix(WRONG))
         runs = {row.id: bound.run} | self._beside(row, asked)
         self._doing("when it was timed")
         return _timed(told, self._timings(runs, row.id))

@@ -256,8 +256,8 @@ class _Plan:
             parts.stats(numbers)
             text("p", f"Built from {manifest.built_from} for {manifest.fingerprint.name} "
                  f"({manifest.fingerprint.arch}).").classes("muted small")  # fmt: skip
-            if plan.unrounded:
-                parts.note(plan.unrounded, "warn")
+            for note in filter(None, (plan.unrounded, plan.found_wrong)):
+                parts.note(note, "warn")
             if plan.others:
                 others = ", ".join(o.target + ", untuned" * o.manifest.untuned for o in plan.others)
                 text("p", f"This is its program for {plan.target}; it has others for {others}."
