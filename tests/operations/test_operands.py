@@ -14,6 +14,7 @@ from tessella.operations.tensor_meta import TensorMeta
 
 WINDOW = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 CONV = {**WINDOW, "activation": None}
+ROWS = {"stride": [1], "padding": [1], "dilation": [1], "groups": 1}
 POOL = {"kernel_size": (2, 2), "pool_stride": (2, 2), "pool_padding": (0, 0),
         "pool_dilation": (1, 1), "ceil_mode": False}  # fmt: skip
 X, W, Y = (2, 8, 6, 6), (4, 8, 3, 3), (2, 4, 6, 6)
@@ -30,7 +31,7 @@ def told(op: str, inputs: list[Any], result: tuple[int, ...], **attrs: Any) -> s
 
 
 RIGHT: dict[str, tuple[list[Any], tuple[int, ...], dict[str, Any]]] = {
-    "conv1d": ([(2, 8, 6), (4, 8, 3), (4,), (2, 4, 6)], (2, 4, 6), {"groups": 1}),
+    "conv1d": ([(2, 8, 6), (4, 8, 3), (4,), (2, 4, 6)], (2, 4, 6), ROWS),
     "conv2d": ([X, W, (4,), Y, (4,)], Y, CONV),
     "conv3d": ([(1, 2, 4, 4, 4), (4, 2, 1, 1, 1), (4,)], (1, 4, 4, 4, 4), {"groups": 1}),
     "conv_transpose2d": ([(2, 8, 3, 3), (8, 2, 2, 2), (4,)], (2, 4, 6, 6), {"groups": 2}),
@@ -105,6 +106,42 @@ def test_every_operand_is_looked_at(op: str) -> None:
                 continue  # values may have any size
             given = [*inputs[:position], changed, *inputs[position + 1 :]]
             assert told(op, given, result, **attrs), (names[position], changed)
+
+
+BY_ONE = {**WINDOW, "padding": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attrs"),
+    [
+        ("conv1d", [(1, 8, 1), (4, 8, 1), None, (1, 4, 6)], {**ROWS, "padding": [0]}),
+        ("conv2d", [(1, 8, 1, 1), (4, 8, 1, 1), None, (1, 4, 6, 6)], BY_ONE),
+        ("conv2d", [(1, 8, 1, 1), (4, 8, 1, 1), None, (1, 4, 1, 1)], {**BY_ONE, "stride": 1}),
+        ("matmul", [(2, 1, 8), (8, 4), None, (2, 5, 4)], {}),
+        ("matmul", [(8, 1), (8, 4), None, (5, 4)], {"transpose_a": True}),
+        ("matmul", [(5, 8), (8, 4), None, (3, 5, 4)], {}),
+        ("matmul", [(8,), (8, 4), None, (5, 4)], {}),
+    ],
+)  # fmt: skip
+def test_a_residual_is_no_larger_than_what_it_is_added_to(
+    op: str, inputs: list[Any], attrs: dict[str, Any]
+) -> None:
+    """The reference broadcasts, and a kernel's grid would leave parts of the result unwritten."""
+    assert told(op, inputs, inputs[3], **attrs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attrs"),
+    [
+        ([(8,), (8, 4), None, (4,)], {}),
+        ([(3, 5, 8), (8,), None, (3, 5)], {}),
+        ([(2, 1, 8, 5), (3, 4, 8), None, (2, 3, 5, 4)], {"transpose_a": True, "transpose_b": True}),
+    ],
+)
+def test_products_of_vectors_and_transposed_ones_have_residuals(
+    inputs: list[Any], attrs: dict[str, Any]
+) -> None:
+    assert told("matmul", inputs, inputs[3], **attrs) is None
 
 
 def test_every_operation_with_vectors_has_a_rule() -> None:

@@ -182,7 +182,20 @@ def _convolved(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
         return f"a weight {shown(weight)} of {groups} groups for {x[1]} channels"
     if len(result) != len(x) or result[:2] != (x[0], weight[0]):
         return f"a result {shown(result)} of {weight[0]} channels for {x[0]} images"
-    return vectors(shapes, weight[0], "bias", "scale") or differs(shapes, "residual", result)
+    reason = vectors(shapes, weight[0], "bias", "scale")
+    if reason or "residual" not in shapes:
+        return reason
+    # a reference adds a larger one, too, and then has its shape
+    return _window(x, attrs) or differs(shapes, "residual", _convolved_shape(shapes, attrs))
+
+
+def _window(x: Shape, attrs: Attributes) -> str | None:
+    """Why a convolution's attributes are not whole numbers for the axes of an image, or None."""
+    windows = [attrs.get(name) for name in ("stride", "padding", "dilation")]
+    lists = [window for window in windows if isinstance(window, list | tuple)]
+    if [len(w) for w in lists if {*map(type, w)} == {int}] != [len(x) - 2] * len(windows):
+        return f"a window {windows} for an image {shown(x)}"
+    return None
 
 
 def _pooled(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
@@ -239,10 +252,9 @@ def _gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     x, weight = shapes.get("input", result), shapes.get("weight", result)
     if reason := _convolved({"input": x, "weight": weight}, shapes["grad"], attrs):
         return reason
-    windows = [attrs.get(name, ()) for name in ("stride", "padding", "dilation")]
-    if any(len(window) != len(x) - 2 or {*map(type, window)} != {int} for window in windows):
-        return f"a window {windows} for an image {shown(x)}"
-    return differs(shapes, "grad", _convolved_shape({"input": x, "weight": weight}, attrs))
+    return _window(x, attrs) or differs(
+        shapes, "grad", _convolved_shape({"input": x, "weight": weight}, attrs)
+    )
 
 
 def products(shapes: Shapes, result: Shape, attrs: Attributes) -> int:

@@ -137,7 +137,18 @@ def _matmul(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     """a […, M, K], b […, K, N] → […, M, N], each perhaps transposed"""
     if not result:
         return None if shapes.keys() <= {"input", "other"} else "an epilogue of one number"
-    return vectors(shapes, result[-1], "bias", "scale") or differs(shapes, "residual", result)
+    reason = vectors(shapes, result[-1], "bias", "scale")
+    if reason or "residual" not in shapes:
+        return reason
+    a, b = shapes["input"], shapes["other"]
+    rows = a[-1 if attrs.get("transpose_a") else -2 : len(a)][:1] if len(a) > 1 else ()
+    columns = b[-2 if attrs.get("transpose_b") else -1 :][:1] if len(b) > 1 else ()
+    try:
+        batch = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return f"a product of {shown(a)} with {shown(b)}"
+    # a reference adds a larger one, too, and then has its shape
+    return differs(shapes, "residual", (*batch, *rows, *columns))
 
 
 def _products(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
