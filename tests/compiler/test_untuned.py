@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,11 +194,15 @@ def test_the_graph_of_a_bucket_is_the_network(here: Plan, module: nn.Module) -> 
             assert "strided" not in formats.values()  # parts of the concatenation are whole again
 
 
-def test_requests_that_cannot_be() -> None:
+def test_requests_that_cannot_be(here: Plan, module: nn.Module) -> None:
     for given in ({"cache": "x"}, {"time_limit_s": 1.0}, {"lock": "x"}, {"target": "reference"}):
         with pytest.raises(UsageError, match="tuned"):
             BuildRequest(source="lenet", untuned=True, **given)  # type: ignore[arg-type]
     request = BuildRequest(source="lenet", untuned=True, target="sm_89")
+    with pytest.raises(UsageError, match=r"no lock.*tessella tune"):
+        ts.compile(module, inputs=[IMAGE], preprocess=RECORD, batch=(1, 2, 2), lock=here)
+    with pytest.raises(UsageError, match="a time limit is seconds"):
+        ts.tune(here, time_limit_s=math.nan)
     assert "--untuned" in request.argv()
     assert "--untuned" not in request.rebuild()
 

@@ -16,7 +16,14 @@ def lines_of(lock: Plan | str | Path) -> str:
     Those of all programs of a plan: each line names its device.
     """
     if isinstance(lock, Plan):
-        return "".join(p.lock for p in (lock, *lock.others))
+        programs = (lock, *lock.others)
+        if all(p.manifest.untuned for p in programs):
+            raise UsageError(
+                "nothing was measured for this plan, so that it has no lock",
+                seen="an untuned plan",
+                fix="measure it where it runs, tessella tune PLAN, and take it then",
+            )
+        return "".join(p.lock for p in programs)
     if not Path(lock).is_file():
         raise UsageError("there is no lock here", seen=lock, fix="give a plan or its lock")
     if zipfile.is_zipfile(lock):

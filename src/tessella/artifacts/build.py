@@ -113,6 +113,12 @@ class BuildRequest:
     )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            raise UsageError(
+                "this is nothing that can be compiled",
+                seen=f"{type(self.source).__name__} {self.source!r}"[:200],
+                fix="give a checkpoint, a run, a torch module, or the path of an ONNX file",
+            )
         if not self.source.strip():
             raise UsageError("a source has a name", seen=repr(self.source), fix="name a checkpoint")
         self._require_targets()
@@ -352,7 +358,8 @@ def span_of(sizes: Sequence[int], text: str = "") -> DimRange:
     Args:
         text: the sizes as the user wrote them, for the error.
     """
-    if len(sizes) not in (1, 3) or list(sizes) != sorted(sizes) or sizes[0] < 1:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in sizes)
+    if not whole or len(sizes) not in (1, 3) or list(sizes) != sorted(sizes) or sizes[0] < 1:
         raise UsageError(
             "a batch is one size, or the smallest, the usual and the largest",
             seen=text or ", ".join(map(str, sizes)) or "nothing",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.task import CLASSIFICATION, TaskRecord
 
@@ -51,3 +52,7 @@ class Measuring:
     budget_s: float = 0.02
     time_limit_s: float | None = None
     untuned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.time_limit_s is not None and not self.time_limit_s >= 0:
+            raise UsageError("a time limit is seconds", seen=self.time_limit_s, fix="say 60")
