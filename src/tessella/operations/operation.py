@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -198,6 +199,17 @@ def differs(shapes: Shapes, name: str, right: Shape) -> str | None:
 def first_of(*found: str | None) -> str | None:
     """The first reason that is one."""
     return next((reason for reason in found if reason is not None), None)
+
+
+def broadcast(first: Sequence[int], *others: Sequence[int]) -> Shape | None:
+    """The shape that shapes broadcast to, or None. (torch's own function imports sympy.)"""
+    found = tuple(first)
+    for other in others:
+        pairs = list(zip_longest(reversed(found), reversed(other), fillvalue=1))
+        if any(a != b and 1 not in (a, b) for a, b in pairs):
+            return None
+        found = tuple(b if a == 1 else a for a, b in reversed(pairs))
+    return found
 
 
 def vectors(shapes: Shapes, channels: int, *names: str) -> str | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from tessella.operations.operation import broadcast
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -94,25 +94,8 @@ def _both(x: Any, y: Any, **named: Any) -> Tensor | None:
         return None
     if not isinstance(y, Tensor):
         return _empty(x, x.shape) if _plain(y) and y is not None else None
-    shape = _broadcast(x.shape, y.shape) if _floats(x, y) else None
+    shape = broadcast(x.shape, y.shape) if _floats(x, y) else None
     return None if shape is None else _empty(x, shape)
-
-
-def broadcast(first: Shape, *others: Shape) -> tuple[int, ...] | None:
-    """The shape that shapes broadcast to, or None. (torch's own function imports sympy.)"""
-    found = tuple(first)
-    for other in others:
-        if (both := _broadcast(found, other)) is None:
-            return None
-        found = tuple(both)
-    return found
-
-
-def _broadcast(one: Shape, other: Shape) -> list[int] | None:
-    pairs = list(zip_longest(reversed(one), reversed(other), fillvalue=1))
-    if any(a != b and 1 not in (a, b) for a, b in pairs):
-        return None
-    return [b if a == 1 else a for a, b in reversed(pairs)]
 
 
 def _convolution(axes: int) -> Callable[..., Tensor | None]:
@@ -220,7 +203,7 @@ def _linear(x: Any, w: Any, bias: Any = None) -> Tensor | None:
 def _matmul(a: Any, b: Any) -> Tensor | None:
     if not _floats(a, b) or min(a.dim(), b.dim()) < 2 or a.shape[-1] != b.shape[-2]:
         return None
-    batch = _broadcast(a.shape[:-2], b.shape[:-2])
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
     return None if batch is None else _empty(a, [*batch, a.shape[-2], b.shape[-1]])
 
 
@@ -237,7 +220,7 @@ def _attention(
     weights = [*q.shape[:-1], k.shape[-2]]
     if mask is not None and mask.dim() == len(weights) == 4 and mask.shape[0] > 1:
         weights[0] = mask.shape[0] if weights[0] % mask.shape[0] == 0 else weights[0]
-    if mask is not None and (is_causal or _broadcast(mask.shape, weights) != weights):
+    if mask is not None and (is_causal or broadcast(mask.shape, weights) != tuple(weights)):
         return None
     return _empty(q, [*q.shape[:-1], v.shape[-1]])
 

@@ -17,8 +17,8 @@ import triton
 from tessella.core.dtype import FLOATS
 from tessella.core.integers import power_of_two
 from tessella.device.overlap import overlapping
+from tessella.operations.operation import broadcast
 from tessella.operations.problem import Problem
-from tessella.operations.shapes import broadcast
 
 QUANTIZED = ("int8", "float8_e4m3fn")  # what results may be besides what they are made of
 

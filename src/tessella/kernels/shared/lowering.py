@@ -16,9 +16,10 @@ import torch
 from tessella.core.dtype import FLOATS
 from tessella.core.errors import KernelError
 from tessella.operations.epilogue import ACTIVATIONS
+from tessella.operations.operation import broadcast
 from tessella.operations.pointwise_program import QUANTIZATION, ROWS, Instruction, evaluate, parse
 from tessella.operations.problem import Problem
-from tessella.operations.shapes import ShapeRules, broadcast
+from tessella.operations.shapes import ShapeRules
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
 

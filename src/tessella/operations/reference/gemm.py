@@ -25,6 +25,7 @@ from tessella.operations.operation import (
     Attributes,
     Shape,
     Shapes,
+    broadcast,
     differs,
     first_of,
     row,
@@ -143,9 +144,8 @@ def _matmul(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
     a, b = shapes["input"], shapes["other"]
     rows = a[-1 if attrs.get("transpose_a") else -2 : len(a)][:1] if len(a) > 1 else ()
     columns = b[-2 if attrs.get("transpose_b") else -1 :][:1] if len(b) > 1 else ()
-    try:
-        batch = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
-    except RuntimeError:
+    batch = broadcast(a[:-2], b[:-2])
+    if batch is None:
         return f"a product of {shown(a)} with {shown(b)}"
     # a reference adds a larger one, too, and then has its shape
     return differs(shapes, "residual", (*batch, *rows, *columns))
