@@ -47,9 +47,9 @@ there as on Hopper; what they refuse, a build leaves out.
 What Triton writes for `sm_80` and `sm_89`, with the configurations and the shared memory of these
 chips, also ran on an H200: `TARGET=sm_80 python -m pytest tests/gpu` (`benchmarks/older_gpu.py`
 says how; CUDA C++ is compiled for the GPU that runs it, there too), all but what is Hopper's alone,
-and everything passed. The answers of the kernels marked `answers` are right. How fast a kernel is on these chips, nobody knows;
-`python -m benchmarks.older_plans` times whole networks on a Hopper GPU
-(`benchmarks/results/older-plans-*.json`).
+and everything passed. The answers of the kernels marked `answers` are right. How fast a kernel is
+on these chips, nobody knows; `python -m benchmarks.older_plans` times whole networks on a Hopper
+GPU (`benchmarks/results/older-plans-*.json`).
 
 On a chip of this table that you have, `tessella doctor --report` runs all kernels, compares each
 with float64, times it beside torch's, and writes a file to send us: see
