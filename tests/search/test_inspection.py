@@ -69,6 +69,17 @@ def test_a_step_of_int8_is_no_error_however_small_the_others_are(largest: int) -
     assert "deviates" in str(looked_at(problem, two.to(torch.int8), exact))
 
 
+def test_the_steps_of_numbers_too_small_for_float16_are_no_error() -> None:
+    """Activations vanish in a network that nobody has trained: no kernel is to blame."""
+    shapes = ((8, 32), (4, 32))
+    problem = problems.linear(*(TensorMeta(shape=shape, dtype="float16") for shape in shapes))
+    exact = torch.tensor([2e-6, -1.03e-6, 0.0], dtype=torch.float64)
+    made = exact.to(torch.float16)
+    assert (made.double() - exact).abs().max() > 0.01 * exact.max()
+    assert looked_at(problem, made, exact) is None
+    assert "deviates" in str(looked_at(problem, made + 2e-6, exact))
+
+
 def test_many_wrong_steps_are_no_ties() -> None:
     """Codes of 0 and 1, of which a kernel makes zeros only."""
     problem = problems.linear(

@@ -178,6 +178,8 @@ def _results(made: Any) -> tuple[torch.Tensor, ...]:
 def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest difference over the largest value; where few ties differ, over int8's."""
     largest = exact.abs().max() if exact.numel() else exact.sum()
+    if largest and made.is_floating_point():  # below, a type's numbers have ever fewer bits
+        largest = largest.clamp_min(torch.finfo(made.dtype).smallest_normal)
     off = (made.double() - exact).abs()
     if made.dtype == torch.int8 and largest and _are_ties(off):
         largest = largest.new_tensor(torch.iinfo(torch.int8).max)
