@@ -39,11 +39,11 @@ from tessella.training.ways import called
 STAGES = {"layer1": (64, 56), "layer2": (256, 56), "layer3": (512, 28), "layer4": (1024, 14)}
 OUT = {"layer1": (256, 56), "layer2": (512, 28), "layer3": (1024, 14), "layer4": (2048, 7)}
 TUNED = "torch.compile max-autotune"
+OURS = ("fused", "compile")
 WHO = (*PEERS, "fused")
 DEVICE = torch.device("cuda")
 CUDA: Any = torch.cuda  # whose events and streams have no types
 WARM = 3
-Pass = Callable[[], None]
 
 
 class Recorded(NamedTuple):
@@ -133,7 +133,7 @@ def told(
     made = []
     for who, seconds in found.items():
         row: Row = {"what": f"{stage} {precision}", "stage": stage, "precision": precision}
-        row |= {"who": who if who.startswith(PEERS) else f"tessella, {who}"}
+        row |= {"who": f"tessella, {who}" if who in OURS else who}
         row |= {"ms": round(1e3 * seconds, 4)}
         if who in spread:
             row |= {f"{name} ms": round(1e3 * of(spread[who]), 4) for name, of in
@@ -147,7 +147,7 @@ def told(
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of one stage in one precision."""
     stage, precision, until = args.stages, args.precisions, time.monotonic() + args.patience
-    passes: dict[str, Pass] = {}
+    passes: dict[str, Recorded] = {}
     with arithmetic(precision):
         pool = torch.cuda.graph_pool_handle()  # all graphs' memory: one runs at a time
         for who in args.who.split(","):
@@ -173,7 +173,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     yield from told(stage, precision, found, times)
 
 
-def seconds_of(run: Pass, count: int) -> float:
+def seconds_of(run: Callable[[], None], count: int) -> float:
     """Seconds of a pass on the GPU, in the mean of so many."""
     start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
     run()
@@ -185,7 +185,7 @@ def seconds_of(run: Pass, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3 / count
 
 
-def recorded(stage: str, batch: int, precision: Precision, who: str, pool: Any) -> Pass:
+def recorded(stage: str, batch: int, precision: Precision, who: str, pool: Any) -> Recorded:
     """A stage's pass as a CUDA graph."""
     torch.manual_seed(0)
     module = getattr(models.resnet50(), stage).to(DEVICE, memory_format=torch.channels_last)
