@@ -20,9 +20,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ CUDA: Any = torch.cuda  # whose events and streams have no types
 WARM = 3
 
 
-class Recorded(NamedTuple):
+@dataclass(frozen=True)
+class Recorded:
     """A pass as a graph, and the function that holds the tensors that it reads."""
 
     graph: torch.cuda.CUDAGraph
