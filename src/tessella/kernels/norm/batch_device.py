@@ -119,7 +119,7 @@ def _affine(norm, columns, channels):
 
 
 @triton.jit
-def _packed(positive):
+def packed(positive):
     """A bit for each place of [ROWS, COLUMNS], eight neighbours of a row in a byte."""
     ROWS: tl.constexpr = positive.shape[0]
     BYTES: tl.constexpr = positive.shape[1] // 8
@@ -128,8 +128,8 @@ def _packed(positive):
 
 
 @triton.jit
-def _unpacked(packed):
-    """The reverse of ``_packed``."""
+def unpacked(packed):
+    """The reverse of ``packed``."""
     ROWS: tl.constexpr = packed.shape[0]
     BYTES: tl.constexpr = packed.shape[1]
     bits = (packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
@@ -174,7 +174,7 @@ def normalize_kernel(
             y += other
         if bits_pointer is not None:
             at, within = _bytes(bits_pointer, row, ROWS, COLUMNS, rows, channels)
-            tl.store(at, _packed(y > 0), mask=within)
+            tl.store(at, packed(y > 0), mask=within)
         y = cast(activate(y, ACTIVATION), y_pointer.dtype.element_ty)
         tl.store(y_pointer + offsets, y, mask=there)
 
@@ -208,7 +208,7 @@ def gradient_sums_kernel(
             g += tl.load(second_pointer + offsets, mask=there, other=0.0).to(tl.float32)
         if bits_pointer is not None:
             at, within = _bytes(bits_pointer, row, ROWS, COLUMNS, rows, channels)
-            g = tl.where(_unpacked(tl.load(at, mask=within, other=0)), g, 0.0)
+            g = tl.where(unpacked(tl.load(at, mask=within, other=0)), g, 0.0)
         else:
             g = tl.where(there, _slope(x * factor + bias, g, ACTIVATION), 0.0)
         if joined_pointer is not None:
