@@ -103,10 +103,10 @@ def _project(
     residual: Tensor | None, relu: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``projection.project``: the result, the bits, and what is kept of one or two; see above."""
-    given = [Projection(x, weight, gamma, beta, _pair(mean, variance), *numbers[:2])]
+    given = [Projection(x, weight, gamma, beta, _pair(mean, variance), numbers[0], numbers[1])]
     if x2 is not None:
-        others: Any = (x2, weight2, gamma2, beta2)
-        given.append(Projection(*others, _pair(mean2, variance2), *numbers[2:]))
+        others: Any = (x2, weight2, gamma2, beta2, _pair(mean2, variance2), *numbers[2:])
+        given.append(Projection(*others))
     y, kept, bits = projection.project(given, residual=residual, relu=relu)
     made = [t for one in kept for t in one]
     made += [_nothing(x) for _ in range(8 - len(made))]
@@ -130,7 +130,8 @@ def _project_backward(
     gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool
 ) -> Made:
     """``projection.backward``: each one's four gradients, and the residual's, if there was one."""
-    given = [Projection(*tensors[n : n + 4]) for n in range(0, len(tensors), 4)]
+    fours = zip(*(tensors[n::4] for n in range(4)), strict=True)
+    given = [Projection(x, weight, gamma, beta) for x, weight, gamma, beta in fours]
     found = [Kept(*kept[n : n + 4]) for n in range(0, len(kept), 4)]
     made, joined = projection.backward(gradients, given, found, bits, residual=residual)
     flat = [t for one in made for t in one]

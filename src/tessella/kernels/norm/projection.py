@@ -11,7 +11,7 @@ over tensors of that size are left. In plain Triton, of channels_last tensors of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -124,17 +124,17 @@ def project(
         memory_format=torch.channels_last,
     )  # fmt: skip
     bits = torch.empty(rows, channels // 8, dtype=torch.uint8, device=x.device) if relu else None
-    second, other, deep = (None, None, None), None, 0
+    second: tuple[Tensor | None, ...] = (None, None, None)
+    deep = 0
     if len(given) > 1:
-        other, second = folded[1], (given[1].x, *folded[1][:2])
-        deep = given[1].x.shape[1]
+        second, deep = (given[1].x, *folded[1][:2]), given[1].x.shape[1]
     tile = _tile_of_results(channels, min(x.shape[1], deep or x.shape[1]))
     launch(
         project_kernel, (ceil_div(rows, tile["ROWS"]) * (channels // tile["COLUMNS"]),),
         x, *folded[0][:2], *second, residual, y, bits, rows,
         C=channels, K=x.shape[1], OTHER=deep, **tile, RELU=relu,
     )  # fmt: skip
-    return y, [folded[0][2]] + ([] if other is None else [other[2]]), bits
+    return y, [kept for _, _, kept in folded], bits
 
 
 def backward(
@@ -164,18 +164,18 @@ def backward(
     return made, joined if residual else None
 
 
-def _tile_of_products(wide: int, deep: int) -> dict[str, int]:
+def _tile_of_products(wide: int, deep: int) -> dict[str, Any]:
     columns = min(deep, 256)
     wide = min(wide, _TILE // max(columns, 128))
     return {"ROWS": 32, "WIDE": wide, "DEEP": columns, "num_warps": 8, "num_stages": 3}
 
 
-def _tile_of_results(channels: int, deep: int) -> dict[str, int]:
+def _tile_of_results(channels: int, deep: int) -> dict[str, Any]:
     tile = {"ROWS": 128, "COLUMNS": min(channels, 128), "DEEP": min(deep, 64)}
     return tile | {"num_warps": 8, "num_stages": 3}
 
 
-def _tile_of_gradients(channels: int, deep: int) -> dict[str, int]:
+def _tile_of_gradients(channels: int, deep: int) -> dict[str, Any]:
     columns = min(deep, 128)
     tile = {"ROWS": 128, "COLUMNS": columns, "DEEP": min(channels, 64), "LESS": min(deep, 64)}
     return tile | {"num_warps": 8 if columns > 64 else 4, "num_stages": 3}
