@@ -28,7 +28,7 @@ pytestmark = [
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    beside = nn.Sequential(nn.Conv2d(64, 256, 1), nn.BatchNorm2d(256))
+    beside = nn.Sequential(nn.Conv2d(64, 256, 1, bias=False), nn.BatchNorm2d(256))
     net = nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
         Bottleneck(64, 64, downsample=beside), Bottleneck(256, 64),
