@@ -118,8 +118,7 @@ def fuse(graph: fx.GraphModule) -> int:
         elif node.target is F.cross_entropy:
             node.target = _calls().entropy
     for node in made:
-        if not _carried_on(nodes, node):
-            _split_branches(nodes, node)
+        _split_branches(nodes, node)
     _count_batches_at_once(nodes)
     graph.recompile()
     return len(made)
@@ -173,7 +172,7 @@ def _fuse_at(graph: fx.Graph, norm: fx.Node, found: Found) -> tuple[fx.Node, lis
         if activation in (None, "relu") and None not in before:
             how = [tuple(norm._replace(input=None)) for norm in norms]
             made = graph.call_function(
-                _calls().projected, (before, how, residual, activation, None, False)
+                _calls().projected, (before, how, residual, activation, False)
             )
             chain = [norm.input for norm in norms] + chain
         else:
@@ -251,55 +250,12 @@ def _convolution_at(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _readers() -> set[Any]:
-    """What takes gradients of its inputs, and changes none of them."""
-    ours = {_calls().normed, _calls().projected, _calls().pooled, _calls().convolved}
-    return ours | {torch.conv2d, F.adaptive_avg_pool2d, torch._C._nn.linear}
-
-
-def _carried_on(graph: fx.Graph, made: fx.Node) -> bool:
-    """Whether a projection's result went to a 1×1 convolution and to one other reader, and that
-    convolution is now part of the call: both gradients are then added where one is made."""
-    users = list(made.users)
-    if made.target is not _calls().projected or len(users) != 2:
-        return False
-    behind = next((user for user in users if _is_plain_product(user, made)), None)
-    other = users[users.index(behind) - 1] if behind is not None else None
-    if behind is None or other is None or other.target not in _readers():
-        return False
-    weight = CONVOLUTION.bind(*behind.args, **behind.kwargs).arguments["weight"]
-    made.args = (*made.args[:-2], weight, False)
-    with graph.inserting_after(made):
-        one, onward = (graph.call_function(operator.getitem, (made, place)) for place in (0, 1))
-    other.replace_input_with(made, one)
-    behind.replace_all_uses_with(onward)
-    graph.erase_node(behind)
-    return True
-
-
-def _is_plain_product(node: fx.Node, of: fx.Node) -> bool:
-    """Whether a node is a 1×1 convolution of another, by a weight that is there from the start."""
-    if node.target is not torch.conv2d:
-        return False
-    given = CONVOLUTION.bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    named = given.arguments
-    shape = shape_of(named["weight"])
-    return (
-        named["input"] is of
-        and named["weight"].op == "placeholder"
-        and shape is not None
-        and _calls().carries(shape)
-        and named["groups"] == 1
-        and named["bias"] is None
-        and (pair(named["stride"]), pair(named["padding"])) == ((1, 1), (0, 0))
-    )
-
-
 def _split_branches(graph: fx.Graph, made: fx.Node) -> None:
     """Where a result goes two ways, its gradients arrive apart and are added on the way back."""
     users = list(made.users)
-    if len(users) < 2 or not all(user.target in _readers() for user in users):
+    ours = {_calls().normed, _calls().projected, _calls().pooled, _calls().convolved}
+    readers = ours | {torch.conv2d, F.adaptive_avg_pool2d, torch._C._nn.linear}
+    if len(users) < 2 or not all(user.target in readers for user in users):
         return
     made.args = (*made.args[:-1], True)
     with graph.inserting_after(made):

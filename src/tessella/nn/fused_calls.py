@@ -19,7 +19,6 @@ from tessella.kernels.conv import trained as depthwise
 from tessella.kernels.conv import volumes
 from tessella.kernels.norm import batch, projection
 from tessella.kernels.norm.batch import Activation
-from tessella.kernels.norm.projection import carries as carries
 from tessella.kernels.norm.projection import widens as widens
 from tessella.kernels.pool import trained
 from tessella.kernels.softmax import entropy as rows_of_scores
@@ -111,7 +110,6 @@ def projected(
     given: Sequence[Sequence[Any]],
     residual: Tensor | None,
     activation: Activation,
-    onward: Tensor | None,
     twice: bool,
 ) -> Any:
     """``normed`` of what 1×1 convolutions make.
@@ -120,7 +118,6 @@ def projected(
         before: the input, the weight and the step of each norm's convolution.
         given: each norm as in ``Found``, without its input.
         activation: a ReLU or none.
-        onward: the weight of a 1×1 convolution whose result is the second one returned then.
     """
     found = [Found(*norm) for norm in given]
     xs = [_as_computed(x, weight) for x, weight, _ in before]
@@ -141,10 +138,7 @@ def projected(
     if not ours:
         made = [torch.conv2d(x, weight, stride=step) for x, weight, step in before]
         norms = [n._replace(input=y) for n, y in zip(found, made, strict=True)]
-        if onward is None:
-            return normed(norms, residual, activation, twice)
-        one, other = normed(norms, residual, activation, True)
-        return one, torch.conv2d(other, onward)
+        return normed(norms, residual, activation, twice)
     how = [(n.running_mean, n.running_var, n.momentum, n.eps) for n in found]
     steps = [step for *_, step in before]
     read = [
@@ -153,9 +147,8 @@ def projected(
     tensors = [
         t for x, w, n in zip(read, weights, found, strict=True) for t in (x, w, n.weight, n.bias)
     ]
-    low = None if onward is None else onward.to(x.dtype)
-    results = _Projected.apply(how, activation == "relu", twice, residual, low, *tensors)
-    return results if twice or onward is not None else results[0]
+    results = _Projected.apply(how, activation == "relu", twice, residual, *tensors)
+    return results if twice else results[0]
 
 
 class _Apart(torch.autograd.Function):
@@ -182,7 +175,6 @@ class _Projected(torch.autograd.Function):
         relu: bool,
         twice: bool,
         residual: Tensor | None,
-        onward: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -192,10 +184,7 @@ class _Projected(torch.autograd.Function):
         given += [(None,) * 6] * (2 - count)
         numbers = [number for one in how for number in one[2:]]
         y, bits, *kept = call("project", *given[0], *given[1], numbers, residual, relu)
-        read = None if onward is None else y
-        ctx.save_for_backward(bits if relu else None, onward, read, *tensors, *kept[: 4 * count])
-        if onward is not None:
-            return y, torch.conv2d(y, onward)
+        ctx.save_for_backward(bits if relu else None, *tensors, *kept[: 4 * count])
         return (y, y.view_as(y)) if twice else (y,)
 
     @staticmethod
@@ -205,20 +194,13 @@ class _Projected(torch.autograd.Function):
             g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
         ]
         if not given:
-            nothing: list[Any] = [None] * (5 + 4 * ctx.count)
+            nothing: list[Any] = [None] * (4 + 4 * ctx.count)
             return tuple(nothing)
-        bits, weight, y, *saved = ctx.saved_tensors
+        bits, *saved = ctx.saved_tensors
         tensors, kept = saved[: 4 * ctx.count], saved[4 * ctx.count :]
-        onward, of_onward = [], None
-        if weight is not None and gradients[1] is not None:
-            onward = [given.pop(), weight]
-            of_onward = torch.ops.aten.convolution_backward(
-                onward[0], y, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
-                [False, True, False],
-            )[1]  # fmt: skip
-        made = call("project_backward", given, tensors, kept, bits, ctx.joins, onward)
+        made = call("project_backward", given, tensors, kept, bits, ctx.joins)
         joined = made.pop() if ctx.joins else None
-        return (None, None, None, joined, of_onward, *made)
+        return (None, None, None, joined, *made)
 
 
 def pooled(

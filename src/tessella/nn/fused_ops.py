@@ -35,7 +35,7 @@ def traced(x: Tensor) -> bool:
 def call(name: str, *args: Any) -> Any:
     """Run one of the functions below: as an operator where it is traced."""
     function, operator = _OPERATORS[name]
-    found = next(t for arg in args for t in (arg if isinstance(arg, list) else [arg]))
+    found = args[0][0] if isinstance(args[0], list) else args[0]
     return (operator if traced(found) else function)(*args)
 
 
@@ -127,27 +127,22 @@ def _project_shapes(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _project_backward(
-    gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool, onward: Made
+    gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool
 ) -> Made:
     """``projection.backward``: each one's four gradients, and the residual's, if there was one."""
     fours = zip(*(tensors[n::4] for n in range(4)), strict=True)
     given = [Projection(x, weight, gamma, beta) for x, weight, gamma, beta in fours]
     found = [Kept(*kept[n : n + 4]) for n in range(0, len(kept), 4)]
-    made, joined = projection.backward(
-        gradients, given, found, bits, residual=residual,
-        onward=(onward[0], onward[1]) if onward else None,
-    )  # fmt: skip
+    made, joined = projection.backward(gradients, given, found, bits, residual=residual)
     flat = [t for one in made for t in one]
     return flat if joined is None else [*flat, joined]
 
 
 def _project_backward_shapes(
-    gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool, onward: Made
+    gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool
 ) -> Made:
     made = [torch.empty_like(t) for t in tensors]
-    x, channels = tensors[0], tensors[1].shape[0]
-    shape = (x.shape[0], channels, *x.shape[2:])
-    return [*made, _last(x, shape)] if residual else made
+    return [*made, torch.empty_like(gradients[0])] if residual else made
 
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, window: list[int]) -> Tensor:
@@ -337,8 +332,8 @@ _OPERATORS = {
     ),
     "project_backward": _operator(
         "project_backward", _project_backward, _project_backward_shapes,
-        "(Tensor[] gradients, Tensor[] tensors, Tensor[] kept, Tensor? bits,"
-        " bool residual, Tensor[] onward) -> Tensor[]",
+        "(Tensor[] gradients, Tensor[] tensors, Tensor[] kept, Tensor? bits, bool residual)"
+        " -> Tensor[]",
     ),
     "depthwise": _operator(
         "depthwise", _depthwise, _depthwise_shape,

@@ -23,7 +23,6 @@ from tessella.device.machine import multiprocessors
 from tessella.kernels.norm.projection_device import (
     fold_kernel,
     gradient_kernel,
-    joined_kernel,
     products_kernel,
     project_kernel,
     remainder_kernel,
@@ -145,54 +144,24 @@ def backward(
     bits: Tensor | None,
     *,
     residual: bool,
-    onward: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Gradients], Tensor | None]:
     """The gradients of ``project``'s projections and of its residual, if it had one.
 
     Args:
-        gradients: one or two of its result, which are added; with ``onward`` one or none.
+        gradients: one or two of its result, which are added.
         kept, bits: as it returned them.
-        onward: the gradient of what a 1×1 convolution made of the result, and its weight in the
-            result's type, as ``carries`` takes them.
     """
-    first, second = (*gradients, None, None)[:2]
-    joined = None
-    if onward is not None:
-        joined = _joined(*onward, first, bits)
-        first, second, bits = joined, None, None
-    assert first is not None
-    if joined is None and (residual or second is not None or bits is not None):
-        joined = torch.empty_like(first)
+    first, second = gradients[0], gradients[1] if len(gradients) > 1 else None
+    joins = residual or second is not None or bits is not None
+    joined = torch.empty_like(first) if joins else None
     made = []
     for number, (one, own) in enumerate(zip(given, kept, strict=True)):
-        if number == 0 and onward is None:
+        if number == 0:
             totals = _products(first, one.x, second, bits, joined)
         else:
             totals = _products(first if joined is None else joined, one.x)
         made.append(_gradients(first if joined is None else joined, one, own, totals))
     return made, joined if residual else None
-
-
-def carries(shape: Sequence[int]) -> bool:
-    """Whether ``backward`` takes the way back through a convolution whose weight has this shape."""
-    channels, deep, *taps = shape
-    counts = (channels, deep)
-    return taps == [1, 1] and all(n >= _LEAST and n & (n - 1) == 0 for n in counts)
-
-
-def _joined(d: Tensor, weight: Tensor, second: Tensor | None, bits: Tensor | None) -> Tensor:
-    """The gradient of what a convolution with this weight [K, C, 1, 1] has read, and a second."""
-    rows, deep, channels = _rows(d), *weight.shape[:2]
-    made = torch.empty(
-        (d.shape[0], channels, *d.shape[2:]), dtype=d.dtype, device=d.device,
-        memory_format=torch.channels_last,
-    )  # fmt: skip
-    tile = _tile_of_results(channels, deep)
-    launch(
-        joined_kernel, (ceil_div(rows, tile["ROWS"]) * (channels // tile["COLUMNS"]),),
-        d, weight, second, bits, made, rows, C=channels, K=deep, **tile,
-    )  # fmt: skip
-    return made
 
 
 def _tile_of_products(wide: int, deep: int) -> dict[str, Any]:

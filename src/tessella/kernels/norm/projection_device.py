@@ -171,49 +171,6 @@ def project_kernel(
 
 
 @triton.jit
-def joined_kernel(
-    d_pointer, weight_pointer, second_pointer, bits_pointer, joined_pointer, rows,
-    C: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr,
-):  # fmt: skip
-    """``d weight``, weight [K, C], and a second gradient, at the places whose bits are set."""
-    across: tl.constexpr = C // COLUMNS
-    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    there = (row < rows)[:, None]
-    place = tl.program_id(0) % across
-    columns = place * COLUMNS + tl.arange(0, COLUMNS)
-    at = _offsets(row, columns, C)
-    if second_pointer is not None:
-        second = tl.load(second_pointer + at, mask=there, other=0.0)
-    if bits_pointer is not None:
-        eighths = place * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-        bits = tl.load(bits_pointer + _offsets(row, eighths, C // 8), mask=there, other=0)
-    made = _spread(
-        tl.zeros([ROWS, COLUMNS], tl.float32), d_pointer, row, there, weight_pointer, columns,
-        K, C, DEEP,
-    )  # fmt: skip
-    if second_pointer is not None:
-        made += second.to(tl.float32)
-    if bits_pointer is not None:
-        made = tl.where(unpacked(bits), made, 0.0)
-    tl.store(joined_pointer + at, cast(made, joined_pointer.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _spread(
-    made, g_pointer, row, there, weight_pointer, columns,
-    C: tl.constexpr, K: tl.constexpr, DEEP: tl.constexpr,
-):  # fmt: skip
-    """``made + g weight`` for some rows and columns of g [rows, C] and the weights [C, K]."""
-    for first in range(0, C, DEEP):
-        deep = first + tl.arange(0, DEEP)
-        g = tl.load(g_pointer + _offsets(row, deep, C), mask=there, other=0.0)
-        weight = tl.load(weight_pointer + deep[:, None] * K + columns[None, :])
-        made = tl.dot(g, weight, made, input_precision="ieee")
-    return made
-
-
-@triton.jit
 def slopes_kernel(
     totals_pointer, sums_pointer, weight_pointer, gamma_pointer, mean_pointer, inverse_pointer,
     spread_pointer, of_weight_pointer, of_gamma_pointer, of_beta_pointer, low_pointer,
@@ -300,6 +257,10 @@ def gradient_kernel(
     made = tl.zeros([ROWS, COLUMNS], tl.float32)
     made = _multiplied(made, x_pointer, row, there, less_pointer, columns, K, LESS)
     made = tl.load(constant_pointer + columns) - made * tl.load(scale_pointer + columns)
-    made = _spread(made, g_pointer, row, there, low_pointer, columns, C, K, DEEP)
+    for first in range(0, C, DEEP):
+        deep = first + tl.arange(0, DEEP)
+        g = tl.load(g_pointer + _offsets(row, deep, C), mask=there, other=0.0)
+        low = tl.load(low_pointer + deep[:, None] * K + columns[None, :])
+        made = tl.dot(g, low, made, input_precision="ieee")
     at = _offsets(row, columns, K)
     tl.store(out_pointer + at, cast(made, out_pointer.dtype.element_ty), mask=there)
