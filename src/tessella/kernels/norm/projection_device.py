@@ -92,30 +92,41 @@ def fold_kernel(
         spread_pointer: ``W Cov(x)``, [C, K].
     """
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    every = tl.arange(0, K)
     dtype = low_pointer.dtype.element_ty
     sums_pointer = totals_pointer + K * K
-    means = tl.load(sums_pointer + every) / rows
-    spread = tl.zeros([CHANNELS, K], tl.float32)
-    for first in range(0, K, DEEP):
-        deep = first + tl.arange(0, DEEP)
-        part = cast(tl.load(weight_pointer + channels[:, None] * K + deep[None, :]), dtype)
-        own = tl.load(sums_pointer + deep) / rows
-        covariance = tl.load(totals_pointer + deep[:, None] * K + every[None, :]) / rows
-        covariance -= own[:, None] * means[None, :]
-        spread = tl.dot(part.to(tl.float32), covariance, spread, input_precision="tf32x3")
-    at = channels[:, None] * K + every[None, :]
-    weight = cast(tl.load(weight_pointer + at), dtype).to(tl.float32)
-    tl.store(spread_pointer + at, spread)
-    mean = tl.sum(weight * means[None, :], 1)
-    variance = tl.maximum(tl.sum(weight * spread, 1), 0.0)
+    mean = tl.zeros([CHANNELS], tl.float32)
+    variance = tl.zeros([CHANNELS], tl.float32)
+    for begin in range(0, K, DEEP):
+        columns = begin + tl.arange(0, DEEP)
+        at = channels[:, None] * K + columns[None, :]
+        means = tl.load(sums_pointer + columns) / rows
+        spread = tl.zeros([CHANNELS, DEEP], tl.float32)
+        for first in range(0, K, DEEP):
+            deep = first + tl.arange(0, DEEP)
+            part = cast(tl.load(weight_pointer + channels[:, None] * K + deep[None, :]), dtype)
+            own = tl.load(sums_pointer + deep) / rows
+            covariance = tl.load(totals_pointer + deep[:, None] * K + columns[None, :]) / rows
+            covariance -= own[:, None] * means[None, :]
+            spread = tl.dot(part.to(tl.float32), covariance, spread, input_precision="ieee")
+        tl.store(spread_pointer + at, spread)
+        weight = cast(tl.load(weight_pointer + at), dtype).to(tl.float32)
+        mean += tl.sum(weight * means[None, :], 1)
+        variance += tl.sum(weight * spread, 1)
+    variance = tl.maximum(variance, 0.0)
     inverse = 1 / tl.sqrt(variance + eps)
     tl.store(mean_pointer + channels, mean)
     tl.store(inverse_pointer + channels, inverse)
-    low = cast(weight * (inverse * tl.load(gamma_pointer + channels))[:, None], dtype)
-    tl.store(low_pointer + at, low)
+    factor = inverse * tl.load(gamma_pointer + channels)
     # the rounded weights' own mean, so that a channel's mean is the bias that it is to have
-    shift = tl.sum(low.to(tl.float32) * means[None, :], 1)
+    shift = tl.zeros([CHANNELS], tl.float32)
+    for begin in range(0, K, DEEP):
+        columns = begin + tl.arange(0, DEEP)
+        at = channels[:, None] * K + columns[None, :]
+        weight = cast(tl.load(weight_pointer + at), dtype).to(tl.float32)
+        low = cast(weight * factor[:, None], dtype)
+        tl.store(low_pointer + at, low)
+        means = tl.load(sums_pointer + columns) / rows
+        shift += tl.sum(low.to(tl.float32) * means[None, :], 1)
     tl.store(bias_pointer + channels, tl.load(beta_pointer + channels) - shift)
     if running_mean_pointer is not None:
         old = tl.load(running_mean_pointer + channels)
@@ -210,37 +221,38 @@ def slopes_kernel(
 
 @triton.jit
 def remainder_kernel(
-    weight_pointer, shares_pointer, sums_pointer, low_pointer, scale_pointer, constant_pointer,
-    rows, C: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr,
+    weight_pointer, shares_pointer, mean_pointer, low_pointer, scale_pointer, constant_pointer,
+    C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """What x's gradient loses by the norm: ``scale · (x lowᵀ)``, and plus a constant.
 
     Args:
-        low_pointer: [K, K] in the type of x, each row divided by its largest, which is its scale:
-            these numbers may be far smaller than float16 has.
+        mean_pointer: of what the convolution makes, [C].
+        low_pointer: some of [K, K] in the type of x, for a norm's largest share, which is the
+            scale: these numbers may be far smaller than float16 has.
     """
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    every = tl.arange(0, K)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * DEEP + tl.arange(0, DEEP)
     dtype = low_pointer.dtype.element_ty
-    made = tl.zeros([COLUMNS, K], tl.float32)
-    constant = tl.zeros([COLUMNS], tl.float32)
+    scale = tl.max(tl.abs(tl.load(shares_pointer + C + tl.arange(0, C))), 0)
+    scale = tl.where(scale > 0, scale, 1.0)
+    made = tl.zeros([ROWS, DEEP], tl.float32)
+    constant = tl.zeros([ROWS], tl.float32)
     for first in range(0, C, DEEP):
         channels = first + tl.arange(0, DEEP)
-        own = tl.load(weight_pointer + channels[:, None] * K + columns[None, :])
+        own = tl.load(weight_pointer + channels[None, :] * K + row[:, None])
         own = cast(own, dtype).to(tl.float32)
-        weight = tl.load(weight_pointer + channels[:, None] * K + every[None, :])
+        weight = tl.load(weight_pointer + channels[:, None] * K + columns[None, :])
         weight = cast(weight, dtype).to(tl.float32)
-        constant -= tl.sum(own * tl.load(shares_pointer + channels)[:, None], 0)
-        own *= tl.load(shares_pointer + C + channels)[:, None]
-        made = tl.dot(tl.trans(own), weight, made, input_precision="tf32x3")
-    scale = tl.max(tl.abs(made), 1)
-    scale = tl.where(scale > 0, scale, 1.0)
-    low = cast(made / scale[:, None], dtype)
-    tl.store(low_pointer + columns[:, None] * K + every[None, :], low)
-    tl.store(scale_pointer + columns, scale)
-    means = tl.load(sums_pointer + every) / rows
-    constant += tl.sum(low.to(tl.float32) * means[None, :], 1) * scale
-    tl.store(constant_pointer + columns, constant)
+        share = tl.load(shares_pointer + C + channels)
+        moved = share * tl.load(mean_pointer + channels) - tl.load(shares_pointer + channels)
+        constant += tl.sum(own * moved[None, :], 1)
+        own *= (share / scale)[None, :]
+        made = tl.dot(own, weight, made, input_precision="ieee")
+    tl.store(low_pointer + row[:, None] * K + columns[None, :], cast(made, dtype))
+    if tl.program_id(1) == 0:
+        tl.store(scale_pointer + row, tl.zeros([ROWS], tl.float32) + scale)
+        tl.store(constant_pointer + row, constant)
 
 
 @triton.jit
