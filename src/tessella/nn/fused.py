@@ -3,8 +3,9 @@ depthwise convolutions and poolings by our kernels.
 
 Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
 takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
-with another norm, an activation; max pooling and depthwise convolutions become ours. Whatever else
-the graph holds runs in torch or goes to torch's compiler, as does what Dynamo does not capture.
+with another norm, an activation; and with a 1×1 convolution before it that widens. Max pooling and
+depthwise convolutions become ours. Whatever else the graph holds runs in torch or goes to torch's
+compiler, as does what Dynamo does not capture.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def fused(module: nn.Module) -> nn.Module:
     """A call of ``module`` in training with its batch norms fused; the module stays as it is.
 
     Numbers differ from torch's by rounding: 16-bit values are not rounded between a norm, a sum and
-    an activation. Tensors that are not of channels_last, or lie where Triton does not run, are
+    an activation, nor is what a 1×1 convolution makes for a norm. Tensors that are not of channels_last, or lie where Triton does not run, are
     normalized by torch, and what Dynamo fails at runs as it is.
 
     Raises:

@@ -31,7 +31,7 @@ from tessella.kernels.norm.projection_device import (
 )
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_LEAST, _DEEPEST = 16, 512  # channels of x
+_LEAST, DEEPEST = 16, 256  # channels of x
 _WIDENING = 2  # less gains nothing: what is not read of the result is read of x
 _BLOCKS = 2  # a multiprocessor's, in products over rows
 
@@ -80,7 +80,7 @@ def widens(shape: Sequence[int]) -> bool:
     channels, deep, *taps = shape
     return (
         taps == [1, 1]
-        and _LEAST <= deep <= _DEEPEST
+        and _LEAST <= deep <= DEEPEST
         and channels >= _WIDENING * deep
         and all(count & (count - 1) == 0 for count in (channels, deep))
     )
