@@ -39,8 +39,9 @@ def fused(module: nn.Module) -> nn.Module:
     """A call of ``module`` in training with its batch norms fused; the module stays as it is.
 
     Numbers differ from torch's by rounding: 16-bit values are not rounded between a norm, a sum and
-    an activation, nor is what a 1×1 convolution makes for a norm. Tensors that are not of channels_last, or lie where Triton does not run, are
-    normalized by torch, and what Dynamo fails at runs as it is.
+    an activation, nor is what a 1×1 convolution makes for a norm. Tensors that are not of
+    channels_last, or lie where Triton does not run, are normalized by torch, and what Dynamo fails
+    at runs as it is.
 
     Raises:
         UsageError: there is no Triton.

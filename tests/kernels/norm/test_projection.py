@@ -19,7 +19,8 @@ CASES = [
     ((32,), 64, False, False, 1),
     ((64,), 128, True, False, 2),
 ]
-EPS = {torch.float32: 2e-6, torch.float16: 1e-3}  # of a tensor, by its norm
+# of a tensor, by its norm: products of means of 3 are 10 times as large as what varies about them
+EPS = {torch.float32: 1e-5, torch.float16: 1e-3}
 
 
 def images(channels: int, dtype: torch.dtype, *, far: float = 0.0) -> Tensor:
@@ -72,8 +73,8 @@ def test_values_and_gradients(deeps, channels, residual, relu, ways, dtype):
     # by the signs that rounding has left, as ours are
     total.backward(sum(g.double() for g in gradients) * positive)
     for one, (mean, variance), mine, theirs in zip(ours, kept, made, given, strict=True):
-        assert off(one.running[0], mean) < 2e-6
-        assert off(one.running[1], variance) < 2e-6
+        assert off(one.running[0], mean) < 1e-5
+        assert off(one.running[1], variance) < 1e-5
         for gradient, of in zip(mine, theirs, strict=True):
             assert off(gradient, of.grad) < EPS[dtype]
     if residual:
