@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import batch_of_few
 from tessella.artifacts.run import Recipe, RunInfo
-from tessella.core.errors import OutOfMemory
-from tessella.core.memory import free_bytes, is_out_of_memory
+from tessella.core.memory import free_bytes, room_for
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
 from tessella.search.limits import Limits
@@ -121,7 +120,8 @@ def forecast(
         trainer = Trainer(info, dataset.train.info, world, network=network)
         memory = memory_of(trainer.module, trainer.optimizer, recipe, info)
         usual = usual_way(recipe, world.device)
-        timed = replace(_timed_step(trainer, part, world), way=usual.way)
+        with room_for(part, world.device):
+            timed = replace(step_times(trainer, part, world), way=usual.way)
         step_s = timed.step_s or 0.0
         layers = trainer.layers(max(1, part // recipe.accumulate))
         load_s = _time_loading(dataset, info, recipe, world) * part
@@ -152,20 +152,6 @@ def forecast(
         ways=ways,
         layers=layers,
     )
-
-
-def _timed_step(trainer: Trainer, images: int, world: World) -> Raced:
-    """A trainer's time; its own answer to too little memory comes before its images' would."""
-    try:
-        return step_times(trainer, images, world)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            f"{images:,} images do not fit in the memory of {world.device}",
-            seen=str(error).splitlines()[0][:200] if str(error) else "no memory",
-            fix="use a smaller batch, or --batch-size auto, which takes the most that fit",
-        ) from error
 
 
 def _timed_ways(
