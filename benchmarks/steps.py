@@ -102,7 +102,7 @@ def main() -> None:
         processes = started(args, Path(folder))
         for process in processes:
             threading.Thread(
-                target=_forward, args=(process, lines, Path(folder)), daemon=True
+                target=forward_lines, args=(process, lines, Path(folder)), daemon=True
             ).start()
         for line in chain.from_iterable(iter(lines.get, None) for _ in processes):
             if not line.startswith('{"what"'):
@@ -131,7 +131,9 @@ def started(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[str
     ]  # fmt: skip
 
 
-def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None], folder: Path) -> None:
+def forward_lines(
+    process: subprocess.Popen[str], lines: queue.Queue[str | None], folder: Path
+) -> None:
     """What a process prints, and None behind it; nobody waits for one that has failed."""
     for line in process.stdout or ():
         lines.put(line)

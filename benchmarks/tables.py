@@ -101,6 +101,7 @@ def page() -> str:
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
     parts += [
         *_training(),
+        *_blocks(),
         *_steps(),
         *_changes(),
         *_scattered(),
@@ -291,6 +292,29 @@ def _training() -> Iterator[str]:
         for row in run["rows"]
     ]
     yield markdown(("what", "who", "images/s", "run"), lines) + "\n"
+    for number, run in enumerate(runs, 1):
+        yield f"{number}. {_origin(run)}"
+    yield ""
+
+
+def _blocks() -> Iterator[str]:
+    """ResNet-50's blocks forward and backward, beside torch's."""
+    yield "## ResNet-50's blocks, forward and backward: `blocks-sm_90.json`\n"
+    yield (
+        "The four stages, each by itself between tensors of 256 pictures of 224×224 (channels last,"
+        " autocast), and their sum. All run as CUDA graphs of one process, interleaved: torch call"
+        " by call, torch.compile in its default mode, and ours, as a training calls it: *fused N*"
+        " takes 1×1 convolutions of at most N channels together with the norm behind them.\n"
+    )
+    runs = _runs("blocks-sm_90.json")
+    lines = [
+        (row["what"], row["who"], f"{row['ms']:.2f} ms", f"{row['share of the best peer']:.3f}",
+         number)
+        for number, run in enumerate(runs, 1)
+        for row in run["rows"]
+    ]  # fmt: skip
+    head = ("what", "who", "forward and backward", "ratio to the best peer", "run")
+    yield markdown(head, lines) + "\n"
     for number, run in enumerate(runs, 1):
         yield f"{number}. {_origin(run)}"
     yield ""

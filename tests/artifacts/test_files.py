@@ -65,6 +65,8 @@ def test_a_failed_file_leaves_the_old_one(
             write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    with pytest.raises(ArtifactError, match=f"{tmp_path.name} could not.*give a file's name"):
+        write_atomic(tmp_path, b"new")
 
 
 @pytest.mark.parametrize("call", ["fsync", "first replace", "second replace"])

@@ -41,6 +41,7 @@ def test_a_record_takes_a_rate_beside_it():
         ({"solver": {"learning_rate": 0.1}}, "use 'lr'"),
         ({"policy": {"warm_up": 0.1}}, "use 'warmup'"),
         ({"zzz": 1}, "use one of network, dataset, epochs"),
+        ({"foo": 1}, "use one of network, dataset, epochs"),
         ({"epoch": 3, "seeds": 1}, "use epochs; use seed"),
     ],
 )

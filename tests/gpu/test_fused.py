@@ -28,7 +28,7 @@ pytestmark = [
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    beside = nn.Sequential(nn.Conv2d(64, 256, 1), nn.BatchNorm2d(256))
+    beside = nn.Sequential(nn.Conv2d(64, 256, 1, bias=False), nn.BatchNorm2d(256))
     net = nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
         Bottleneck(64, 64, downsample=beside), Bottleneck(256, 64),
@@ -68,6 +68,49 @@ def test_gradients_beside_float64(dtype, bound, way):
 
     for ours, theirs in zip(off("ours"), off("torch"), strict=True):
         assert ours < 2 * theirs + bound
+
+
+class Widened(nn.Module):
+    """What is taken as one product: a 1×1 convolution, its norm, and a sum."""
+
+    def __init__(self, deep: int) -> None:
+        super().__init__()
+        self.widen = nn.Conv2d(deep, 4 * deep, 1, bias=False)
+        self.norm = nn.BatchNorm2d(4 * deep)
+
+    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
+        return self.norm(self.widen(x)) + beside
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("deep", [64, 128])
+def test_projections_beside_float64(deep, dtype):
+    """No sign can differ here: all gradients are within a rounding's distance."""
+    torch.manual_seed(deep)
+    net = Widened(deep).cuda().to(memory_format=torch.channels_last)
+    net.widen.weight.data = net.widen.weight.data.to(dtype).float()
+    double = copy.deepcopy(net).double()
+    x, beside, cotangent = (
+        torch.randn(8, count, 13, 15, device="cuda", dtype=dtype).contiguous(
+            memory_format=torch.channels_last
+        )
+        for count in (deep, 4 * deep, 4 * deep)
+    )
+    x = x.relu()
+    given = [x.clone().requires_grad_(), beside.clone().requires_grad_()]
+    wide = [x.double().requires_grad_(), beside.double().requires_grad_()]
+    with torch.autocast("cuda", dtype=dtype):
+        made = fused(net)(*given)
+    made.backward(cotangent)
+    expected = double(*wide)
+    expected.backward(cotangent.double())
+    bound = 2 * torch.finfo(dtype).eps
+    assert (made - expected).norm() < bound * expected.norm()
+    pairs = zip([*given, *net.parameters()], [*wide, *double.parameters()], strict=True)
+    for ours, theirs in pairs:
+        assert (ours.grad - theirs.grad).norm() < bound * theirs.grad.norm()
+    for ours, theirs in zip(net.buffers(), double.buffers(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["fused", "compile"])

@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torchvision.models.resnet import Bottleneck
 from tessella.artifacts.run import Recipe
 from tessella.core.errors import UsageError
 from tessella.kernels.conv import trained, volumes
+from tessella.kernels.norm import projection
 from tessella.kernels.softmax import entropy
 from tessella.nn import fused as module_of
 from tessella.nn.fused import compiled, fused
@@ -153,6 +155,32 @@ def test_a_residual_network(calls):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_projections_are_taken_with_their_norms(compiler, monkeypatch):
+    """Of one norm and of two, with a step; kernels that are for 16 bits take float32 here, too."""
+    beside = [nn.Sequential(nn.Conv2d(c, 64, 1, s, bias=False), nn.BatchNorm2d(64))
+              for c, s in ((16, 1), (32, 2))]  # fmt: skip
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(),
+        Bottleneck(16, 16, downsample=beside[0]), Bottleneck(64, 16),
+        nn.Conv2d(64, 32, 1), nn.BatchNorm2d(32), nn.ReLU(),
+        Bottleneck(32, 16, stride=2, downsample=beside[1]),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5),
+    )  # fmt: skip
+    run: list[str] = []
+    monkeypatch.setattr(projection, "project", spied(run, projection.project))
+    x = torch.randn(3, 3, 9, 8).contiguous(memory_format=torch.channels_last)
+    net = prepared(net)
+    call = fused(net) if compiler is None else compiled(net, compiler)
+    with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+        low = call(x)
+    assert run == ["project"] * 3
+    assert (low - net(x)).norm() < 2e-2 * low.norm()
+    monkeypatch.setattr(projection, "_DTYPES", (torch.float32,))
+    agree(net, x, rel=1e-4, compiler=compiler)
+    assert run == ["project"] * 9
+
+
 class Mobile(nn.Module):
     """Depthwise convolutions between norms, as in an EfficientNet, and one as in a ConvNeXt."""
 
@@ -180,10 +208,10 @@ def test_depthwise_convolutions_and_a_compiler(calls, monkeypatch):
     assert run == ["convolve"] * 4  # two in each of two passes
 
 
-def spied(told: list[str], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(*given: object) -> Tensor:
+def spied(told: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: object, **named: object) -> Any:
         told.append(function.__name__)
-        return function(*given)
+        return function(*given, **named)
 
     return call
 

@@ -9,7 +9,8 @@ from torch import nn
 from tessella import api
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Augment, Run
-from tessella.core.errors import UsageError
+from tessella.core.errors import OutOfMemory, UsageError
+from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.search.limits import Limits
 from tessella.training import forecast as forecasting
@@ -159,6 +160,23 @@ def test_a_step_is_tried_as_a_gpu_would(dataset, monkeypatch):
         Trainer(info, trained, alone()).try_step(images)
 
     assert largest_that_runs(tried, 16) == 2
+
+
+def test_images_that_do_not_fit_are_told(dataset, monkeypatch):
+    """A batch without room for its images has no step whose answer would name one that fits."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried 94080000000 bytes"
+        )
+
+    monkeypatch.setattr(Trainer, "blank", refused)
+    with pytest.raises(OutOfMemory, match="12 images do not fit"):
+        forecast(recipe(dataset, batch_size=12))
+    monkeypatch.setattr(torch, "empty", refused)
+    data = Dataset(dataset)
+    with pytest.raises(OutOfMemory, match="12 images do not fit in the memory of the host"):
+        next(batches(data.train, data.preprocess, batch_size=12, augment=None, training=True))
 
 
 def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):

@@ -107,6 +107,7 @@ def test_a_recipe_may_need_the_processes_that_are_said_elsewhere(monkeypatch):
             read_recipe(needy, gpus=None)
         assert read_recipe(needy, gpus=2) == json.loads(needy)
     assert read_recipe('{"gpus": 3}', batch_size=66) == {"gpus": 3}
+    assert read_recipe('{"probe_epochs": 1}', init="pretrained") == {"probe_epochs": 1}
     assert read_recipe('{"epochs": 3}', gpus=3) == {"epochs": 3}  # the option's fault, told later
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

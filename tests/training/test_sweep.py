@@ -302,6 +302,8 @@ def test_what_cannot_work_is_told_before_a_trial_starts(dataset, tmp_path):
         sweep("lenet", dataset, vary={"lr": "1..2"}, sampler="grid", **where)
     with pytest.raises(UsageError, match=r"unknown sampler.*use tpe, random, grid"):
         sweep("lenet", dataset, vary={"lr": "1..2"}, sampler="best", **where)
+    with pytest.raises(UsageError, match="a sweep has 1 to"):
+        sweep("lenet", dataset, vary={"lr": "1..2"}, trials=0, **where)
     bare = write_dataset(tmp_path / "bare", train=20)
     with pytest.raises(DataError, match=r"no split for it.*holdout"):
         sweep("lenet", Dataset(bare), vary={"lr": "1..2"}, **where)

@@ -96,10 +96,11 @@ def sweep(
         return completed(recipe_from(given), given, **asked)
 
     usual = to_plain(recipe_of({}))
+    usual_trials = _grid_size(axes) if sampler == "grid" else TRIALS
     info = SweepInfo(
         settings=json.dumps(base, sort_keys=True),
         axes=axes,
-        trials=trials or (_grid_size(axes) if sampler == "grid" else TRIALS),
+        trials=trials if trials is not None else usual_trials,
         sampler=sampler,
         pruner=pruner,
         seed=usual["seed"],

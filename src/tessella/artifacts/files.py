@@ -198,10 +198,11 @@ def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_folder = isinstance(error, IsADirectoryError)
         raise ArtifactError(
             f"{path.name} could not be written",
-            seen=f"{error.strerror or error}: {path.parent}",
-            fix="free some disk space or write elsewhere",
+            seen=f"{error.strerror or error}: {path if is_folder else path.parent}",
+            fix="give a file's name" if is_folder else "free some disk space or write elsewhere",
         ) from error
 
 

@@ -21,6 +21,8 @@ NESTED = {
     "solver": tuple(f.name for f in fields(Solver)),
 }
 
+_NEAR = 0.8  # of difflib's ratio: below, "foo" is near to "floor"
+
 # What other libraries call our settings.
 SYNONYMS = {
     "learning_rate": "lr", "base_lr": "lr", "optimizer": "solver", "optim": "solver",
@@ -55,7 +57,9 @@ def spelled_out(settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(inner, dict) and (unknown := [name for name in inner if name not in known]):
             raise UsageError(
                 f"unknown {group or 'training'} setting",
-                seen=", ".join(f"{name}={inner[name]!r}" for name in unknown)[:200],
+                seen=", ".join(
+                    name if inner[name] is None else f"{name}={inner[name]!r}" for name in unknown
+                )[:200],
                 fix="; ".join(_meant(name, group) for name in unknown),
             )
     return out
@@ -118,8 +122,8 @@ def _meant(name: str, group: str) -> str:
     written |= {name: name for name in ("lr", *FIELDS)}
     plain = name.lower().strip("-").replace("-", "_")
     plain = SYNONYMS.get(plain, plain)
-    if group and (near := difflib.get_close_matches(plain, NESTED[group], n=1)):
+    if group and (near := difflib.get_close_matches(plain, NESTED[group], n=1, cutoff=_NEAR)):
         return f"use {near[0]!r}"
-    if near := difflib.get_close_matches(plain, written, n=1):
+    if near := difflib.get_close_matches(plain, written, n=1, cutoff=_NEAR):
         return f"use {written[near[0]]}"
     return f"use one of {', '.join(NESTED[group] if group else FIELDS)}"

@@ -118,15 +118,16 @@ def train(
     runs/int8 --quantize int8 --init runs/flowers --epochs 3
     """
     stopped = "stopped: the same command with --resume goes on where it stopped"
+    options = {
+        "epochs": epochs, "batch_size": batch_size, "precision": precision, "quantize": quantize,
+        "init": init, "backend": backend, "gpus": gpus, "nodes": nodes, "shard": shard,
+        "seed": seed,
+    }  # fmt: skip
     with output(json_only=json, events=events, stopped=stopped) as out_:
         settings = _settings(
-            {} if recipe is None else read_recipe(
-                recipe, batch_size=batch_size, gpus=gpus, nodes=nodes
-            ),
+            {} if recipe is None else read_recipe(recipe, **options),
             {"solver": solver, "policy": policy},
-            network=network, dataset=str(dataset), epochs=epochs, batch_size=batch_size,
-            precision=precision, quantize=quantize, init=init, backend=backend, gpus=gpus,
-            nodes=nodes, shard=shard, seed=seed, lr=lr,
+            network=network, dataset=str(dataset), lr=lr, **options,
         )  # fmt: skip
         if explain:
             _explain(out_, api.forecast(race_s=race, emit=out_.emit, **settings))
@@ -258,7 +259,8 @@ def read_recipe(given: str, **options: Any) -> dict[str, Any]:
     """The settings in a recipe, a JSON text or a file, checked before the dataset is opened.
 
     Args:
-        options: settings beside it, or None, without which it may be none: several processes.
+        options: settings beside it, or None, without which it may be none: several processes, or
+            weights that have learned something.
     """
     path, inline = Path(given), given.lstrip().startswith("{")
     if not inline and not path.is_file():

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tessella.core.errors import OutOfMemory
+
 LARGE_PAGE = 2**21  # bytes, of x86-64 and of AArch64 with pages of 4 KiB
 
 _MESSAGES = (
@@ -26,6 +28,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(m in str(error) for m in _MESSAGES)
+
+
+@contextmanager
+def room_for(images: int, where: object) -> Iterator[None]:
+    """Inside, memory for so many images is taken.
+
+    Raises:
+        OutOfMemory: there is too little.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"{images:,} images do not fit in the memory of {where}",
+            seen=str(error).splitlines()[0][:200] if str(error) else "no memory",
+            fix="use a smaller batch, or --batch-size auto, which takes the most that fit",
+        ) from error
 
 
 @contextmanager

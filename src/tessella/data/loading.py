@@ -27,6 +27,7 @@ from tessella.artifacts.run import Augment
 from tessella.core.errors import DataError, UsageError
 from tessella.core.integers import ceil_div
 from tessella.core.jpeg import Frame, frame_of
+from tessella.core.memory import room_for
 from tessella.core.pictures import Pixels
 from tessella.core.preprocess import (
     Preprocess,
@@ -249,7 +250,8 @@ class _Loader:
         dtype = torch.uint8 if self._record.depth == 8 else torch.uint16
         # of files that the GPU decodes nothing is written here: memory that nobody touches is free
         pinned = self._pinned and not self._decodes
-        pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=pinned)
+        with room_for(len(indices), "the host"):
+            pixels = torch.empty((len(indices), *self._shape), dtype=dtype, pin_memory=pinned)
         return _Begun(indices, pixels, self._moves(indices), {})
 
     def _moves(self, indices: Indices) -> list[Moves] | Cuts:

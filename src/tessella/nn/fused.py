@@ -3,8 +3,9 @@ depthwise convolutions and poolings by our kernels.
 
 Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
 takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
-with another norm, an activation; max pooling and depthwise convolutions become ours. Whatever else
-the graph holds runs in torch or goes to torch's compiler, as does what Dynamo does not capture.
+with another norm, an activation; and with a 1×1 convolution before it that widens. Max pooling and
+depthwise convolutions become ours. Whatever else the graph holds runs in torch or goes to torch's
+compiler, as does what Dynamo does not capture.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from tessella.core.errors import UsageError
 from tessella.nn import fp8
-from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense
+from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense, pair, shape_of
 
 _ACTIVATIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", F.relu_: "relu", torch.relu_: "relu", "relu": "relu",
@@ -38,8 +39,9 @@ def fused(module: nn.Module) -> nn.Module:
     """A call of ``module`` in training with its batch norms fused; the module stays as it is.
 
     Numbers differ from torch's by rounding: 16-bit values are not rounded between a norm, a sum and
-    an activation. Tensors that are not of channels_last, or lie where Triton does not run, are
-    normalized by torch, and what Dynamo fails at runs as it is.
+    an activation, nor is what a 1×1 convolution makes for a norm. Tensors that are not of
+    channels_last, or lie where Triton does not run, are normalized by torch, and what Dynamo fails
+    at runs as it is.
 
     Raises:
         UsageError: there is no Triton.
@@ -166,15 +168,41 @@ def _fuse_at(graph: fx.Graph, norm: fx.Node, found: Found) -> tuple[fx.Node, lis
     if (follower := _only_user(chain[-1])) is not None:
         activation = _activation(follower, chain[-1])
         chain += [follower] if activation is not None else []
+    norms = [found, second] if second is not None else [found]
+    before = [_projection_of(norm.input) for norm in norms]
     with graph.inserting_before(chain[-1]):
-        norms = [found, second] if second is not None else [found]
-        made = graph.call_function(
-            _calls().normed, ([tuple(n) for n in norms], residual, activation, False)
-        )
+        if activation in (None, "relu") and None not in before:
+            how = [tuple(norm._replace(input=None)) for norm in norms]
+            made = graph.call_function(
+                _calls().projected, (before, how, residual, activation, False)
+            )
+            chain = [norm.input for norm in norms] + chain
+        else:
+            made = graph.call_function(
+                _calls().normed, ([tuple(n) for n in norms], residual, activation, False)
+            )
     chain[-1].replace_all_uses_with(made)
     for node in reversed(chain):
         graph.erase_node(node)
     return made, chain
+
+
+def _projection_of(node: fx.Node) -> tuple[Any, Any, int] | None:
+    """The input, the weight and the step of a 1×1 convolution, if its result need not be made."""
+    if node.target is not torch.conv2d:
+        return None
+    given = CONVOLUTION.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    named = given.arguments
+    x, weight = named["input"], named["weight"]
+    shape = shape_of(weight)
+    if shape is None or not _calls().widens(shape):
+        return None
+    steps = pair(named["stride"])
+    plain = named["groups"] == 1 and named["bias"] is None and pair(named["padding"]) == (0, 0)
+    if not plain or steps[0] != steps[1] or any(changes(user, x) for user in x.users):
+        return None
+    return x, weight, steps[0]
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -227,7 +255,7 @@ def _convolution_at(graph: fx.Graph, node: fx.Node) -> None:
 def _split_branches(graph: fx.Graph, made: fx.Node) -> None:
     """Where a result goes two ways, its gradients arrive apart and are added on the way back."""
     users = list(made.users)
-    ours = {_calls().normed, _calls().pooled, _calls().convolved}
+    ours = {_calls().normed, _calls().projected, _calls().pooled, _calls().convolved}
     readers = ours | {torch.conv2d, F.adaptive_avg_pool2d, torch._C._nn.linear}
     if len(users) < 2 or not all(user.target in readers for user in users):
         return

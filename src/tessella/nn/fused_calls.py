@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from tessella.kernels.conv import trained as depthwise
 from tessella.kernels.conv import volumes
-from tessella.kernels.norm import batch
+from tessella.kernels.norm import batch, projection
 from tessella.kernels.norm.batch import Activation
+from tessella.kernels.norm.projection import widens as widens
 from tessella.kernels.pool import trained
 from tessella.kernels.softmax import entropy as rows_of_scores
 from tessella.nn.fused import Found
@@ -100,6 +101,104 @@ class _Normed(torch.autograd.Function):
         made = call(
             "normalize_backward", given, tensors, statistics, bits, ctx.joins, ctx.activation
         )
+        joined = made.pop() if ctx.joins else None
+        return (None, None, None, joined, *made)
+
+
+def projected(
+    before: Sequence[tuple[Tensor, Tensor, int]],
+    given: Sequence[Sequence[Any]],
+    residual: Tensor | None,
+    activation: Activation,
+    twice: bool,
+) -> Any:
+    """``normed`` of what 1×1 convolutions make.
+
+    Args:
+        before: the input, the weight and the step of each norm's convolution.
+        given: each norm as in ``Found``, without its input.
+        activation: a ReLU or none.
+    """
+    found = [Found(*norm) for norm in given]
+    xs = [_as_computed(x, weight) for x, weight, _ in before]
+    weights = [weight for _, weight, _ in before]
+    x = xs[0][0]
+    ours = all(alike and projection.runs(x, w) for (x, alike), w in zip(xs, weights, strict=True))
+    ours = ours and all(n.weight.dtype == n.bias.dtype == torch.float32 for n in found)
+    ours = ours and all(t.dtype == x.dtype for t, _ in xs)
+    if residual is not None:
+        shape = (
+            x.shape[0],
+            weights[0].shape[0],
+            *(-(-side // before[0][2]) for side in x.shape[2:]),
+        )
+        ours = (
+            ours and batch.runs(residual) and (residual.shape, residual.dtype) == (shape, x.dtype)
+        )
+    if not ours:
+        made = [torch.conv2d(x, weight, stride=step) for x, weight, step in before]
+        norms = [n._replace(input=y) for n, y in zip(found, made, strict=True)]
+        return normed(norms, residual, activation, twice)
+    how = [(n.running_mean, n.running_var, n.momentum, n.eps) for n in found]
+    steps = [step for *_, step in before]
+    read = [
+        t if step == 1 else _Apart.apply(t, step) for (t, _), step in zip(xs, steps, strict=True)
+    ]
+    tensors = [
+        t for x, w, n in zip(read, weights, found, strict=True) for t in (x, w, n.weight, n.bias)
+    ]
+    results = _Projected.apply(how, activation == "relu", twice, residual, *tensors)
+    return results if twice else results[0]
+
+
+class _Apart(torch.autograd.Function):
+    """Every so-manieth pixel, in channels_last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: int) -> Tensor:
+        ctx.step, ctx.shape = step, x.shape
+        return x[:, :, ::step, ::step].contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        made = gradient.new_zeros(ctx.shape).to(memory_format=torch.channels_last)
+        made[:, :, :: ctx.step, :: ctx.step] = gradient
+        return made, None
+
+
+class _Projected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: list[tuple[Any, ...]],
+        relu: bool,
+        twice: bool,
+        residual: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        count = len(how)
+        ctx.joins, ctx.count = residual is not None, count
+        given = [(*tensors[4 * n : 4 * n + 4], *how[n][:2]) for n in range(count)]
+        given += [(None,) * 6] * (2 - count)
+        numbers = [number for one in how for number in one[2:]]
+        y, bits, *kept = call("project", *given[0], *given[1], numbers, residual, relu)
+        ctx.save_for_backward(bits if relu else None, *tensors, *kept[: 4 * count])
+        return (y, y.view_as(y)) if twice else (y,)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        given = [
+            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
+        ]
+        if not given:
+            nothing: list[Any] = [None] * (4 + 4 * ctx.count)
+            return tuple(nothing)
+        bits, *saved = ctx.saved_tensors
+        tensors, kept = saved[: 4 * ctx.count], saved[4 * ctx.count :]
+        made = call("project_backward", given, tensors, kept, bits, ctx.joins)
         joined = made.pop() if ctx.joins else None
         return (None, None, None, joined, *made)
 

@@ -87,7 +87,7 @@ def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
 
 
-def _shape(node: Any) -> tuple[int, ...] | None:
+def shape_of(node: Any) -> tuple[int, ...] | None:
     """Of what a node makes, as Dynamo has seen it."""
     seen = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return tuple(seen.shape) if isinstance(seen, Tensor) else None
@@ -108,7 +108,7 @@ def _heads_at(graph: fx.Graph, node: fx.Node) -> None:
         and not given["use_separate_proj_weight"]
         and all(given[name] is None for name in _OFTEN_NONE)
     )
-    if not plain or x is None or out is None or len(_shape(x) or ()) != 3:
+    if not plain or x is None or out is None or len(shape_of(x) or ()) != 3:
         return
     with graph.inserting_before(node):
         projection = (x, given["in_proj_weight"], given["in_proj_bias"], given["num_heads"])
@@ -148,7 +148,7 @@ def _projection_at(graph: fx.Graph, node: fx.Node) -> None:
             return
         chain.append(found)
     _, cut, turned, parts = chain
-    whole, shape = _shape(node), _shape(cut)
+    whole, shape = shape_of(node), shape_of(cut)
     if whole is None or shape is None or len(shape) != 5 or shape[2] != 3 or len(whole) != 3:
         return
     order: Any = turned.args[1:] if len(turned.args) > 2 else turned.args[1]
@@ -172,19 +172,19 @@ def _projection_at(graph: fx.Graph, node: fx.Node) -> None:
 def _patches_at(node: fx.Node) -> None:
     """A convolution whose windows lie side by side, without margins."""
     given = _given(CONVOLUTION, node)
-    image, kernel = _shape(given["input"]), _shape(given["weight"])
+    image, kernel = shape_of(given["input"]), shape_of(given["weight"])
     if image is None or kernel is None or len(image) != 4:
         return
     sides = tuple(kernel[2:])
     alike = {"stride": sides, "padding": (0, 0), "dilation": (1, 1)}
-    plain = given["groups"] == 1 and all(_pair(given[name]) == v for name, v in alike.items())
+    plain = given["groups"] == 1 and all(pair(given[name]) == v for name, v in alike.items())
     fits = all(side % p == 0 for side, p in zip(image[2:], sides, strict=True))
     if plain and fits and max(sides) > 1 and kernel[1] * sides[0] * sides[1] >= LEAST_PATCH:
         node.target = _calls().patches_convolved
         node.args, node.kwargs = (given["input"], given["weight"], given["bias"]), {}
 
 
-def _pair(given: Any) -> tuple[Any, ...]:
+def pair(given: Any) -> tuple[Any, ...]:
     return (given, given) if isinstance(given, int | str) else tuple(given)
 
 
@@ -269,7 +269,7 @@ def _sum_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
     one: Any
     other: Any
     one, other = node.args
-    if _shape(one) is None or _shape(one) != _shape(other) or one is other:
+    if shape_of(one) is None or shape_of(one) != shape_of(other) or one is other:
         return None
     for x, added in ((one, other), (other, one)):
         if (layer := _biased(added, node)) is not None:

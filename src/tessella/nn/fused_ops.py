@@ -15,8 +15,9 @@ from torch import Tensor
 from tessella.kernels.conv import trained as depthwise
 from tessella.kernels.conv import volumes
 from tessella.kernels.conv.trained import Window
-from tessella.kernels.norm import batch, layer
+from tessella.kernels.norm import batch, layer, projection
 from tessella.kernels.norm.batch import Norm, Statistics
+from tessella.kernels.norm.projection import Kept, Projection
 from tessella.kernels.pointwise import trained as pointwise
 from tessella.kernels.pool import trained as pool
 from tessella.kernels.softmax import entropy
@@ -93,6 +94,55 @@ def _normalize_backward_shapes(
 ) -> Made:  # fmt: skip
     made = [torch.empty_like(t) for t in tensors]
     return [*made, torch.empty_like(tensors[0])] if residual else made
+
+
+def _project(
+    x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor | None,
+    variance: Tensor | None, x2: Tensor | None, weight2: Tensor | None, gamma2: Tensor | None,
+    beta2: Tensor | None, mean2: Tensor | None, variance2: Tensor | None, numbers: list[float],
+    residual: Tensor | None, relu: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``projection.project``: the result, the bits, and what is kept of one or two; see above."""
+    given = [Projection(x, weight, gamma, beta, _pair(mean, variance), numbers[0], numbers[1])]
+    if x2 is not None:
+        others: Any = (x2, weight2, gamma2, beta2, _pair(mean2, variance2), *numbers[2:])
+        given.append(Projection(*others))
+    y, kept, bits = projection.project(given, residual=residual, relu=relu)
+    made = [t for one in kept for t in one]
+    made += [_nothing(x) for _ in range(8 - len(made))]
+    return (y, _nothing(x) if bits is None else bits, *made)
+
+
+def _project_shapes(*args: Any) -> tuple[Tensor, ...]:
+    x, weight, relu = args[0], args[1], args[14]
+    channels, rows = weight.shape[0], x.numel() // x.shape[1]
+    bits = x.new_empty((rows, channels // 8), dtype=torch.uint8) if relu else _nothing(x)
+    made = []
+    for one in (args[1], args[7]):
+        wide, deep = (0, 0) if one is None else one.shape[:2]
+        sizes = (deep * deep + deep,), (wide,), (wide,), (wide, deep)
+        made += [x.new_empty(size, dtype=torch.float32) for size in sizes]
+    made = [_nothing(x) if tensor.numel() == 0 else tensor for tensor in made]
+    return (_last(x, (x.shape[0], channels, *x.shape[2:])), bits, *made)
+
+
+def _project_backward(
+    gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool
+) -> Made:
+    """``projection.backward``: each one's four gradients, and the residual's, if there was one."""
+    fours = zip(*(tensors[n::4] for n in range(4)), strict=True)
+    given = [Projection(x, weight, gamma, beta) for x, weight, gamma, beta in fours]
+    found = [Kept(*kept[n : n + 4]) for n in range(0, len(kept), 4)]
+    made, joined = projection.backward(gradients, given, found, bits, residual=residual)
+    flat = [t for one in made for t in one]
+    return flat if joined is None else [*flat, joined]
+
+
+def _project_backward_shapes(
+    gradients: Made, tensors: Made, kept: Made, bits: Tensor | None, residual: bool
+) -> Made:
+    made = [torch.empty_like(t) for t in tensors]
+    return [*made, torch.empty_like(gradients[0])] if residual else made
 
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, window: list[int]) -> Tensor:
@@ -271,6 +321,19 @@ _OPERATORS = {
         "normalize_backward", _normalize_backward, _normalize_backward_shapes,
         "(Tensor[] gradients, Tensor[] tensors, Tensor[] statistics, Tensor? bits, bool residual,"
         " str activation) -> Tensor[]",
+    ),
+    "project": _operator(
+        "project", _project, _project_shapes,
+        "(Tensor x, Tensor weight, Tensor gamma, Tensor beta, Tensor(a!)? mean,"
+        " Tensor(b!)? variance, Tensor? x2, Tensor? weight2, Tensor? gamma2, Tensor? beta2,"
+        " Tensor(c!)? mean2, Tensor(d!)? variance2, float[] numbers, Tensor? residual, bool relu)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "mean", "variance", "mean2", "variance2",
+    ),
+    "project_backward": _operator(
+        "project_backward", _project_backward, _project_backward_shapes,
+        "(Tensor[] gradients, Tensor[] tensors, Tensor[] kept, Tensor? bits, bool residual)"
+        " -> Tensor[]",
     ),
     "depthwise": _operator(
         "depthwise", _depthwise, _depthwise_shape,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import batch_of_few
 from tessella.artifacts.run import Recipe, RunInfo
-from tessella.core.memory import free_bytes
+from tessella.core.memory import free_bytes, room_for
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import zoo
 from tessella.search.limits import Limits
@@ -120,7 +120,8 @@ def forecast(
         trainer = Trainer(info, dataset.train.info, world, network=network)
         memory = memory_of(trainer.module, trainer.optimizer, recipe, info)
         usual = usual_way(recipe, world.device)
-        timed = replace(step_times(trainer, part, world), way=usual.way)
+        with room_for(part, world.device):
+            timed = replace(step_times(trainer, part, world), way=usual.way)
         step_s = timed.step_s or 0.0
         layers = trainer.layers(max(1, part // recipe.accumulate))
         load_s = _time_loading(dataset, info, recipe, world) * part

@@ -46,19 +46,22 @@ def _slope(x, gradient, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def moments_kernel(
-    x_pointer, sums_pointer, rows, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    x_pointer, sums_pointer, rows, channels,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Each block's sums of a channel's distances from its first value, and of their squares."""
     columns = _columns(COLUMNS)
     first = tl.load(x_pointer + columns, mask=columns < channels, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for row in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        offsets, there = _places(row, ROWS, columns, rows, channels)
-        x = tl.load(x_pointer + offsets, mask=there, other=0.0).to(tl.float32)
-        x = tl.where(there, x - first, 0.0)
-        total += x
-        squares += x * x
+    step: tl.constexpr = ROWS * AT_ONCE
+    for begin in range(tl.program_id(0) * step, rows, tl.num_programs(0) * step):
+        for tile in tl.static_range(AT_ONCE):  # whose loads need not wait for each other
+            offsets, there = _places(begin + tile * ROWS, ROWS, columns, rows, channels)
+            x = tl.load(x_pointer + offsets, mask=there, other=0.0).to(tl.float32)
+            x = tl.where(there, x - first, 0.0)
+            total += x
+            squares += x * x
     _store_sums(sums_pointer, total, squares, columns, channels)
 
 
@@ -119,7 +122,7 @@ def _affine(norm, columns, channels):
 
 
 @triton.jit
-def _packed(positive):
+def packed(positive):
     """A bit for each place of [ROWS, COLUMNS], eight neighbours of a row in a byte."""
     ROWS: tl.constexpr = positive.shape[0]
     BYTES: tl.constexpr = positive.shape[1] // 8
@@ -128,8 +131,8 @@ def _packed(positive):
 
 
 @triton.jit
-def _unpacked(packed):
-    """The reverse of ``_packed``."""
+def unpacked(packed):
+    """The reverse of ``packed``."""
     ROWS: tl.constexpr = packed.shape[0]
     BYTES: tl.constexpr = packed.shape[1]
     bits = (packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
@@ -174,7 +177,7 @@ def normalize_kernel(
             y += other
         if bits_pointer is not None:
             at, within = _bytes(bits_pointer, row, ROWS, COLUMNS, rows, channels)
-            tl.store(at, _packed(y > 0), mask=within)
+            tl.store(at, packed(y > 0), mask=within)
         y = cast(activate(y, ACTIVATION), y_pointer.dtype.element_ty)
         tl.store(y_pointer + offsets, y, mask=there)
 
@@ -183,7 +186,7 @@ def normalize_kernel(
 def gradient_sums_kernel(
     gradient_pointer, second_pointer, x_pointer, norm, other_pointer, other_norm, bits_pointer,
     joined_pointer, sums_pointer, other_sums_pointer, rows, channels,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Each block's sums of the gradients before the activation, and of their products with x.
 
@@ -200,25 +203,28 @@ def gradient_sums_kernel(
     if other_norm is not None:
         other_mean, _, _ = _affine(other_norm, columns, channels)
         other_products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for row in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        offsets, there = _places(row, ROWS, columns, rows, channels)
-        x = tl.load(x_pointer + offsets, mask=there, other=0.0).to(tl.float32) - mean
-        g = tl.load(gradient_pointer + offsets, mask=there, other=0.0).to(tl.float32)
-        if second_pointer is not None:
-            g += tl.load(second_pointer + offsets, mask=there, other=0.0).to(tl.float32)
-        if bits_pointer is not None:
-            at, within = _bytes(bits_pointer, row, ROWS, COLUMNS, rows, channels)
-            g = tl.where(_unpacked(tl.load(at, mask=within, other=0)), g, 0.0)
-        else:
-            g = tl.where(there, _slope(x * factor + bias, g, ACTIVATION), 0.0)
-        if joined_pointer is not None:
-            rounded = cast(g, joined_pointer.dtype.element_ty)
-            tl.store(joined_pointer + offsets, rounded, mask=there)
-        total += g
-        products += g * x
-        if other_norm is not None:
-            other = tl.load(other_pointer + offsets, mask=there, other=0.0).to(tl.float32)
-            other_products += g * (other - other_mean)
+    step: tl.constexpr = ROWS * AT_ONCE
+    for begin in range(tl.program_id(0) * step, rows, tl.num_programs(0) * step):
+        for tile in tl.static_range(AT_ONCE):
+            row = begin + tile * ROWS
+            offsets, there = _places(row, ROWS, columns, rows, channels)
+            x = tl.load(x_pointer + offsets, mask=there, other=0.0).to(tl.float32) - mean
+            g = tl.load(gradient_pointer + offsets, mask=there, other=0.0).to(tl.float32)
+            if second_pointer is not None:
+                g += tl.load(second_pointer + offsets, mask=there, other=0.0).to(tl.float32)
+            if bits_pointer is not None:
+                at, within = _bytes(bits_pointer, row, ROWS, COLUMNS, rows, channels)
+                g = tl.where(unpacked(tl.load(at, mask=within, other=0)), g, 0.0)
+            else:
+                g = tl.where(there, _slope(x * factor + bias, g, ACTIVATION), 0.0)
+            if joined_pointer is not None:
+                rounded = cast(g, joined_pointer.dtype.element_ty)
+                tl.store(joined_pointer + offsets, rounded, mask=there)
+            total += g
+            products += g * x
+            if other_norm is not None:
+                other = tl.load(other_pointer + offsets, mask=there, other=0.0).to(tl.float32)
+                other_products += g * (other - other_mean)
     _store_sums(sums_pointer, total, products, columns, channels)
     if other_norm is not None:
         _store_sums(other_sums_pointer, total, other_products, columns, channels)
