@@ -178,6 +178,12 @@ MISUSES = {
     "a huge header block": (
         Code.ENHANCE_YOUR_CALM, lambda c: of_stream(Kind.HEADERS, bytes(20_000))
     ),
+    "much padded data": (
+        Code.ENHANCE_YOUR_CALM, lambda c: c.head(1) + struct.pack(">BHBBL", 1, 0, Kind.DATA, 8, 1)
+    ),
+    "much of an unknown kind": (
+        Code.ENHANCE_YOUR_CALM, lambda c: struct.pack(">BHBBL", 1, 0, 99, 0, 1)
+    ),
     "endless continuations": (
         Code.ENHANCE_YOUR_CALM,
         lambda c: of_stream(Kind.HEADERS, b"") + 99 * of_stream(Kind.CONTINUATION, b""),

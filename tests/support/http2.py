@@ -75,8 +75,8 @@ class Place:
     def is_at_rest(self) -> bool:
         """Whether nothing is held for anybody."""
         shared = self.front._shared
-        counted = shared.calls, shared.questions, shared.streams, self.app.bodies.held_bytes
-        return counted == (0, 0, 0, 0)
+        held = self.app.bodies.held_bytes, self.app.bodies.unread_bytes
+        return (shared.calls, shared.questions, shared.streams, *held) == (0, 0, 0, 0, 0)
 
 
 class Client:

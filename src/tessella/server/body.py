@@ -25,12 +25,17 @@ class Disconnected(Exception):
 
 
 class BodyReader:
-    """Reads bodies, and limits the bytes that all of them hold together."""
+    """Reads bodies, and limits the bytes that all of them hold together.
+
+    Attributes:
+        held_bytes: of requests.
+        unread_bytes: of answers that wait until their clients read on.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.expanding = asyncio.Semaphore(2)  # so that bombs cannot swell side by side
-        self.held_bytes = 0
+        self.held_bytes = self.unread_bytes = 0
 
     def read(self, headers: Headers, receive: Receive, *, most_bytes: int) -> Body:
         """The whole decompressed body, in an ``async with``; its bytes count as held until the
@@ -63,14 +68,29 @@ class BodyReader:
             ServeError: 503, too much is held.
         """
         limit = self._limits.held_bytes
-        if self.held_bytes + nbytes > limit:
+        held_bytes = self.held_bytes + self.unread_bytes
+        if held_bytes + nbytes > limit:
             raise ServeError(
                 "the server holds as many request bytes as it may",
                 status=503,
-                seen=f"{self.held_bytes:,} of {limit:,} bytes",
+                seen=f"{held_bytes:,} of {limit:,} bytes",
                 fix="try again in a moment, or send smaller batches",
             )
         self.held_bytes += nbytes
+
+    def require_readers(self, nbytes: int) -> None:
+        """See that an answer may wait until its client reads it.
+
+        Raises:
+            ServeError: 503, too much waits for clients that do not read.
+        """
+        if self.unread_bytes + nbytes > self._limits.held_bytes:
+            raise ServeError(
+                "the server holds as many answers that nobody reads as it may",
+                status=503,
+                seen=f"{self.unread_bytes:,} bytes",
+                fix="read the answers, or try again in a moment",
+            )
 
     async def _receive(
         self, headers: Headers, receive: Receive, most_bytes: int, account: Body

@@ -49,9 +49,12 @@ class Connection(HttpToolsProtocol):
         self._gathering: Timer | None = None
         self._is_last = False
         self._parting: Callable[[], None] | None = None  # what is said when all have answers
+        self._unread_bytes = 0  # of answers, when it was looked at last
+        self._unread: Timer | None = None  # until it is looked at again
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
+        self._count_unread(0)
         if self._gathering is not None and self._request is not None:
             self._stop_gathering()
             self._request.drop()
@@ -60,7 +63,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._parting is not None:
             return
-        if self._request is not None or self._behind:
+        if self._request is not None or self._behind or self.flow.write_paused:
             self._receive_more(data)
             return
         self._new_head = None
@@ -80,6 +83,46 @@ class Connection(HttpToolsProtocol):
             self._is_last = True
         else:
             super().shutdown()
+
+    # --- answers that nobody reads ----------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._count_unread(0)
+        if self._request is None:
+            self.flow.resume_reading()
+            if self._behind:
+                self.loop.call_soon(self._go_on)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self._unread is not None:  # its client still reads
+            again = self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(*again)
+            return
+        if self.transport.get_write_buffer_size():
+            self._look_for_reader()  # to close waits until the rest is read
+        super().timeout_keep_alive_handler()
+
+    def _look_for_reader(self) -> None:
+        """Cut off a client that has read nothing of its answer since the last look."""
+        before, waiting = self._unread_bytes, self.transport.get_write_buffer_size()
+        self._count_unread(waiting)
+        if before and waiting >= before:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(self.limits.body_idle_s, self._look_for_reader)
+
+    def _count_unread(self, nbytes: int) -> None:
+        """So many bytes of answers wait for the client."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        self.short_way.inference.bodies.unread_bytes += nbytes - self._unread_bytes
+        self._unread_bytes = nbytes
 
     # --- the long way -----------------------------------------------------------------------------
 

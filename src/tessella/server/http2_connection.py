@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
             high, low, kind, flags, number = FRAME.unpack_from(data, position)
             size, number = high << 16 | low, number & LARGEST_WINDOW
             start = position + FRAME.size
-            self._check(kind, size, number)
+            self._check(kind, flags, size, number)
             if kind == 0 and not flags & PADDED:
                 position = start
                 self._on_data(flags, number, size)
@@ -367,8 +367,8 @@ class Connection(asyncio.Protocol):
                 self._whole_s = now_s
         self._rest = data[position:]
 
-    def _check(self, kind: int, size: int, number: int) -> None:
-        """Refuse a frame by its head, before it is waited for."""
+    def _check(self, kind: int, flags: int, size: int, number: int) -> None:
+        """Refuse a frame by its head, before it is waited for and put together."""
         if size > FRAME_BYTES or size != _SIZES.get(kind, size):  # type: ignore[call-overload]
             raise Misuse(Code.FRAME_SIZE_ERROR, f"a frame of {size:,} bytes")
         if self._block is not None:
@@ -378,12 +378,11 @@ class Connection(asyncio.Protocol):
             raise Misuse(Code.PROTOCOL_ERROR, "nothing to continue")
         if not self._has_settings and kind != Kind.SETTINGS:
             raise Misuse(Code.PROTOCOL_ERROR, "settings come first")
-        if kind in (Kind.HEADERS, Kind.CONTINUATION):
-            held = len(self._block or b"")
-            if held + size > MOST_HEAD_BYTES + 256:  # padding
-                raise Misuse(Code.ENHANCE_YOUR_CALM, "a header block is too large")
-        elif kind in (Kind.SETTINGS, Kind.GOAWAY) and size > 1 << 10:
-            raise Misuse(Code.ENHANCE_YOUR_CALM, f"a frame of {size:,} bytes")
+        # gRPC pads no data and knows all kinds
+        most = 1 << 10 if kind in (Kind.SETTINGS, Kind.GOAWAY) else MOST_HEAD_BYTES + 256
+        held = size + len(self._block or b"")
+        if (kind != Kind.DATA or flags & PADDED) and held > most:
+            raise Misuse(Code.ENHANCE_YOUR_CALM, f"a frame or header block of {held:,} bytes")
         is_of_any = kind == Kind.WINDOW_UPDATE or kind > Kind.CONTINUATION
         if not is_of_any and (number == 0) != (kind in _OF_CONNECTION):
             raise Misuse(Code.PROTOCOL_ERROR, f"a frame of stream {number}")

@@ -136,7 +136,7 @@ class Inference:
         response = self._response(model, request, outputs)
         for copy in response.copies:
             copy.make()
-        return _answered(response, watch)
+        return self._answered(response, watch)
 
     async def answer_aside(
         self,
@@ -148,7 +148,7 @@ class Inference:
         """As ``answer``, with what is large written to shared memory in a thread."""
         response = self._response(model, request, outputs)
         await make(response.copies)
-        return _answered(response, watch)
+        return self._answered(response, watch)
 
     def _response(
         self, model: ServedModel, request: InferRequest, outputs: Mapping[str, np.ndarray]
@@ -162,14 +162,14 @@ class Inference:
             regions=self.regions,
         )
 
-
-def _answered(response: InferResponse, watch: Watch) -> Answer:
-    watch.lap("answer")
-    timing = (b"server-timing", watch.stages.header())
-    if response.json_bytes is None:
-        return Answer(body=response.body, headers=(JSON, timing))
-    length = (b"inference-header-content-length", str(response.json_bytes).encode())
-    return Answer(body=response.body, headers=(OCTETS, length, timing))
+    def _answered(self, response: InferResponse, watch: Watch) -> Answer:
+        self.bodies.require_readers(len(response.body))
+        watch.lap("answer")
+        timing = (b"server-timing", watch.stages.header())
+        if response.json_bytes is None:
+            return Answer(body=response.body, headers=(JSON, timing))
+        length = (b"inference-header-content-length", str(response.json_bytes).encode())
+        return Answer(body=response.body, headers=(OCTETS, length, timing))
 
 
 class Watch:

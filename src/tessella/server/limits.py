@@ -15,10 +15,12 @@ class Limits:
         body_bytes: largest body, before and after decompression, and largest input tensor.
         json_bytes: largest JSON text; parsing holds up every other request, so tensors that are
             larger have to come as binary data.
-        held_bytes: what the bodies of all requests together may take.
+        held_bytes: what the bodies of all requests together may take, with answers that wait to be
+            read.
         image: what decoding one picture may take: pixels, bytes and seconds.
         waiting: requests that may wait for one model.
-        body_idle_s: how long a client may be silent in the middle of a body.
+        body_idle_s: how long a client may be silent in the middle of a body, and how long it may
+            read nothing of an answer.
         head_bytes: largest request line and headers.
         head_s: how long a client may take to send them.
     """

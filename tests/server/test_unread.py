@@ -1,0 +1,146 @@
+"""Answers that clients do not read: they are counted, and whoever reads nothing is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from uvicorn.server import ServerState
+
+from tessella.server import Limits
+from tessella.server.listening import configured
+from tests.support.http2 import Clock, Place, is_right, message
+from tests.support.wires import Wire
+
+LIMITS = Limits(body_idle_s=20, held_bytes=4000)
+HEAD = (
+    b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 768\r\n"
+    b"Inference-Header-Content-Length: 0\r\n\r\n"
+)
+REQUEST = HEAD + bytes(768)
+
+
+class Deaf(Wire):
+    """A client that reads when a test says so."""
+
+    unread = 0
+
+    def write(self, data: bytes) -> None:
+        super().write(data)
+        self.unread += len(data)
+        self.protocol.pause_writing()
+
+    def read(self, nbytes: int) -> None:
+        self.unread -= nbytes
+        if nbytes and not self.unread:
+            self.protocol.resume_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = Place(LIMITS, Clock())
+    yield made
+    assert made.is_at_rest()
+    made.close()
+
+
+def asks(place: Place, wire: Wire, *parts: bytes) -> bytes:
+    """What was answered to these parts."""
+
+    async def ask() -> None:
+        if not hasattr(wire, "protocol"):
+            config = configured(place.app, LIMITS)
+            config.load()
+            kind = config.http_protocol_class
+            wire.protocol = kind(config=config, server_state=ServerState(), app_state={})  # type: ignore[call-arg, arg-type, assignment]
+            wire.protocol.connection_made(wire)
+        for part in parts:
+            wire.protocol.data_received(part)
+
+    before = len(wire.sent)
+    place.run(ask())
+    place.until(lambda: len(wire.sent) > before and place.app.bodies.held_bytes == 0)
+    return wire.sent[before:]
+
+
+def passes(place: Place, seconds: float) -> None:
+    for _ in range(round(seconds)):
+        place.loop.now_s += 1
+        place.turn()
+
+
+def test_who_reads_nothing_of_an_answer_is_cut_off(place: Place) -> None:
+    bodies, deaf, slow = place.app.bodies, Deaf(), Deaf()
+    assert asks(place, deaf, REQUEST).startswith(b"HTTP/1.1 200")
+    assert bodies.unread_bytes == deaf.unread > 0
+    assert asks(place, slow, REQUEST).startswith(b"HTTP/1.1 200")
+    deaf.protocol.data_received(REQUEST)  # more requests are for when it has read
+    deaf.protocol.data_received(REQUEST)
+    place.turn()
+    assert place.engine.batches == [1, 1]
+    for _ in range(5):  # who takes a little now and then is not given up
+        passes(place, 15)
+        slow.read(1)
+    assert deaf.is_closing()
+    assert not slow.is_closing()
+    slow.read(slow.unread)
+    assert bodies.unread_bytes == 0
+    passes(place, 60)
+    assert not slow.is_closing()
+    assert asks(place, slow, REQUEST).startswith(b"HTTP/1.1 200")
+    passes(place, 41)
+    assert slow.is_closing()
+
+
+def test_a_client_goes_on_where_it_had_not_read(place: Place) -> None:
+    wire = Deaf()
+    first = asks(place, wire, REQUEST)
+    wire.protocol.data_received(REQUEST[:100])
+    wire.protocol.data_received(REQUEST[100:] + REQUEST)
+    place.turn()
+    assert wire.is_paused
+    assert wire.sent == first
+    assert place.engine.batches == [1]
+    ending = first[-16:]  # the scores of four classes
+
+    def has_read() -> bool:
+        wire.read(wire.unread)
+        return wire.sent.count(ending) == 3 and not wire.unread
+
+    place.until(has_read)
+    assert wire.sent.count(b"HTTP/1.1 200 OK\r\n") == 3
+    assert wire.sent.endswith(ending)
+    assert not wire.is_paused
+    asks(place, wire, REQUEST)
+    place.run(_lost(wire))
+
+
+def test_answers_that_nobody_reads_are_bounded(place: Place) -> None:
+    """By HTTP and gRPC together."""
+    bodies, clients = place.app.bodies, list[Deaf]()
+    deaf = place.client().greet(window=0)
+    deaf.send(deaf.call(1, message()))
+    place.until(lambda: bodies.unread_bytes > 0)
+    while True:
+        clients.append(Deaf())
+        answer = asks(place, clients[-1], REQUEST)
+        assert bodies.unread_bytes <= LIMITS.held_bytes + 768
+        if answer.startswith(b"HTTP/1.1 503"):
+            break
+    assert b"Retry-After" in answer.title()
+    assert len(clients) > 2
+    for wire in clients:
+        place.run(_lost(wire))
+    deaf.connection.connection_lost(None)
+    assert bodies.unread_bytes == 0
+    other = place.client().greet()
+    other.send(other.call(1, message()))
+    assert is_right(other, 1)
+    assert asks(place, Wire(), REQUEST).startswith(b"HTTP/1.1 200")
+
+
+async def _lost(wire: Wire) -> None:
+    wire.protocol.connection_lost(None)
