@@ -8,7 +8,12 @@ complete, so nothing above can refuse one that never ends.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import socket
+import struct
+import sys
+import termios
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,7 +54,7 @@ class Connection(HttpToolsProtocol):
         self._gathering: Timer | None = None
         self._is_last = False
         self._parting: Callable[[], None] | None = None  # what is said when all have answers
-        self._unread_bytes = 0  # of answers, when it was looked at last
+        self._unread_bytes = self._left_bytes = 0  # of answers: at first, and at the last look
         self._unread: Timer | None = None  # until it is looked at again
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -109,11 +114,15 @@ class Connection(HttpToolsProtocol):
 
     def _look_for_reader(self) -> None:
         """Cut off a client that has read nothing of its answer since the last look."""
-        before, waiting = self._unread_bytes, self.transport.get_write_buffer_size()
-        self._count_unread(waiting)
-        if before and waiting >= before:
+        before, self._left_bytes = self._left_bytes, _unread_bytes(self.transport)
+        if self._unread is not None and self._left_bytes >= before:
+            if (connection := self.transport.get_extra_info("socket")) is not None:
+                # else the system keeps what it has of the answer for minutes
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
         else:
+            # an answer is held whole until its last byte is taken
+            self._count_unread(max(self._unread_bytes, self._left_bytes))
             self._unread = self.loop.call_later(self.limits.body_idle_s, self._look_for_reader)
 
     def _count_unread(self, nbytes: int) -> None:
@@ -302,6 +311,15 @@ class Connection(HttpToolsProtocol):
         data, self._behind = self._behind, b""
         if not self.transport.is_closing():
             self.data_received(data)
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What waits here and in the system until the client takes it."""
+    nbytes = transport.get_write_buffer_size()
+    if (connection := transport.get_extra_info("socket")) is not None:
+        queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        nbytes += int.from_bytes(queued, sys.byteorder)
+    return nbytes
 
 
 def connection_with(limits: Limits, short_way: ShortWay) -> type[Connection]:
