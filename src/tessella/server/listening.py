@@ -72,13 +72,21 @@ class Accepting:
         self._listen()
 
     def stop(self) -> None:
-        """Take no more: this process's socket is closed, so that clients are refused."""
+        """Take no more than those that the system has taken: then this process's socket is closed,
+        so that clients are refused.
+        """
         if self._is_on:
             self._is_on = False
             if isinstance(self._connections, Counted):
                 self._connections.leave()
             asyncio.get_running_loop().remove_reader(self._listener)
+            self._accept(BACKLOG)
             self._listener.close()
+
+    async def arrived(self) -> None:
+        """Wait until every connection that was taken has its protocol."""
+        while self._arriving:
+            await asyncio.wait(self._arriving)
 
     def _listen(self) -> None:
         if self._is_on:
@@ -171,6 +179,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:
             self._accepting.stop()
+            await self._accepting.arrived()
         if self.beside is not None:
             await self.beside.stop(GRACE_S)
         await super().shutdown(sockets)
