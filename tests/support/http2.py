@@ -90,15 +90,9 @@ class Client:
         self.last: dict[int, dict[bytes, bytes]] = {}
         self.resets: dict[int, int] = {}
         self.code: int | None = None
-        limits = place.limits
 
         async def connect() -> Connection:
-            made = Connection(
-                place.front._opened,
-                head_s=limits.head_s,
-                idle_s=limits.body_idle_s,
-                all=place.front._connections,
-            )
+            made = Connection(place.front._opened, place.limits, place.front._connections)
             self.wire.protocol = made
             made.connection_made(self.wire)
             return made

@@ -32,6 +32,7 @@ END = b"\r\n\r\n"
 CLOSE = (b"connection", b"close")
 # How long the short way waits for more of a body; the long way has the patience of the limits.
 GATHER_S = 0.05
+LAST_S = 0.25  # how long a server that ends waits for a request that may be on its way
 
 
 class Connection(HttpToolsProtocol):
@@ -47,6 +48,7 @@ class Connection(HttpToolsProtocol):
         self._deadline: Timer | None = self._start_deadline()
         # Whether the parser has had whole requests only, and what it gets now begins with a head.
         self._is_between = True
+        self._is_handed_on = False  # something of a body, of what the parser has had last
         self._is_usual = True  # no upgrade, after which the parser reads no requests
         self._new_head: bytes | None = None  # that the parser is given and may be learned
         self._request: ShortRequest | None = None  # that is gathered or waits for its outputs
@@ -84,10 +86,18 @@ class Connection(HttpToolsProtocol):
         self._parse(data)
 
     def shutdown(self) -> None:
-        if self._request is not None:
-            self._is_last = True
-        else:
+        """Close behind the answer to the last request: the one at hand, or one that is on its way.
+        To close at once lost the next request of every client that asks again and again.
+        """
+        self._is_last = True
+        if not self._is_answered():
             super().shutdown()
+        elif self._request is None:
+            self.loop.call_later(LAST_S, self._close_unasked)
+
+    def _close_unasked(self) -> None:
+        if self._request is None and self._is_answered():
+            self.transport.close()
 
     # --- answers that nobody reads ----------------------------------------------------------------
 
@@ -98,6 +108,7 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._count_unread(0)
+        self._left_bytes = 0
         if self._request is None:
             self.flow.resume_reading()
             if self._behind:
@@ -108,14 +119,19 @@ class Connection(HttpToolsProtocol):
             again = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(*again)
             return
-        if self.transport.get_write_buffer_size():
-            self._look_for_reader()  # to close waits until the rest is read
+        self._look_for_leaver()
         super().timeout_keep_alive_handler()
 
+    def _look_for_leaver(self) -> None:
+        """See that a connection that is closed goes: it does when its client has read all."""
+        if self.transport.get_write_buffer_size():
+            self._look_for_reader()
+
     def _look_for_reader(self) -> None:
-        """Cut off a client that has read nothing of its answer since the last look."""
+        """Cut off a client that has read too little of its answer since the last look."""
         before, self._left_bytes = self._left_bytes, _unread_bytes(self.transport)
-        if self._unread is not None and self._left_bytes >= before:
+        least_bytes = self.limits.answer_bytes_s * self.limits.body_idle_s
+        if before and before - self._left_bytes < least_bytes:
             if (connection := self.transport.get_extra_info("socket")) is not None:
                 # else the system keeps what it has of the answer for minutes
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -136,8 +152,10 @@ class Connection(HttpToolsProtocol):
     # --- the long way -----------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
+        self._is_handed_on = False
         super().data_received(data)
-        if self._reading_head and self._parting is None and not self.transport.is_closing():
+        is_head = self._reading_head or not (self._is_between or self._is_handed_on)
+        if is_head and self._parting is None and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.head_bytes:
                 self._refuse(431, f"the headers are larger than {self.limits.head_bytes:,} bytes")
@@ -150,10 +168,21 @@ class Connection(HttpToolsProtocol):
         if self._deadline is None:
             self._deadline = self._start_deadline()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading_head:  # else it is behind a body, where nobody asks for it
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._is_handed_on = True
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._reading_head = False
         self._stop_deadline()
         super().on_headers_complete()
+        if self._is_last:
+            super().shutdown()
         if self.parser.should_upgrade():
             self._is_usual = False
         elif self._new_head is not None:
@@ -209,6 +238,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_end = self._parting is not None and not self.pipeline
         super().on_response_complete()
+        if self.transport.is_closing() and self._unread is None:
+            self._look_for_leaver()
         if is_end and not self.transport.is_closing():
             assert self._parting is not None
             self._parting()
@@ -218,10 +249,12 @@ class Connection(HttpToolsProtocol):
     def _is_quiet(self) -> bool:
         """Whether every request so far has its answer, and the client reads them."""
         return (
-            (self.cycle is None or self.cycle.response_complete)
-            and not self.flow.write_paused
-            and not self.transport.is_closing()
+            self._is_answered() and not self.flow.write_paused and not self.transport.is_closing()
         )
+
+    def _is_answered(self) -> bool:
+        """Whether every request of the long way so far has its answer."""
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def _take(self, known: Known, body: memoryview) -> None:
         """Begin a request of the short way with what has come of its body."""
@@ -296,11 +329,11 @@ class Connection(HttpToolsProtocol):
         lines = [STATUS_LINE[status]]
         for name, value in (*self.server_state.default_headers, *headers):
             lines += (name, b": ", value, b"\r\n")
-        ends = CLOSE in headers
-        if self._is_last and not ends:
+        ends, is_last = CLOSE in headers, self._is_last and not self._behind
+        if is_last and not ends:
             lines.append(b"connection: close\r\n")
         self.transport.write(b"".join([*lines, b"\r\n", body]))
-        if ends or self._is_last:
+        if ends or is_last:
             self.transport.close()
         self.on_response_complete()
         if self._behind:

@@ -33,6 +33,7 @@ from tessella.server.http2_frames import (
     frame,
     unpadded,
 )
+from tessella.server.limits import Limits
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 1 << 20  # of a client; a frame of 16 kB costs as much of Python as a larger one
@@ -57,12 +58,12 @@ class Stream:
     Attributes:
         heard_s: when the client sent something of it last, on the loop's clock.
         is_read: the client has sent all.
-        stood_s: since when no part of an answer that waits for a window was sent.
+        stood_s: since when an answer waits for a window, or when its client had read enough.
     """
 
     __slots__ = (
         "_connection", "_last", "_out", "_position", "handler", "heard_s", "is_read", "number",
-        "room", "stood_s", "window",
+        "_seen", "room", "stood_s", "window",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, window: int, now_s: float) -> None:
@@ -74,7 +75,7 @@ class Stream:
         self.is_read = False
         self.handler: Handler
         self._out = bytearray()  # that waits for a window
-        self._position = 0
+        self._position = self._seen = 0  # what of it was sent, by now and at ``stood_s``
         self._last: bytes | None = None  # the header block behind it
 
     @property
@@ -86,6 +87,13 @@ class Stream:
     def is_sent(self) -> bool:
         """Whether nothing waits for a window."""
         return not self._out
+
+    def is_read_slowly(self, now_s: float, limits: Limits) -> bool:
+        """Whether the client took less of an answer than it has to since the last look."""
+        if self.is_sent or now_s - self.stood_s <= limits.body_idle_s:
+            return False
+        taken, self.stood_s, self._seen = self._position - self._seen, now_s, self._position
+        return taken < limits.answer_bytes_s * limits.body_idle_s
 
     def begin(self, block: bytes) -> None:
         """Send the first header block."""
@@ -140,9 +148,8 @@ class Stream:
             self._position += size
         if left <= 0:
             self._out.clear()
-            self._position = 0
+            self._position = self._seen = 0
         if parts:
-            self.stood_s = connection.now_s()
             connection.write(b"".join(parts))
             if left <= 0:
                 self.handler.sent()
@@ -166,15 +173,12 @@ class Connection(asyncio.Protocol):
 
     Args:
         opened: makes the handler of a call, by its stream and headers.
-        head_s: how long a frame or a header block may take to come whole.
-        idle_s: how long a client may be silent in the middle of a body, or leave an answer unread.
+        limits: ``head_s`` is also of any other frame.
         all: where connections are noted while they are there.
     """
 
-    def __init__(
-        self, opened: Opened, *, head_s: float, idle_s: float, all: set[Connection]
-    ) -> None:
-        self._opened, self._head_s, self._idle_s, self._all = opened, head_s, idle_s, all
+    def __init__(self, opened: Opened, limits: Limits, all: set[Connection]) -> None:
+        self._opened, self._limits, self._all = opened, limits, all
         self.streams: dict[int, Stream] = {}
         self.blocked: dict[int, Stream] = {}  # that wait for the connection's window
         self.window = 65535
@@ -302,30 +306,27 @@ class Connection(asyncio.Protocol):
         now_s = self._loop.time()
         if self._has_ended:
             # Who misused it and does not read why; others may still read their last answers
-            if not self._is_leaving or now_s - self._ended_s > self._idle_s:
+            if not self._is_leaving or now_s - self._ended_s > self._limits.body_idle_s:
                 self._transport.abort()
             else:
                 self._timer = self._loop.call_later(LOOK_S, self._look)
             return
-        if self._paused_s is not None and now_s - self._paused_s > self._idle_s:
+        if self._paused_s is not None and now_s - self._paused_s > self._limits.body_idle_s:
             self._transport.abort()
             return
         self._timer = self._loop.call_later(LOOK_S, self._look)
-        if self._is_whole():
+        # The next byte begins a frame, or brings a body further
+        if self._has_settings and not self._rest and self._block is None:
             self._whole_s = now_s
-        elif now_s - self._whole_s > self._head_s:
-            self._end(Code.ENHANCE_YOUR_CALM, f"no complete frame within {self._head_s:g} s")
+        elif now_s - self._whole_s > self._limits.head_s:
+            self._end(Code.ENHANCE_YOUR_CALM, f"no complete frame within {self._limits.head_s:g} s")
             return
         for stream in list(self.streams.values()):
-            if not stream.is_read and now_s - stream.heard_s > self._idle_s:
+            if not stream.is_read and now_s - stream.heard_s > self._limits.body_idle_s:
                 stream.handler.silent(now_s - stream.heard_s)
-            if not stream.is_sent and now_s - stream.stood_s > self._idle_s:
+            if stream.is_read_slowly(now_s, self._limits):
                 self.reset(stream, Code.CANCEL)
                 stream.handler.gone()
-
-    def _is_whole(self) -> bool:
-        """Whether the next byte begins a frame, or brings a body further."""
-        return self._has_settings and not self._rest and self._block is None
 
     # --- frames -----------------------------------------------------------------------------------
 

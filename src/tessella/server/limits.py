@@ -19,8 +19,8 @@ class Limits:
             read.
         image: what decoding one picture may take: pixels, bytes and seconds.
         waiting: requests that may wait for one model.
-        body_idle_s: how long a client may be silent in the middle of a body, and how long it may
-            read nothing of an answer.
+        body_idle_s: how long a client may be silent in the middle of a body.
+        answer_bytes_s: what a client has to read of an answer in a second, over ``body_idle_s``.
         head_bytes: largest request line and headers.
         head_s: how long a client may take to send them.
     """
@@ -31,6 +31,7 @@ class Limits:
     image: Budget = DEFAULT_BUDGET
     waiting: int = 512
     body_idle_s: float = 30.0
+    answer_bytes_s: float = 16 << 10
     head_bytes: int = 64 << 10
     head_s: float = 30.0
 

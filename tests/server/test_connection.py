@@ -1,4 +1,4 @@
-"""Answers that clients do not read: they are counted, and whoever reads nothing is cut off."""
+"""A connection beside its requests: answers that its client does not read, and the server's end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessella.server.listening import configured
 from tests.support.http2 import Clock, Place, is_right, message
 from tests.support.wires import Wire
 
-LIMITS = Limits(body_idle_s=20, held_bytes=4000)
+LIMITS = Limits(body_idle_s=20, answer_bytes_s=0.5, held_bytes=4000)
 HEAD = (
     b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 768\r\n"
     b"Inference-Header-Content-Length: 0\r\n\r\n"
@@ -24,6 +24,17 @@ class Deaf(Wire):
     """A client that reads when a test says so."""
 
     unread = 0
+    is_aborted = False
+
+    def close(self) -> None:
+        if self.unread:
+            self._is_closing = True  # until all is read
+        else:
+            super().close()
+
+    def abort(self) -> None:
+        self.is_aborted, self._is_closing, self.unread = True, False, 0
+        super().close()
 
     def write(self, data: bytes) -> None:
         super().write(data)
@@ -81,9 +92,9 @@ def test_who_reads_nothing_of_an_answer_is_cut_off(place: Place) -> None:
     deaf.protocol.data_received(REQUEST)
     place.turn()
     assert place.engine.batches == [1, 1]
-    for _ in range(5):  # who takes a little now and then is not given up
+    for _ in range(5):  # who takes enough of it now and then is not given up
         passes(place, 15)
-        slow.read(1)
+        slow.read(10)
     assert deaf.is_closing()
     assert not slow.is_closing()
     slow.read(slow.unread)
@@ -91,8 +102,44 @@ def test_who_reads_nothing_of_an_answer_is_cut_off(place: Place) -> None:
     passes(place, 60)
     assert not slow.is_closing()
     assert asks(place, slow, REQUEST).startswith(b"HTTP/1.1 200")
-    passes(place, 41)
-    assert slow.is_closing()
+    slow.read(9)
+    passes(place, 21)
+    assert slow.is_closing(), "ten are wanted"
+
+
+def test_who_is_told_to_go_and_does_not_read_goes(place: Place) -> None:
+    """A connection that ends behind its answer."""
+    last = Deaf()
+    asks(place, last, REQUEST.replace(b"Host", b"Connection: close\r\nHost"))
+    last.read(last.unread)
+    place.until(lambda: last.unread > 0)
+    assert place.app.bodies.unread_bytes == last.unread
+    passes(place, 21)
+    assert last.is_aborted
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_next_request_of_a_server_that_ends_is_answered(
+    place: Place, *, is_known: bool
+) -> None:
+    """A client that asks again and again has sent it before it can know."""
+    wires = Wire(), Wire(), Wire()
+    for wire in wires:
+        asks(place, wire, *(1 + is_known) * [REQUEST])
+        place.turn()
+    late, later, silent = wires
+    for wire in wires:
+        wire.protocol.shutdown()
+    for wire, parts in (late, [REQUEST[:50], REQUEST[50:]]), (later, (1 + is_known) * [REQUEST]):
+        before = len(wire.sent)
+        asks(place, wire, *parts)
+        place.until(wire.is_closing)
+        whole = len(b"".join(parts)) // len(REQUEST)
+        assert wire.sent[before:].count(b"HTTP/1.1 200 OK") == whole
+        assert wire.sent[before:].count(b"connection: close") == 1
+    assert not silent.is_closing()
+    passes(place, 1)
+    assert silent.is_closing()
 
 
 def test_a_client_goes_on_where_it_had_not_read(place: Place) -> None:
