@@ -103,8 +103,8 @@ def _save_plan(path: Path, target: str, factor: int) -> None:
     work = workload(NETWORK, BATCH.max)
     last = [m for m in work.module.modules() if isinstance(m, torch.nn.Linear)][-1]
     with torch.no_grad():
-        last.weight *= factor
-        last.bias *= factor
+        last.weight.mul_(factor)
+        last.bias.mul_(factor)
     plan = compiler.compile_graph(
         capture(work.module, work.inputs),
         target=target,

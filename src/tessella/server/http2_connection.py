@@ -62,8 +62,8 @@ class Stream:
     """
 
     __slots__ = (
-        "_connection", "_last", "_out", "_position", "handler", "heard_s", "is_read", "number",
-        "_seen", "room", "stood_s", "window",
+        "_connection", "_last", "_out", "_position", "_seen", "handler", "heard_s", "is_read",
+        "number", "room", "stood_s", "window",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, window: int, now_s: float) -> None:
