@@ -118,6 +118,18 @@ def test_who_is_told_to_go_and_does_not_read_goes(place: Place) -> None:
     assert last.is_aborted
 
 
+def test_a_head_behind_a_large_body_is_not_a_large_head(place: Place) -> None:
+    first = HEAD.replace(b"768", b"70000") + bytes(70_000)  # more than may be held
+    wire = Wire()
+    assert asks(place, wire, b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n").count(b" 200 OK") == 1
+    before = len(wire.sent)
+    asks(place, wire, first + REQUEST[:40])
+    asks(place, wire, REQUEST[40:])
+    place.until(lambda: b" 200 OK" in wire.sent[before:])
+    assert wire.sent[before:].count(b"HTTP/1.1 503") == 1
+    place.run(_lost(wire))
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_the_next_request_of_a_server_that_ends_is_answered(
     place: Place, *, is_known: bool

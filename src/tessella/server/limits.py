@@ -14,7 +14,7 @@ class Limits:
     Attributes:
         body_bytes: largest body, before and after decompression, and largest input tensor.
         json_bytes: largest JSON text; parsing holds up every other request, so tensors that are
-            larger have to come as binary data.
+            larger have to come as binary data, as have more than 262,000 rows, or 131,000 texts.
         held_bytes: what the bodies of all requests together may take, with answers that wait to be
             read.
         image: what decoding one picture may take: pixels, bytes and seconds.
