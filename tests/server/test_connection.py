@@ -12,7 +12,7 @@ from tessella.server.listening import configured
 from tests.support.http2 import Clock, Place, is_right, message
 from tests.support.wires import Wire
 
-LIMITS = Limits(body_idle_s=20, answer_bytes_s=0.5, held_bytes=4000)
+LIMITS = Limits(body_idle_s=20, answer_bytes_s=0.5, crowded_bytes_s=1, held_bytes=4000)
 HEAD = (
     b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 768\r\n"
     b"Inference-Header-Content-Length: 0\r\n\r\n"
@@ -191,10 +191,12 @@ def test_answers_that_nobody_reads_are_bounded(place: Place) -> None:
             break
     assert b"Retry-After" in answer.title()
     assert len(clients) > 2
+    assert bodies.least_bytes() == 20  # of each, in 20 s
     for wire in clients:
         place.run(_lost(wire))
     deaf.connection.connection_lost(None)
     assert bodies.unread_bytes == 0
+    assert bodies.least_bytes() == 10
     other = place.client().greet()
     other.send(other.call(1, message()))
     assert is_right(other, 1)

@@ -37,7 +37,8 @@ class Overlapped:
     """
 
     def __init__(self, engine: Engine, samples: int) -> None:
-        # copies from locked memory return in 5 µs; to have Python's lock again takes up to 100
+        # Copies from lanes and of decoded pictures, whose pages are locked, return in 5 µs; to have
+        # Python's lock again takes up to 100.
         self._engine, self._driver = engine, brief_driver()
         self._copies, self._computes = OwnStream(engine.device), OwnStream(engine.device)
         self._free = [_Place(samples) for _ in range(DEPTH)]

@@ -56,7 +56,7 @@ class Connection(HttpToolsProtocol):
         self._request: ShortRequest | None = None  # that is gathered or waits for its outputs
         self._behind = b""  # what came after it
         self._gathering: Timer | None = None
-        self._is_last = False
+        self._is_last, self._last_s = False, math.inf  # and after that time, if more has come
         self._parting: Callable[[], None] | None = None  # what is said when all have answers
         self._unread_bytes = self._left_bytes = 0  # of answers: at first, and at the last look
         self._unread: Timer | None = None  # until it is looked at again
@@ -92,7 +92,7 @@ class Connection(HttpToolsProtocol):
         """Close behind the answer to the last request: the one at hand, or one that is on its way.
         To close at once lost the next request of every client that asks again and again.
         """
-        self._is_last = True
+        self._is_last, self._last_s = True, self.loop.time() + LAST_S
         if not self._is_answered():
             super().shutdown()
         elif self._request is None:
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
     def _look_for_reader(self) -> None:
         """Cut off a client that has read too little of its answer since the last look."""
         before, self._left_bytes = self._left_bytes, _unread_bytes(self.transport)
-        least_bytes = self.limits.answer_bytes_s * self.limits.body_idle_s
+        least_bytes = self.short_way.inference.bodies.least_bytes()
         if before and before - self._left_bytes < least_bytes:
             if (connection := self.transport.get_extra_info("socket")) is not None:
                 # else the system keeps what it has of the answer for minutes
@@ -334,7 +334,8 @@ class Connection(HttpToolsProtocol):
         lines = [STATUS_LINE[status]]
         for name, value in (*self.server_state.default_headers, *headers):
             lines += (name, b": ", value, b"\r\n")
-        ends, is_last = CLOSE in headers, self._is_last and not self._behind
+        is_late = self._is_last and self.loop.time() >= self._last_s
+        ends, is_last = CLOSE in headers, is_late or (self._is_last and not self._behind)
         if is_last and not ends:
             lines.append(b"connection: close\r\n")
         self.transport.write(b"".join([*lines, b"\r\n", body]))

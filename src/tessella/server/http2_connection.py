@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import cast
 
 from tessella.core.errors import TessellaError
+from tessella.server.body import BodyReader
 from tessella.server.http2_frames import (
     ACK,
     END_HEADERS,
@@ -33,7 +34,6 @@ from tessella.server.http2_frames import (
     frame,
     unpadded,
 )
-from tessella.server.limits import Limits
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 1 << 20  # of a client; a frame of 16 kB costs as much of Python as a larger one
@@ -88,12 +88,10 @@ class Stream:
         """Whether nothing waits for a window."""
         return not self._out
 
-    def is_read_slowly(self, now_s: float, limits: Limits) -> bool:
-        """Whether the client took less of an answer than it has to since the last look."""
-        if self.is_sent or now_s - self.stood_s <= limits.body_idle_s:
-            return False
+    def taken(self, now_s: float) -> int:
+        """How much of an answer the client took since ``stood_s``, which is now again."""
         taken, self.stood_s, self._seen = self._position - self._seen, now_s, self._position
-        return taken < limits.answer_bytes_s * limits.body_idle_s
+        return taken
 
     def begin(self, block: bytes) -> None:
         """Send the first header block."""
@@ -173,12 +171,12 @@ class Connection(asyncio.Protocol):
 
     Args:
         opened: makes the handler of a call, by its stream and headers.
-        limits: ``head_s`` is also of any other frame.
+        bodies: with the limits, of which ``head_s`` is also of any other frame.
         all: where connections are noted while they are there.
     """
 
-    def __init__(self, opened: Opened, limits: Limits, all: set[Connection]) -> None:
-        self._opened, self._limits, self._all = opened, limits, all
+    def __init__(self, opened: Opened, bodies: BodyReader, all: set[Connection]) -> None:
+        self._opened, self._bodies, self._limits, self._all = opened, bodies, bodies.limits, all
         self.streams: dict[int, Stream] = {}
         self.blocked: dict[int, Stream] = {}  # that wait for the connection's window
         self.window = 65535
@@ -324,7 +322,8 @@ class Connection(asyncio.Protocol):
         for stream in list(self.streams.values()):
             if not stream.is_read and now_s - stream.heard_s > self._limits.body_idle_s:
                 stream.handler.silent(now_s - stream.heard_s)
-            if stream.is_read_slowly(now_s, self._limits):
+            is_due = not stream.is_sent and now_s - stream.stood_s > self._limits.body_idle_s
+            if is_due and stream.taken(now_s) < self._bodies.least_bytes():
                 self.reset(stream, Code.CANCEL)
                 stream.handler.gone()
 

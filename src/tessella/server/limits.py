@@ -21,6 +21,7 @@ class Limits:
         waiting: requests that may wait for one model.
         body_idle_s: how long a client may be silent in the middle of a body.
         answer_bytes_s: what a client has to read of an answer in a second, over ``body_idle_s``.
+        crowded_bytes_s: the same while answers that wait take half of ``held_bytes``.
         head_bytes: largest request line and headers.
         head_s: how long a client may take to send them.
     """
@@ -31,7 +32,8 @@ class Limits:
     image: Budget = DEFAULT_BUDGET
     waiting: int = 512
     body_idle_s: float = 30.0
-    answer_bytes_s: float = 16 << 10
+    answer_bytes_s: float = 240.0
+    crowded_bytes_s: float = 16 << 10
     head_bytes: int = 64 << 10
     head_s: float = 30.0
 

@@ -16,7 +16,7 @@ import uvicorn
 
 from tessella.core.errors import UsageError
 from tessella.server.app import App
-from tessella.server.connection import connection_with
+from tessella.server.connection import LAST_S, connection_with
 from tessella.server.counts import Counted
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.limits import Limits
@@ -84,9 +84,11 @@ class Accepting:
             self._listener.close()
 
     async def arrived(self) -> None:
-        """Wait until every connection that was taken has its protocol."""
-        while self._arriving:
-            await asyncio.wait(self._arriving)
+        """Let the connections that were taken have their protocols; who is slow to is let go."""
+        if self._arriving:
+            _, late = await asyncio.wait(self._arriving, timeout=LAST_S)
+            for task in late:
+                task.cancel()
 
     def _listen(self) -> None:
         if self._is_on:
