@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import json
 import math
+import os
 import socket
 import struct
 import sys
@@ -44,13 +45,15 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        is_plain = connection is not None and self.scheme == "http"
+        self._descriptor: int | None = connection.fileno() if is_plain else None
         self._head_bytes = 0
         self._reading_head = True
         self._deadline: Timer | None = self._start_deadline()
         # Whether the parser has had whole requests only, and what it gets now begins with a head.
         self._is_between = True
-        # something of a body, or its end, of what the parser has had last
-        self._is_handed_on = False
+        self._body_bytes = 0  # of bodies in what the parser has had last
         self._is_usual = True  # no upgrade, after which the parser reads no requests
         self._new_head: bytes | None = None  # that the parser is given and may be learned
         self._request: ShortRequest | None = None  # that is gathered or waits for its outputs
@@ -158,11 +161,11 @@ class Connection(HttpToolsProtocol):
     # --- the long way -----------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
-        self._is_handed_on = False
+        self._body_bytes = 0
         super().data_received(data)
-        is_head = (self._reading_head or not self._is_between) and not self._is_handed_on
+        is_head = self._reading_head or not (self._is_between or self._body_bytes)
         if is_head and self._parting is None and not self.transport.is_closing():
-            self._head_bytes += len(data)
+            self._head_bytes += len(data) - self._body_bytes
             if self._head_bytes > self.limits.head_bytes:
                 self._refuse(431, f"the headers are larger than {self.limits.head_bytes:,} bytes")
 
@@ -179,7 +182,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        self._is_handed_on = True
+        self._body_bytes += len(body)
         self._head_bytes = 0
         super().on_body(body)
 
@@ -197,7 +200,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_between = self._is_handed_on = True
+        self._is_between = True
 
     def _start_deadline(self) -> Timer:
         return self.loop.call_later(self.limits.head_s, self._too_slow)
@@ -338,7 +341,7 @@ class Connection(HttpToolsProtocol):
         ends, is_last = CLOSE in headers, is_late or (self._is_last and not self._behind)
         if is_last and not ends:
             lines.append(b"connection: close\r\n")
-        self.transport.write(b"".join([*lines, b"\r\n", body]))
+        self._send(b"".join([*lines, b"\r\n", body]))
         if ends or is_last:
             self.transport.close()
         if self.timeout_keep_alive_task is None or self.transport.is_closing():
@@ -349,6 +352,17 @@ class Connection(HttpToolsProtocol):
             self._answered_s = self.loop.time()
         if self._behind:
             self.loop.call_soon(self._go_on)
+
+    def _send(self, data: bytes) -> None:
+        """Send at once what the system takes: uvloop would when all else of its turn is done."""
+        sent = 0
+        if self._descriptor is not None and not self.transport.get_write_buffer_size():
+            try:
+                sent = os.write(self._descriptor, data)
+            except OSError:  # it takes nothing now, or the client is gone: the transport sees to it
+                sent = 0
+        if sent < len(data):
+            self.transport.write(data[sent:])
 
     def _go_on(self) -> None:
         """Begin with what came behind the last request."""

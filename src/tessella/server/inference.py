@@ -223,9 +223,14 @@ class Watch:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.ended(error)
 
-    def ended(self, error: BaseException | None) -> None:
-        """The request has its answer, or this error."""
-        ns = time.perf_counter_ns() - self._begun_ns
+    @property
+    def passed_ns(self) -> int:
+        """Since the request began."""
+        return time.perf_counter_ns() - self._begun_ns
+
+    def ended(self, error: BaseException | None, ns: int | None = None) -> None:
+        """The request has its answer, or this error, now or when so much time had passed."""
+        ns = self.passed_ns if ns is None else ns
         if error is None:
             self._statistics.succeeded(ns, self.stages, self._door)
         else:

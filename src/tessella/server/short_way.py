@@ -339,9 +339,10 @@ class Quick(ABC):
         self._model.__exit__()
 
     def _end(self, error: Exception | None, answer: Answer) -> None:
-        self._watch.ended(error)
+        ns = self._watch.passed_ns
+        self._finish(answer)  # then what its client need not wait for
+        self._watch.ended(error, ns)
         self._model.__exit__()
-        self._finish(answer)
 
     def _finish(self, answer: Answer) -> None:
         self._answer(answer)
