@@ -340,9 +340,11 @@ class Quick(ABC):
 
     def _end(self, error: Exception | None, answer: Answer) -> None:
         ns = self._watch.passed_ns
-        self._finish(answer)  # then what its client need not wait for
-        self._watch.ended(error, ns)
-        self._model.__exit__()
+        try:
+            self._finish(answer)
+        finally:  # what its client need not wait for
+            self._watch.ended(error, ns)
+            self._model.__exit__()
 
     def _finish(self, answer: Answer) -> None:
         self._answer(answer)
