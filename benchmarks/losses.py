@@ -207,14 +207,14 @@ def be_client() -> None:
     """Be a process that asks; its results are in the last argument's file."""
     url, folder, connections, seconds, result = sys.argv[1:]
     host, port = url.removeprefix("http://").split(":")
-    clients = _Clients((host, int(port)), Path(folder))
+    clients = Clients((host, int(port)), Path(folder))
     print("begins", flush=True)
     clients.ask(int(connections), float(seconds))
     told = {"counts": clients.counts, "lost_s": clients.lost_s, "asked_s": float(seconds)}
     Path(result).write_text(json.dumps(told))
 
 
-class _Clients:
+class Clients:
     """Connections of one process, each with one request at a time."""
 
     def __init__(self, address: tuple[str, int], folder: Path) -> None:
