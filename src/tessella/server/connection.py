@@ -34,7 +34,7 @@ END = b"\r\n\r\n"
 CLOSE = (b"connection", b"close")
 # How long the short way waits for more of a body; the long way has the patience of the limits.
 GATHER_S = 0.05
-LAST_S = 0.25  # how long a server that ends waits for a request that may be on its way
+LAST_S = 0.1  # how long a server that ends waits for a request that may be on its way
 
 
 class Connection(HttpToolsProtocol):
