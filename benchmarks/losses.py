@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -228,11 +228,14 @@ class Clients:
         self._open: dict[int, tuple[socket.socket, bytearray, float]] = {}
         self._later: list[float] = []
 
-    def ask(self, connections: int, seconds: float) -> None:
+    def ask(
+        self, connections: int, seconds: float, *, is_enough: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Ask for so long, or until it is enough."""
         until_s = time.perf_counter() + seconds
         self._later = [0.0] * connections
         while (now_s := time.perf_counter()) < until_s + END_S:
-            is_over = now_s >= until_s
+            is_over = now_s >= until_s or is_enough()
             if is_over and not self._open:
                 break
             due = 0 if is_over else sum(at_s <= now_s for at_s in self._later)
