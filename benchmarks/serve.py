@@ -188,7 +188,7 @@ def server_rows(
     name = f"{acceptors} acceptors" if acceptors else "one process"
     shape = load_plan(path).manifest.inputs[0].at(1)
     has_grpc = "grpc" in args.works.split(",")
-    with _serving(path, acceptors, args.decode, grpc=has_grpc) as (process, url, grpc):
+    with serving(path, acceptors, args.decode, grpc=has_grpc) as (process, url, grpc):
         target = loadtest.Target(url=url, model=MODEL)
         for work in args.works.split(","):
             batch = args.batch if work == "raw" else 1
@@ -244,7 +244,7 @@ def _content(
 
 
 @contextmanager
-def _serving(
+def serving(
     path: Path, acceptors: int, decode: str, *, grpc: bool
 ) -> Iterator[tuple[int, str, str | None]]:
     """A server in processes of its own: the number of the first, its URL, and gRPC's address."""

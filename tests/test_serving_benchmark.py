@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks.losses import Clients
 from benchmarks.serving import BARE, JSON_HEADERS, Asked, beside_peers, engine_us, parse
 from tests.support.engines import Scores
 
@@ -71,3 +75,31 @@ def test_what_wrk_sends_lies_in_a_file(tmp_path: Path) -> None:
     assert 'wrk.headers["Content-Type"] = "application/json"' in text
     assert (tmp_path / "litserve.body").read_bytes() == b'{"a": 1}'
     assert f'io.open("{tmp_path}/litserve.body", "rb")' in text
+
+
+def test_what_is_lost_is_counted_by_kind(tmp_path: Path) -> None:
+    scores = np.stack([np.arange(10.0), 2 * np.arange(10.0)]).astype(np.float32)
+    np.save(tmp_path / "scores.npy", scores)
+    (tmp_path / "request").write_bytes(b"ask")
+    bodies = [scores[0], scores[1] + 1e-4, scores[0] + 1, scores[1]]
+    statuses = [b"200", b"200", b"200", b"503"]
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        listener.close()
+        with connection:
+            for status, body in zip(statuses, bodies, strict=True):
+                assert connection.recv(100) == b"ask"
+                head = b"HTTP/1.1 %s X\r\nContent-Length: 40\r\n\r\n" % status
+                connection.sendall(head + body.tobytes())
+            assert connection.recv(100) == b"ask"  # and it is lost
+
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(answer)
+        clients = Clients(listener.getsockname(), tmp_path)
+        clients.ask(1, 60, is_enough=lambda: clients.counts["unsent"] > 0)
+        answered.result()
+    assert clients.counts.pop("unsent") > 0
+    assert clients.counts == {"first": 1, "second": 1, "other": 1, "503": 1, "lost": 1}
+    assert len(clients.lost_s) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -62,6 +63,9 @@ def test_every_verb_explains_itself_with_an_example(tessella: Tessella, verb: st
     answer = tessella(verb, "--help")
     assert answer.code == 0
     assert f"Example: tessella {verb}" in answer.out
+    # rich takes what stands in brackets for a style, and drops it
+    text = Path(importlib.import_module(f"tessella.cli.{verb}").__file__ or "").read_text()
+    assert all(f"tessella[{extra}]" in answer.out for extra in re.findall(r"la\\*\[(\w+)\]", text))
 
 
 def test_the_whole_way_by_verbs(

@@ -75,6 +75,27 @@ def read_all(connection: socket.socket) -> bytes:
 HEAD = b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 
+def test_trailers_are_passed_over(small: Server) -> None:
+    """Nobody asks for them; those of a name that means something behind a head are no header."""
+    text = json.dumps(infer_body()).encode()
+    with connected(small) as connection:
+        connection.sendall(CHUNKED.replace(b"1\r\n{", b"%x\r\n%b" % (len(text), text)))
+        connection.sendall(b"Content-Encoding: gzip\r\nX: y\r\n\r\n" + b"GET /v2 HTTP/1.1\r\n")
+        connection.sendall(b"Host: localhost\r\nConnection: close\r\n\r\n")
+        assert read_all(connection).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_json_of_very_many_parts(small: Server) -> None:
+    """To take it apart keeps everybody waiting, where numbers of so many bytes do not."""
+    entry = {"name": "image", "datatype": "FP32", "shape": [1, 3, 8, 8], "data": []}
+    for text in ("[" + "[]," * 300_000 + "[]]", "[" + '"a",' * 200_000 + '"a"]'):
+        whole = json.dumps({"inputs": [entry]}).replace('"data": []', f'"data": {text}')
+        answer = HTTP.post(f"{small.url}/v2/models/flowers/infer", content=whole)
+        assert answer.status_code == 400
+        assert "parts" in answer.json()["error"]
+    still_serves(small)
+
+
 # --- too much -----------------------------------------------------------------------------------
 
 
@@ -187,12 +208,20 @@ def test_management_takes_no_large_body(small: Server) -> None:
     assert answer.status_code == 413
 
 
-def test_endless_headers(small: Server) -> None:
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [(HEAD + b"X-Filler: ", b"a"), (CHUNKED + b"X-Filler: ", b"a"), (CHUNKED, b"X: y\r\n")],
+    ids=["header", "trailer", "trailers"],
+)
+def test_endless_headers(small: Server, begin: bytes, more: bytes) -> None:
     with connected(small) as connection:
-        connection.sendall(HEAD + b"X-Filler: ")
+        connection.sendall(begin)
         try:
             for _ in range(200):
-                connection.sendall(b"a" * 65536)
+                connection.sendall(more * (65536 // len(more)))
         except (BrokenPipeError, ConnectionResetError):
             pass  # closed on us after the limit, as it should
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 
@@ -28,7 +30,7 @@ def test_no_public_address_without_a_token(host: str) -> None:
     with pytest.raises(UsageError, match="give a token, or listen on 127"):
         Guard(host=host, token=None)
     with pytest.raises(UsageError, match="no token"):
-        serve({}, host=host, port=0)
+        serve({"flowers": Path("flowers.plan")}, host=host, port=0)
     Guard(host=host, token=TOKEN)
 
 

@@ -178,6 +178,12 @@ MISUSES = {
     "a huge header block": (
         Code.ENHANCE_YOUR_CALM, lambda c: of_stream(Kind.HEADERS, bytes(20_000))
     ),
+    "much padded data": (
+        Code.ENHANCE_YOUR_CALM, lambda c: c.head(1) + struct.pack(">BHBBL", 1, 0, Kind.DATA, 8, 1)
+    ),
+    "much of an unknown kind": (
+        Code.ENHANCE_YOUR_CALM, lambda c: struct.pack(">BHBBL", 1, 0, 99, 0, 1)
+    ),
     "endless continuations": (
         Code.ENHANCE_YOUR_CALM,
         lambda c: of_stream(Kind.HEADERS, b"") + 99 * of_stream(Kind.CONTINUATION, b""),
@@ -267,7 +273,7 @@ def test_a_bomb_and_a_compressed_message(place: Place) -> None:
 
 
 def test_silent_clients_are_given_up() -> None:
-    place = Place(Limits(head_s=20, body_idle_s=20), Clock())
+    place = Place(Limits(head_s=20, body_idle_s=20, answer_bytes_s=0.1), Clock())
 
     def pass_time(seconds: float) -> None:
         for _ in range(round(seconds)):  # the connections look every second
@@ -284,14 +290,14 @@ def test_silent_clients_are_given_up() -> None:
         # both of its answers are there, and wait for a window
         place.until(lambda: sum(place.engine.batches) == 2)
         place.until(lambda: not place.models.get("flowers").is_used)
-        for _ in range(4):  # who takes a little now and then is not given up
+        for _ in range(4):  # who takes some now and then is not given up
             pass_time(8)
             deaf.send(of_stream(Kind.WINDOW_UPDATE, struct.pack(">L", 1), number=3))
         body, last = silent.answer(1)
         assert (body, last[b"grpc-status"]) == (b"", b"4")
         assert deaf.look().resets == {1: Code.CANCEL}
         assert full.wire.is_closing()
-        pass_time(30)
+        pass_time(45)
         assert deaf.look().resets == {1: Code.CANCEL, 3: Code.CANCEL}
         assert quiet.look().code == cut.look().code == Code.ENHANCE_YOUR_CALM
         idle.send(idle.call(1, message()))

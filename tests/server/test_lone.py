@@ -14,10 +14,12 @@ import time
 import numpy as np
 import pytest
 
+from tessella.core.errors import ServeError
 from tessella.runtime.overlapped import runs_of
-from tessella.server.acceptor import LONE_NS, _Lone
+from tessella.server.acceptor import LONE_NS, _Engine, _Lone
 from tessella.server.counts import Counts
 from tessella.server.looking import REST_S, SPIN_NS, Looking
+from tests.support.wires import Wire
 
 
 def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
@@ -137,3 +139,25 @@ def test_parts_that_follow_each_other_are_copied_at_once() -> None:
     for address, nbytes, some in runs_of(parts):
         there = np.frombuffer(ctypes.string_at(address, nbytes), np.uint8)
         np.testing.assert_array_equal(there, np.concatenate(some, axis=None))
+
+
+def test_a_frame_for_an_engine_that_has_just_ended_is_no_failure() -> None:
+    """Who waits is told that it has; nothing is written to a closed socket."""
+    failures: list[object] = []
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, told: failures.append(told))
+        engine = _Engine(None, None, lambda *_: None, None)  # type: ignore[arg-type]
+        wire = Wire()
+        wire.protocol = engine
+        engine.connection_made(wire)
+        question = loop.create_task(engine.ask({}, b""))
+        loop.call_soon(wire.close)  # before the frame is sent, and before it is known
+        with pytest.raises(ServeError):
+            await question
+        await asyncio.sleep(0)
+        assert wire.sent == b""
+
+    asyncio.run(ask())
+    assert not failures

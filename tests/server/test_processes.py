@@ -475,6 +475,8 @@ def test_what_is_wrong_with_the_settings_is_told_as_in_one_process(tmp_path: Pat
         serve({"flowers": tmp_path / "nothing.plan"}, port=0, acceptors=1)
     with pytest.raises(UsageError, match="from 0 to 64"):
         serve({}, port=0, acceptors=-1)
+    with pytest.raises(UsageError, match="nothing to serve"):
+        serve({}, port=0)
 
 
 def spread(running: Running) -> list[psutil.Process]:

@@ -75,8 +75,8 @@ class Place:
     def is_at_rest(self) -> bool:
         """Whether nothing is held for anybody."""
         shared = self.front._shared
-        counted = shared.calls, shared.questions, shared.streams, self.app.bodies.held_bytes
-        return counted == (0, 0, 0, 0)
+        held = self.app.bodies.held_bytes, self.app.bodies.unread_bytes
+        return (shared.calls, shared.questions, shared.streams, *held) == (0, 0, 0, 0, 0)
 
 
 class Client:
@@ -90,15 +90,9 @@ class Client:
         self.last: dict[int, dict[bytes, bytes]] = {}
         self.resets: dict[int, int] = {}
         self.code: int | None = None
-        limits = place.limits
 
         async def connect() -> Connection:
-            made = Connection(
-                place.front._opened,
-                head_s=limits.head_s,
-                idle_s=limits.body_idle_s,
-                all=place.front._connections,
-            )
+            made = Connection(place.front._opened, place.app.bodies, place.front._connections)
             self.wire.protocol = made
             made.connection_made(self.wire)
             return made

@@ -54,5 +54,8 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None:
         self.is_paused = False
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass

@@ -34,13 +34,13 @@ Acceptors = Annotated[
     int, Option(help="Processes that take HTTP, beside the engine's; 0 is one for all.")
 ]
 Traces = Annotated[
-    bool, Option("--trace", help="Export OpenTelemetry traces (pip install 'tessella[tracing]').")
+    bool, Option("--trace", help="Export OpenTelemetry traces (pip install 'tessella\\[tracing]').")
 ]
 GrpcPort = Annotated[int | None, Option(help="Port for gRPC; none without.")]
 Decode = Annotated[Literal["host", "gpu"], Option(help="Where JPEG files are decoded.")]
 On = Annotated[
     Literal["here", "ray"],
-    Option(help="This machine, or a Ray cluster that runs (pip install 'tessella[ray]')."),
+    Option(help="This machine, or a Ray cluster that runs (pip install 'tessella\\[ray]')."),
 ]
 Replicas = Annotated[
     str, Option(help="With --on ray: how many, 4, or as many as requests need, 2:8.")

@@ -435,17 +435,17 @@ class _Engine(asyncio.Protocol):
         self.write(tickets.pack_understood(number))
 
     def _flush(self) -> None:
-        if not self._to_send:
-            return
         frames = b"".join(self._to_send)
         self._to_send.clear()
+        # Where the engine's process has ended, ``connection_lost`` tells those who wait
+        if not frames or self.transport.is_closing():
+            return
         lone = self._lone
         waits = (
             len(self._flights) == 1
             and not self._questions
             and lone.usual_ns < LONE_NS
             and lone.is_alone()
-            and not self.transport.is_closing()
             and not self.transport.get_write_buffer_size()
         )
         if waits and not (frames := lone.send(frames)):

@@ -25,12 +25,17 @@ class Disconnected(Exception):
 
 
 class BodyReader:
-    """Reads bodies, and limits the bytes that all of them hold together."""
+    """Reads bodies, and limits the bytes that all of them hold together.
+
+    Attributes:
+        held_bytes: of requests.
+        unread_bytes: of answers that wait until their clients read on.
+    """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.expanding = asyncio.Semaphore(2)  # so that bombs cannot swell side by side
-        self.held_bytes = 0
+        self.held_bytes = self.unread_bytes = 0
 
     def read(self, headers: Headers, receive: Receive, *, most_bytes: int) -> Body:
         """The whole decompressed body, in an ``async with``; its bytes count as held until the
@@ -62,15 +67,37 @@ class BodyReader:
         Raises:
             ServeError: 503, too much is held.
         """
-        limit = self._limits.held_bytes
-        if self.held_bytes + nbytes > limit:
+        limit = self.limits.held_bytes
+        held_bytes = self.held_bytes + self.unread_bytes
+        if held_bytes + nbytes > limit:
             raise ServeError(
                 "the server holds as many request bytes as it may",
                 status=503,
-                seen=f"{self.held_bytes:,} of {limit:,} bytes",
+                seen=f"{held_bytes:,} of {limit:,} bytes",
                 fix="try again in a moment, or send smaller batches",
             )
         self.held_bytes += nbytes
+
+    def least_bytes(self) -> float:
+        """What a client has to have read of an answer in ``body_idle_s``."""
+        limits = self.limits
+        is_crowded = self.unread_bytes > limits.held_bytes / 2
+        rate = limits.crowded_bytes_s if is_crowded else limits.answer_bytes_s
+        return rate * limits.body_idle_s
+
+    def require_readers(self, nbytes: int) -> None:
+        """See that an answer may wait until its client reads it.
+
+        Raises:
+            ServeError: 503, too much waits for clients that do not read.
+        """
+        if self.unread_bytes + nbytes > self.limits.held_bytes:
+            raise ServeError(
+                "the server holds as many answers that nobody reads as it may",
+                status=503,
+                seen=f"{self.unread_bytes:,} bytes",
+                fix="read the answers, or try again in a moment",
+            )
 
     async def _receive(
         self, headers: Headers, receive: Receive, most_bytes: int, account: Body
@@ -81,7 +108,7 @@ class BodyReader:
         body: bytearray | bytes = b""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._limits.body_idle_s) as silence:
+            async with asyncio.timeout(self.limits.body_idle_s) as silence:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -95,12 +122,12 @@ class BodyReader:
                     if not isinstance(body, bytearray):
                         body = bytearray()
                     body += chunk
-                    silence.reschedule(loop.time() + self._limits.body_idle_s)
+                    silence.reschedule(loop.time() + self.limits.body_idle_s)
         except TimeoutError as error:
             raise ServeError(
                 "the body stopped coming",
                 status=408,
-                seen=f"{len(body):,} bytes, then {self._limits.body_idle_s:g} s of silence",
+                seen=f"{len(body):,} bytes, then {self.limits.body_idle_s:g} s of silence",
                 fix="send the request again",
             ) from error
 

@@ -8,7 +8,14 @@ complete, so nothing above can refuse one that never ends.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import math
+import os
+import socket
+import struct
+import sys
+import termios
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +34,7 @@ END = b"\r\n\r\n"
 CLOSE = (b"connection", b"close")
 # How long the short way waits for more of a body; the long way has the patience of the limits.
 GATHER_S = 0.05
+LAST_S = 0.1  # how long a server that ends waits for a request that may be on its way
 
 
 class Connection(HttpToolsProtocol):
@@ -37,21 +45,29 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        is_plain = connection is not None and self.scheme == "http"
+        self._descriptor: int | None = connection.fileno() if is_plain else None
         self._head_bytes = 0
         self._reading_head = True
         self._deadline: Timer | None = self._start_deadline()
         # Whether the parser has had whole requests only, and what it gets now begins with a head.
         self._is_between = True
+        self._body_bytes = 0  # of bodies in what the parser has had last
         self._is_usual = True  # no upgrade, after which the parser reads no requests
         self._new_head: bytes | None = None  # that the parser is given and may be learned
         self._request: ShortRequest | None = None  # that is gathered or waits for its outputs
         self._behind = b""  # what came after it
         self._gathering: Timer | None = None
-        self._is_last = False
+        self._is_last, self._last_s = False, math.inf  # and after that time, if more has come
         self._parting: Callable[[], None] | None = None  # what is said when all have answers
+        self._unread_bytes = self._left_bytes = 0  # of answers: at first, and at the last look
+        self._unread: Timer | None = None  # until it is looked at again
+        self._answered_s = -math.inf  # the last request of the short way, on the loop's clock
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
+        self._count_unread(0)
         if self._gathering is not None and self._request is not None:
             self._stop_gathering()
             self._request.drop()
@@ -60,7 +76,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._parting is not None:
             return
-        if self._request is not None or self._behind:
+        if self._request is not None or self._behind or self.flow.write_paused:
             self._receive_more(data)
             return
         self._new_head = None
@@ -76,17 +92,80 @@ class Connection(HttpToolsProtocol):
         self._parse(data)
 
     def shutdown(self) -> None:
-        if self._request is not None:
-            self._is_last = True
-        else:
+        """Close behind the answer to the last request: the one at hand, or one that is on its way.
+        To close at once lost the next request of every client that asks again and again.
+        """
+        self._is_last, self._last_s = True, self.loop.time() + LAST_S
+        if not self._is_answered():
             super().shutdown()
+        elif self._request is None:
+            self.loop.call_later(LAST_S, self._close_unasked)
+
+    def _close_unasked(self) -> None:
+        if self._request is None and self._is_answered():
+            self.transport.close()
+
+    # --- answers that nobody reads ----------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._count_unread(0)
+        self._left_bytes = 0
+        if self._request is None:
+            self.flow.resume_reading()
+            if self._behind:
+                self.loop.call_soon(self._go_on)
+
+    def timeout_keep_alive_handler(self) -> None:
+        left_s = self._answered_s + self.timeout_keep_alive - self.loop.time()
+        if self._unread is not None or self._request is not None:  # its client reads or waits
+            left_s = self.timeout_keep_alive
+        if left_s > 0:
+            handler = self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(left_s, handler)
+            return
+        self._look_for_leaver()
+        super().timeout_keep_alive_handler()
+
+    def _look_for_leaver(self) -> None:
+        """See that a connection that is closed goes: it does when its client has read all."""
+        if self.transport.get_write_buffer_size():
+            self._look_for_reader()
+
+    def _look_for_reader(self) -> None:
+        """Cut off a client that has read too little of its answer since the last look."""
+        before, self._left_bytes = self._left_bytes, _unread_bytes(self.transport)
+        least_bytes = self.short_way.inference.bodies.least_bytes()
+        if before and before - self._left_bytes < least_bytes:
+            if (connection := self.transport.get_extra_info("socket")) is not None:
+                # else the system keeps what it has of the answer for minutes
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+        else:
+            # an answer is held whole until its last byte is taken
+            self._count_unread(max(self._unread_bytes, self._left_bytes))
+            self._unread = self.loop.call_later(self.limits.body_idle_s, self._look_for_reader)
+
+    def _count_unread(self, nbytes: int) -> None:
+        """So many bytes of answers wait for the client."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        self.short_way.inference.bodies.unread_bytes += nbytes - self._unread_bytes
+        self._unread_bytes = nbytes
 
     # --- the long way -----------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
+        self._body_bytes = 0
         super().data_received(data)
-        if self._reading_head and self._parting is None and not self.transport.is_closing():
-            self._head_bytes += len(data)
+        is_head = self._reading_head or not (self._is_between or self._body_bytes)
+        if is_head and self._parting is None and not self.transport.is_closing():
+            self._head_bytes += len(data) - self._body_bytes
             if self._head_bytes > self.limits.head_bytes:
                 self._refuse(431, f"the headers are larger than {self.limits.head_bytes:,} bytes")
 
@@ -98,10 +177,21 @@ class Connection(HttpToolsProtocol):
         if self._deadline is None:
             self._deadline = self._start_deadline()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading_head:  # else it is behind a body, where nobody asks for it
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._reading_head = False
         self._stop_deadline()
         super().on_headers_complete()
+        if self._is_last:
+            super().shutdown()
         if self.parser.should_upgrade():
             self._is_usual = False
         elif self._new_head is not None:
@@ -157,6 +247,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_end = self._parting is not None and not self.pipeline
         super().on_response_complete()
+        if self.transport.is_closing() and self._unread is None:
+            self._look_for_leaver()
         if is_end and not self.transport.is_closing():
             assert self._parting is not None
             self._parting()
@@ -166,14 +258,15 @@ class Connection(HttpToolsProtocol):
     def _is_quiet(self) -> bool:
         """Whether every request so far has its answer, and the client reads them."""
         return (
-            (self.cycle is None or self.cycle.response_complete)
-            and not self.flow.write_paused
-            and not self.transport.is_closing()
+            self._is_answered() and not self.flow.write_paused and not self.transport.is_closing()
         )
+
+    def _is_answered(self) -> bool:
+        """Whether every request of the long way so far has its answer."""
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def _take(self, known: Known, body: memoryview) -> None:
         """Begin a request of the short way with what has come of its body."""
-        self._unset_keepalive_if_required()
         self._stop_deadline()
         self._reading_head = False
         self._request = self.short_way.request(known, self._respond)
@@ -244,21 +337,47 @@ class Connection(HttpToolsProtocol):
         lines = [STATUS_LINE[status]]
         for name, value in (*self.server_state.default_headers, *headers):
             lines += (name, b": ", value, b"\r\n")
-        ends = CLOSE in headers
-        if self._is_last and not ends:
+        is_late = self._is_last and self.loop.time() >= self._last_s
+        ends, is_last = CLOSE in headers, is_late or (self._is_last and not self._behind)
+        if is_last and not ends:
             lines.append(b"connection: close\r\n")
-        self.transport.write(b"".join([*lines, b"\r\n", body]))
-        if ends or self._is_last:
+        self._send(b"".join([*lines, b"\r\n", body]))
+        if ends or is_last:
             self.transport.close()
-        self.on_response_complete()
+        if self.timeout_keep_alive_task is None or self.transport.is_closing():
+            self.on_response_complete()
+        else:  # the timer goes on; to stop and start it takes 5 µs of a request of 200
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+            self._answered_s = self.loop.time()
         if self._behind:
             self.loop.call_soon(self._go_on)
+
+    def _send(self, data: bytes) -> None:
+        """Send at once what the system takes: uvloop would when all else of its turn is done."""
+        sent = 0
+        if self._descriptor is not None and not self.transport.get_write_buffer_size():
+            try:
+                sent = os.write(self._descriptor, data)
+            except OSError:  # it takes nothing now, or the client is gone: the transport sees to it
+                sent = 0
+        if sent < len(data):
+            self.transport.write(data[sent:])
 
     def _go_on(self) -> None:
         """Begin with what came behind the last request."""
         data, self._behind = self._behind, b""
         if not self.transport.is_closing():
             self.data_received(data)
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """What waits here and in the system until the client takes it."""
+    nbytes = transport.get_write_buffer_size()
+    if (connection := transport.get_extra_info("socket")) is not None:
+        queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        nbytes += int.from_bytes(queued, sys.byteorder)
+    return nbytes
 
 
 def connection_with(limits: Limits, short_way: ShortWay) -> type[Connection]:

@@ -117,6 +117,7 @@ class Call(ABC):
             shared.inference.bodies, self.most_bytes, is_stream=isinstance(self, StreamCall)
         )
         self._unpacked_bytes = 0  # of messages that came compressed
+        self._unread_bytes = 0  # of an answer that waits until the client reads on
         self._task: asyncio.Task[None] | None = None
         self._deadline_ns: int | None = None
         self._count(1)
@@ -163,8 +164,7 @@ class Call(ABC):
         self.fail(error_answer(error))
 
     def sent(self) -> None:
-        """Nobody waits for it, but streams do."""
-        return
+        self._count_unread(0)
 
     def leaving(self) -> None:
         """It has its answer soon; streams may have no end."""
@@ -173,7 +173,17 @@ class Call(ABC):
     def gone(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing of it is held, as nobody waits for an answer."""
         self._over()
+        self._count_unread(0)
+
+    def _count_unread(self, nbytes: int) -> None:
+        """So many bytes of an answer wait for the client."""
+        self.shared.inference.bodies.unread_bytes += nbytes - self._unread_bytes
+        self._unread_bytes = nbytes
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Answer in a task."""
@@ -230,6 +240,8 @@ class Call(ABC):
             self._over()
             data = b"".join((PREFIX.pack(0, len(message)), message))
             self.stream.answer(HEAD, data, _OK + trailing)
+            if not self.stream.is_sent:
+                self._count_unread(len(data))
 
     def fail(self, answer: Answer) -> None:
         """Answer with an error, as HTTP would tell it."""
@@ -307,7 +319,7 @@ class UnaryCall(Call):
         return min(self.shared.most_bytes, MANAGEMENT_BODY_BYTES)
 
     def gone(self) -> None:
-        self._over()  # it goes on, as over HTTP: half a load or unload would leave an engine open
+        self._let_go()  # it goes on, as over HTTP: half a load or unload would leave an engine open
 
     async def _answer_whole(self) -> None:
         content = bytes(await self.unpacked(self.messages.only()))
@@ -419,6 +431,7 @@ class InferCall(Call, Quick):
                 to_binary(outputs[o.name], dtype(specs[o.name].dtype)) for o in request.outputs
             ]
             body = answer_of(fields, tensors)
+        self._inference.bodies.require_readers(len(body))
         self._watch.lap("answer")
         return Answer(body=body, headers=((b"server-timing", self._watch.stages.header()),))
 
@@ -461,6 +474,7 @@ class StreamCall(Call):
         self._changed.set()
 
     def sent(self) -> None:
+        super().sent()
         self._changed.set()
 
     def leaving(self) -> None:
@@ -524,6 +538,8 @@ class StreamCall(Call):
             self._has_begun = True
             self.stream.begin(HEAD)
         self.stream.send(PREFIX.pack(0, len(body)) + body)
+        if not self.stream.is_sent:
+            self._count_unread(len(body))
 
 
 class Answered:

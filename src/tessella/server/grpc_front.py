@@ -114,12 +114,7 @@ class GrpcFront:
         )
 
     def _protocol(self) -> Connection:
-        return Connection(
-            self._opened,
-            head_s=self._limits.head_s,
-            idle_s=self._limits.body_idle_s,
-            all=self._connections,
-        )
+        return Connection(self._opened, self._shared.inference.bodies, self._connections)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and let those at hand finish within ``grace_s`` seconds."""

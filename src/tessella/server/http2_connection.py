@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import cast
 
 from tessella.core.errors import TessellaError
+from tessella.server.body import BodyReader
 from tessella.server.http2_frames import (
     ACK,
     END_HEADERS,
@@ -57,12 +58,12 @@ class Stream:
     Attributes:
         heard_s: when the client sent something of it last, on the loop's clock.
         is_read: the client has sent all.
-        stood_s: since when no part of an answer that waits for a window was sent.
+        stood_s: since when an answer waits for a window, or when its client had read enough.
     """
 
     __slots__ = (
-        "_connection", "_last", "_out", "_position", "handler", "heard_s", "is_read", "number",
-        "room", "stood_s", "window",
+        "_connection", "_last", "_out", "_position", "_seen", "handler", "heard_s", "is_read",
+        "number", "room", "stood_s", "window",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, window: int, now_s: float) -> None:
@@ -74,7 +75,7 @@ class Stream:
         self.is_read = False
         self.handler: Handler
         self._out = bytearray()  # that waits for a window
-        self._position = 0
+        self._position = self._seen = 0  # what of it was sent, by now and at ``stood_s``
         self._last: bytes | None = None  # the header block behind it
 
     @property
@@ -86,6 +87,11 @@ class Stream:
     def is_sent(self) -> bool:
         """Whether nothing waits for a window."""
         return not self._out
+
+    def taken(self, now_s: float) -> int:
+        """How much of an answer the client took since ``stood_s``, which is now again."""
+        taken, self.stood_s, self._seen = self._position - self._seen, now_s, self._position
+        return taken
 
     def begin(self, block: bytes) -> None:
         """Send the first header block."""
@@ -140,9 +146,8 @@ class Stream:
             self._position += size
         if left <= 0:
             self._out.clear()
-            self._position = 0
+            self._position = self._seen = 0
         if parts:
-            self.stood_s = connection.now_s()
             connection.write(b"".join(parts))
             if left <= 0:
                 self.handler.sent()
@@ -166,15 +171,12 @@ class Connection(asyncio.Protocol):
 
     Args:
         opened: makes the handler of a call, by its stream and headers.
-        head_s: how long a frame or a header block may take to come whole.
-        idle_s: how long a client may be silent in the middle of a body, or leave an answer unread.
+        bodies: with the limits, of which ``head_s`` is also of any other frame.
         all: where connections are noted while they are there.
     """
 
-    def __init__(
-        self, opened: Opened, *, head_s: float, idle_s: float, all: set[Connection]
-    ) -> None:
-        self._opened, self._head_s, self._idle_s, self._all = opened, head_s, idle_s, all
+    def __init__(self, opened: Opened, bodies: BodyReader, all: set[Connection]) -> None:
+        self._opened, self._bodies, self._limits, self._all = opened, bodies, bodies.limits, all
         self.streams: dict[int, Stream] = {}
         self.blocked: dict[int, Stream] = {}  # that wait for the connection's window
         self.window = 65535
@@ -302,30 +304,28 @@ class Connection(asyncio.Protocol):
         now_s = self._loop.time()
         if self._has_ended:
             # Who misused it and does not read why; others may still read their last answers
-            if not self._is_leaving or now_s - self._ended_s > self._idle_s:
+            if not self._is_leaving or now_s - self._ended_s > self._limits.body_idle_s:
                 self._transport.abort()
             else:
                 self._timer = self._loop.call_later(LOOK_S, self._look)
             return
-        if self._paused_s is not None and now_s - self._paused_s > self._idle_s:
+        if self._paused_s is not None and now_s - self._paused_s > self._limits.body_idle_s:
             self._transport.abort()
             return
         self._timer = self._loop.call_later(LOOK_S, self._look)
-        if self._is_whole():
+        # The next byte begins a frame, or brings a body further
+        if self._has_settings and not self._rest and self._block is None:
             self._whole_s = now_s
-        elif now_s - self._whole_s > self._head_s:
-            self._end(Code.ENHANCE_YOUR_CALM, f"no complete frame within {self._head_s:g} s")
+        elif now_s - self._whole_s > self._limits.head_s:
+            self._end(Code.ENHANCE_YOUR_CALM, f"no complete frame within {self._limits.head_s:g} s")
             return
         for stream in list(self.streams.values()):
-            if not stream.is_read and now_s - stream.heard_s > self._idle_s:
+            if not stream.is_read and now_s - stream.heard_s > self._limits.body_idle_s:
                 stream.handler.silent(now_s - stream.heard_s)
-            if not stream.is_sent and now_s - stream.stood_s > self._idle_s:
+            is_due = not stream.is_sent and now_s - stream.stood_s > self._limits.body_idle_s
+            if is_due and stream.taken(now_s) < self._bodies.least_bytes():
                 self.reset(stream, Code.CANCEL)
                 stream.handler.gone()
-
-    def _is_whole(self) -> bool:
-        """Whether the next byte begins a frame, or brings a body further."""
-        return self._has_settings and not self._rest and self._block is None
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
             high, low, kind, flags, number = FRAME.unpack_from(data, position)
             size, number = high << 16 | low, number & LARGEST_WINDOW
             start = position + FRAME.size
-            self._check(kind, size, number)
+            self._check(kind, flags, size, number)
             if kind == 0 and not flags & PADDED:
                 position = start
                 self._on_data(flags, number, size)
@@ -367,8 +367,8 @@ class Connection(asyncio.Protocol):
                 self._whole_s = now_s
         self._rest = data[position:]
 
-    def _check(self, kind: int, size: int, number: int) -> None:
-        """Refuse a frame by its head, before it is waited for."""
+    def _check(self, kind: int, flags: int, size: int, number: int) -> None:
+        """Refuse a frame by its head, before it is waited for and put together."""
         if size > FRAME_BYTES or size != _SIZES.get(kind, size):  # type: ignore[call-overload]
             raise Misuse(Code.FRAME_SIZE_ERROR, f"a frame of {size:,} bytes")
         if self._block is not None:
@@ -378,12 +378,11 @@ class Connection(asyncio.Protocol):
             raise Misuse(Code.PROTOCOL_ERROR, "nothing to continue")
         if not self._has_settings and kind != Kind.SETTINGS:
             raise Misuse(Code.PROTOCOL_ERROR, "settings come first")
-        if kind in (Kind.HEADERS, Kind.CONTINUATION):
-            held = len(self._block or b"")
-            if held + size > MOST_HEAD_BYTES + 256:  # padding
-                raise Misuse(Code.ENHANCE_YOUR_CALM, "a header block is too large")
-        elif kind in (Kind.SETTINGS, Kind.GOAWAY) and size > 1 << 10:
-            raise Misuse(Code.ENHANCE_YOUR_CALM, f"a frame of {size:,} bytes")
+        # gRPC pads no data and knows all kinds
+        most = 1 << 10 if kind in (Kind.SETTINGS, Kind.GOAWAY) else MOST_HEAD_BYTES + 256
+        held = size + len(self._block or b"")
+        if (kind != Kind.DATA or flags & PADDED) and held > most:
+            raise Misuse(Code.ENHANCE_YOUR_CALM, f"a frame or header block of {held:,} bytes")
         is_of_any = kind == Kind.WINDOW_UPDATE or kind > Kind.CONTINUATION
         if not is_of_any and (number == 0) != (kind in _OF_CONNECTION):
             raise Misuse(Code.PROTOCOL_ERROR, f"a frame of stream {number}")

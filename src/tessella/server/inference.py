@@ -136,7 +136,7 @@ class Inference:
         response = self._response(model, request, outputs)
         for copy in response.copies:
             copy.make()
-        return _answered(response, watch)
+        return self._answered(response, watch)
 
     async def answer_aside(
         self,
@@ -148,7 +148,7 @@ class Inference:
         """As ``answer``, with what is large written to shared memory in a thread."""
         response = self._response(model, request, outputs)
         await make(response.copies)
-        return _answered(response, watch)
+        return self._answered(response, watch)
 
     def _response(
         self, model: ServedModel, request: InferRequest, outputs: Mapping[str, np.ndarray]
@@ -162,14 +162,14 @@ class Inference:
             regions=self.regions,
         )
 
-
-def _answered(response: InferResponse, watch: Watch) -> Answer:
-    watch.lap("answer")
-    timing = (b"server-timing", watch.stages.header())
-    if response.json_bytes is None:
-        return Answer(body=response.body, headers=(JSON, timing))
-    length = (b"inference-header-content-length", str(response.json_bytes).encode())
-    return Answer(body=response.body, headers=(OCTETS, length, timing))
+    def _answered(self, response: InferResponse, watch: Watch) -> Answer:
+        self.bodies.require_readers(len(response.body))
+        watch.lap("answer")
+        timing = (b"server-timing", watch.stages.header())
+        if response.json_bytes is None:
+            return Answer(body=response.body, headers=(JSON, timing))
+        length = (b"inference-header-content-length", str(response.json_bytes).encode())
+        return Answer(body=response.body, headers=(OCTETS, length, timing))
 
 
 class Watch:
@@ -223,9 +223,14 @@ class Watch:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.ended(error)
 
-    def ended(self, error: BaseException | None) -> None:
-        """The request has its answer, or this error."""
-        ns = time.perf_counter_ns() - self._begun_ns
+    @property
+    def passed_ns(self) -> int:
+        """Since the request began."""
+        return time.perf_counter_ns() - self._begun_ns
+
+    def ended(self, error: BaseException | None, ns: int | None = None) -> None:
+        """The request has its answer, or this error, now or when so much time had passed."""
+        ns = self.passed_ns if ns is None else ns
         if error is None:
             self._statistics.succeeded(ns, self.stages, self._door)
         else:

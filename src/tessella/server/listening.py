@@ -16,7 +16,7 @@ import uvicorn
 
 from tessella.core.errors import UsageError
 from tessella.server.app import App
-from tessella.server.connection import connection_with
+from tessella.server.connection import LAST_S, connection_with
 from tessella.server.counts import Counted
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.limits import Limits
@@ -72,13 +72,23 @@ class Accepting:
         self._listen()
 
     def stop(self) -> None:
-        """Take no more: this process's socket is closed, so that clients are refused."""
+        """Take no more than those that the system has taken: then this process's socket is closed,
+        so that clients are refused.
+        """
         if self._is_on:
             self._is_on = False
             if isinstance(self._connections, Counted):
                 self._connections.leave()
             asyncio.get_running_loop().remove_reader(self._listener)
+            self._accept(BACKLOG)
             self._listener.close()
+
+    async def arrived(self) -> None:
+        """Let the connections that were taken have their protocols; who is slow to is let go."""
+        if self._arriving:
+            _, late = await asyncio.wait(self._arriving, timeout=LAST_S)
+            for task in late:
+                task.cancel()
 
     def _listen(self) -> None:
         if self._is_on:
@@ -171,6 +181,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:
             self._accepting.stop()
+            await self._accepting.arrived()
         if self.beside is not None:
             await self.beside.stop(GRACE_S)
         await super().shutdown(sockets)

@@ -22,6 +22,10 @@ class Pace:
         """Whether nothing was timed for ``TRUST_NS``: the machine may be as quick again by now."""
         return now_ns - self._since_ns > TRUST_NS
 
+    def has(self, samples: int) -> bool:
+        """Whether just so many were timed."""
+        return samples in self._ns
+
     def took(self, samples: int, ns: int) -> None:
         self._since_ns = perf_counter_ns()
         before = self._ns.get(samples, ns)
@@ -30,6 +34,8 @@ class Pace:
 
     def expected_ns(self, samples: int, largest: int) -> int:
         """The time for as many samples, in executions of the largest size; 0 if none was timed."""
+        if samples <= largest and (timed := self._ns.get(samples)) is not None:
+            return int(timed)
         if not self._ns:
             return 0
         known = self._expected.get((samples, largest))

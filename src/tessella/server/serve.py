@@ -80,8 +80,8 @@ def serve(
         ready: called once with the server's URL when it takes requests.
 
     Raises:
-        UsageError: an address or a name that cannot be used, no token for a public address;
-            traces without what they need.
+        UsageError: nothing to serve; an address or a name that cannot be used, no token for a
+            public address; traces without what they need.
         ArtifactError: a plan that cannot be loaded.
     """
     if not 0 <= acceptors <= MOST_ACCEPTORS:
@@ -116,7 +116,11 @@ def serve(
 def _check(
     instances: Mapping[str, Placement], models: Mapping[str, Path], *, may_load: bool, decode: str
 ) -> None:
-    """Raise ``UsageError`` unless these models can have these instances."""
+    """Raise ``UsageError`` unless there are models, and they can have these instances."""
+    if not models and not may_load:
+        raise UsageError(
+            "there is nothing to serve", seen="no model, no folder", fix="name a plan or a folder"
+        )
     unknown = set(instances) - {"", *(split_key(key)[0] for key in models)}
     if unknown and not may_load:
         raise UsageError(

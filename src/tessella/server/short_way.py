@@ -339,9 +339,12 @@ class Quick(ABC):
         self._model.__exit__()
 
     def _end(self, error: Exception | None, answer: Answer) -> None:
-        self._watch.ended(error)
-        self._model.__exit__()
-        self._finish(answer)
+        ns = self._watch.passed_ns
+        try:
+            self._finish(answer)
+        finally:  # what its client need not wait for
+            self._watch.ended(error, ns)
+            self._model.__exit__()
 
     def _finish(self, answer: Answer) -> None:
         self._answer(answer)

@@ -236,11 +236,18 @@ class Statistics:
 
     def succeeded(self, ns: int, stages: Stages, door: str) -> None:
         """A request that came by one of ``DOORS`` was answered."""
-        self.success.add(ns)
-        self.whole.add(ns)
+        success, of = self.success, self.stages
+        success.count += 1
+        success.ns += ns
         self.doors[door] += 1
-        for name, histogram in self.stages.items():
-            histogram.add(getattr(stages, name))
+        # Written out: seven calls of ``add`` take a lone request's time for 3 µs
+        for histogram, passed_ns in (
+            (self.whole, ns), (of["receive"], stages.receive), (of["decode"], stages.decode),
+            (of["queue"], stages.queue), (of["copy"], stages.copy),
+            (of["compute"], stages.compute), (of["answer"], stages.answer),
+        ):  # fmt: skip
+            histogram.counts[bisect_left(_BOUNDS_NS, passed_ns)] += 1
+            histogram.ns += passed_ns
 
     def failed(self, ns: int, reason: str) -> None:
         """``reason`` is one of Triton's: REJECTED, CANCELED, BACKEND, OTHER."""

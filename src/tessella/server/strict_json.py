@@ -8,9 +8,19 @@ from typing import Any
 from tessella.core.errors import InputError
 from tessella.core.record import no_constant, unique_keys
 
+# Lists, objects and texts, of which each takes 0.5 to 1.4 µs while nobody else is served.
+MOST_PARTS = 1 << 18
+
 
 def parse_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
     """A JSON object, strictly: no NaN, no key twice, no absurd nesting."""
+    parts = sum(map(text.count, (b"[", b"{", b'"')))
+    if parts > MOST_PARTS:
+        raise InputError(
+            f"{what} has too many parts",
+            seen=f"{parts:,} brackets and quotation marks in {len(text):,} bytes of JSON",
+            fix="send tensors as binary data",
+        )
     try:
         document = _STRICT.decode(text.decode())
     except (ValueError, RecursionError) as error:

@@ -74,6 +74,9 @@ class Request:
 
 def shapes_of(arrays: Arrays) -> tuple[tuple[int, ...], ...]:
     """As ``Request.shapes``, by the inputs' names."""
+    if len(arrays) == 1:
+        (array,) = arrays.values()
+        return (array.shape[1:],)
     return tuple(arrays[name].shape[1:] for name in sorted(arrays))
 
 
