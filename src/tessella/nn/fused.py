@@ -4,7 +4,8 @@ depthwise convolutions and poolings by our kernels.
 Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
 takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
 with another norm, an activation; max pooling and depthwise convolutions become ours, and instance
-norms keep the order in memory of what they norm. Whatever else the graph holds runs in torch or goes to torch's compiler, as does what Dynamo does not capture.
+norms keep the order in memory of what they norm. Whatever else the graph holds runs in torch or
+goes to torch's compiler, as does what Dynamo does not capture.
 """
 
 from __future__ import annotations
