@@ -122,7 +122,8 @@ def _edges(
         level -= np.float32(PART)
         inside = np.zeros((len(place), side + 2), bool)
         np.greater_equal(level, 0, out=inside[:, 1:-1])
-        columns, rows = np.nonzero(np.abs(level, out=level) < UNSURE)
+        unsure = np.flatnonzero(np.abs(level, out=level) < UNSURE)
+        columns, rows = np.divmod(unsure, side)
         inside[columns, rows + 1] = number(start + columns, rows) >= PART
         edges = np.flatnonzero(inside[:, 1:] != inside[:, :-1])
         found.append(start * (side + 1) + edges)
