@@ -107,6 +107,7 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     assert drawn.headers["content-type"] == "image/png"
     drawing = ("--draw", tmp_path / "out.png", "--tile", SIZE, "--overlap", 8)
     assert "score" in tessella("run", plan, file, *drawing).out
+    assert "--json" in tessella("run", plan, file, "--out", tmp_path / "told.json").err
     one, other = (
         np.asarray(Image.open(f)) for f in (io.BytesIO(drawn.content), tmp_path / "out.png")
     )

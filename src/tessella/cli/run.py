@@ -100,6 +100,12 @@ def run(
             files = api.pictures(images, is_one=suffix_of)
             _segment(out_, opened, files, query, out, trust_code)
         elif images:
+            if out is not None or rows is not None:
+                raise UsageError(
+                    "--out and --rows are of an evaluation, and --out of volumes",
+                    seen=out if rows is None else rows,
+                    fix="answers as JSON: --json > FILE; a picture of them: --draw FILE",
+                )
             files, how = api.pictures(images), _tiles(tile, overlap)
             _answer(out_, opened, files, query, draw, trust_code, how)
         elif data is not None:
