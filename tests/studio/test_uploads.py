@@ -57,6 +57,7 @@ def test_lying_sizes_and_offsets_are_refused(uploads):
 def test_a_zip_of_class_folders_is_unpacked_without_its_wrapping(uploads):
     members = {f"flowers/{c}/{i}.png": b"png" for c in ("rose", "tulip") for i in range(2)}
     litter = {"__MACOSX/flowers/._x": b"", "flowers/.DS_Store": b""}
+    members |= {f"flowers/rose/Screenshot 9.41\u202fAM \xa0 {n}.png": b"x" for n in "👩\u200d🔬‏"}
     folder = uploads.images(sent(uploads, zipped(members | litter)))
     assert sorted(p.name for p in folder.iterdir()) == ["rose", "tulip"]
     assert (folder / "rose" / "1.png").read_bytes() == b"png"

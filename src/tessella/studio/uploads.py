@@ -8,12 +8,14 @@ out of it.
 
 from __future__ import annotations
 
+import errno
 import json
 import lzma
 import re
 import secrets
 import shutil
 import stat
+import unicodedata
 import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
@@ -28,6 +30,8 @@ from tessella.studio.workspace import Workspace
 MAX_FILE_BYTES = 20 << 30
 MAX_FOLDER_FILES = 200_000
 MAX_PATH, MAX_DEPTH = 1000, 20  # characters, and folders, of a file in an uploaded folder
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CONTROL = ("Cc", "Cs")  # categories of characters: controls, and halves of others
 BLOCK_BYTES = 4096  # that a file takes on a disk at least
 MAX_CHUNK_BYTES = 8 << 20
 MAX_MEMBERS = 2_000_000
@@ -202,6 +206,8 @@ def unpack(archive: Path, folder: Path) -> None:
         zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error, lzma.LZMAError,
         OSError, ValueError,
     ) as error:  # fmt: skip
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise DataError("the disk is too full for what the ZIP holds", seen=error) from error
         raise DataError(
             "this is not a ZIP that can be read",
             seen=str(error)[:120],
@@ -234,8 +240,9 @@ def _refusal(path: str) -> str | None:
     """Why a path from outside is not taken; None where it is."""
     if _leads_out(path):
         return "leads out of its folder"
-    if len(path) > MAX_PATH or not path.isprintable():
-        return f"has more than {MAX_PATH} characters, or some that cannot be shown"
+    # other than str.isprintable: macOS writes U+202F into the names of its screenshots
+    if len(path) > MAX_PATH or any(unicodedata.category(c) in CONTROL for c in path):
+        return f"has more than {MAX_PATH} characters, or control characters"
     deep = len(PurePosixPath(path.replace("\\", "/")).parts)
     return f"is more than {MAX_DEPTH} folders deep" if deep > MAX_DEPTH else None
 
