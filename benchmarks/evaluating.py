@@ -35,7 +35,7 @@ from tessella.tasks.instances.packing import LEVELS, WIDTH
 HEIGHT, WIDE, CLASSES, TOLD = 480, 640, 80, 100
 SIZE, SIDES = (HEIGHT, WIDE), np.array([WIDE, HEIGHT] * 2, np.float64)
 THINGS, LEAST, MOST = 7.3, 150.0, 1e5  # of a picture; pixels of a thing's box
-ROUNDS = 3
+ROUNDS, SAME = 3, 1e-9
 
 
 def main() -> None:
@@ -80,6 +80,12 @@ def measured(count: int) -> list[Row]:
             began = time.process_time()
             found[name] = way()
             times[name].append(time.process_time() - began)
+    for kind, (mine, theirs) in {
+        "boxes": ("ours, boxes", "faster-coco-eval, boxes"),
+        "masks": ("ours, masks and boxes", "faster-coco-eval, masks"),
+    }.items():
+        if abs(found[mine] - found[theirs]) > SAME:
+            raise AssertionError(f"{kind}: {found[mine]} is not {found[theirs]}")
     return [
         {"who": name, "pictures": count, "processor s": round(statistics.median(each), 2),
          "map": round(found[name], 6)}

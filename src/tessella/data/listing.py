@@ -73,23 +73,13 @@ def list_images(
     """
 
     def find_labelled(where: Path) -> Found:
-        found = task.examples.find(
-            Request(
-                source=where,
-                labels=labels,
-                image_root=image_root,
-                by_folder=lambda path: find(path, labels=labels, image_root=image_root),
-            )
+        request = Request(
+            source=where,
+            labels=labels,
+            image_root=image_root,
+            by_folder=lambda path: find(path, labels=labels, image_root=image_root),
         )
-        return replace(
-            found,
-            classes=tuple(map(legible, found.classes)),
-            sources=tuple(map(_written, found.sources)),
-            skipped=tuple(
-                SkippedFile(path=legible(s.path), reason=legible(s.reason)) for s in found.skipped
-            ),
-            groups={legible(path): group for path, group in found.groups.items()},
-        )
+        return _written(task.examples.find(request))
 
     if task.name == CLASSIFICATION.name:
         _refuse_other_tasks(source)
@@ -130,9 +120,22 @@ def list_images(
     )
 
 
-def _written(source: Source) -> Source:
-    path = legible(source.path)
-    return source if path == source.path else replace(source, path=path)
+def _written(found: Found) -> Found:
+    """What was found, with names that can be written."""
+
+    def named(source: Source) -> Source:
+        path = legible(source.path)
+        return source if path == source.path else replace(source, path=path)
+
+    return replace(
+        found,
+        classes=tuple(map(legible, found.classes)),
+        sources=tuple(map(named, found.sources)),
+        skipped=tuple(
+            SkippedFile(path=legible(s.path), reason=legible(s.reason)) for s in found.skipped
+        ),
+        groups={legible(path): group for path, group in found.groups.items()},
+    )
 
 
 def _refuse_other_tasks(source: Path) -> None:

@@ -72,9 +72,12 @@ def runs_of(cells_DSS: Floats, boxes_D4: npt.NDArray[np.float64], size: tuple[in
     at_X = (column_X + 0.5 - x0[thing_X]) / (x1 - x0)[thing_X] * side - 0.5
     at_X = at_X.clip(0, side - 1)
     cell_X = np.minimum(at_X.astype(np.int64), side - 2)
-    part_X = at_X - cell_X
     values = np.asarray(cells_DSS.transpose(0, 2, 1), np.float32, order="C")
-    place_X = (thing_X * side + cell_X) * side
+    reaches = values.max(axis=2).reshape(-1) >= PART - UNSURE  # of each column of cells
+    place_X = thing_X * side + cell_X
+    kept = np.flatnonzero(reaches[place_X] | reaches[place_X + 1])  # in others is nothing
+    thing_X, column_X, part_X = thing_X[kept], column_X[kept], (at_X - cell_X)[kept]
+    place_X = place_X[kept] * side
 
     def number(columns: rle.Counts, rows: rle.Counts) -> Floats:
         """What cells say of a column of pixels, at the middle of a row of cells."""
