@@ -57,10 +57,14 @@ def test_areas_and_overlaps_are_pycocotools() -> None:
     assert (found > 0).sum() > 50
 
 
-def test_no_masks_overlap_none() -> None:
+def test_no_masks_overlap_none_and_boxes_may_be_of_any_numbers() -> None:
     none = of_counts([], SIZE)
     masks = runs_of(*told(np.random.default_rng(1), 6), SIZE)
     assert masks.shares(none, np.zeros(0, bool), np.zeros((6, 0), bool)).shape == (6, 0)
     assert none.shares(masks, np.zeros(6, bool), np.zeros((0, 6), bool)).shape == (0, 6)
+    far = [[-np.inf, 0, 10, 10], [0, -np.inf, 10, 10], [0, 0, np.inf, 10], [np.nan, 0, 9, 9]]
+    cells = np.ones((4, SIDE, SIDE), np.float32)
+    lost = runs_of(cells, np.array(far), SIZE)
+    assert lost.areas().tolist() == [100, 100, 10 * SIZE[1], 0]
     empty = runs_of(np.zeros((0, SIDE, SIDE), np.float32), np.zeros((0, 4)), SIZE)
     assert empty.count == 0 == len(empty.begins)

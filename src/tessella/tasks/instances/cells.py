@@ -22,6 +22,7 @@ CELLS = SIDE * SIDE
 PART = 0.5  # from which a pixel is part of the thing
 TIE = 1e-6  # pixels: what rounding may move a pixel that is just PART
 UNSURE = 1e-5  # of a number in float32: so near to PART it is calculated again
+FAR = 1e9  # pixels: no box reaches so far
 BLOCK = 1 << 13  # columns of pixels at a time: a megabyte, which stays in the cache
 
 
@@ -64,7 +65,8 @@ def runs_of(cells_DSS: Floats, boxes_D4: npt.NDArray[np.float64], size: tuple[in
     part of the thing where its number is ``PART`` or more.
     """
     (height, width), side = size, cells_DSS.shape[2]
-    x0, y0, x1, y1 = boxes_D4.T
+    known = ~np.isnan(boxes_D4).any(axis=1, keepdims=True)  # what has diverged tells anything
+    x0, y0, x1, y1 = np.where(known, boxes_D4.clip(-FAR, FAR), 0.0).T
     (left, right), (top, bottom) = _pixels(x0, x1, width), _pixels(y0, y1, height)
     counts = np.where(bottom > top, right - left, 0)
     thing_X = np.repeat(np.arange(len(boxes_D4)), counts)  # X: the columns of all boxes
