@@ -114,6 +114,9 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     shutil.copy(file, odd)
     (shown,) = tessella("run", plan, odd, "--json").json["images"]
     assert shown["image"].endswith("p\\xff1.png")
+    odd.write_bytes(b"no picture")
+    (shown,) = tessella("run", plan, odd, "--json").json["images"]
+    assert "p\\xff1.png" in f"{shown['wrong']} {shown['seen']}"
     one, other = (
         np.asarray(Image.open(f)) for f in (io.BytesIO(drawn.content), tmp_path / "out.png")
     )

@@ -16,8 +16,9 @@ from tessella.artifacts.shards import Example
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.cli.parsing import parse_size
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.legible import legible
 from tessella.core.preprocess import encode
-from tessella.core.record import canonical_json, legible
+from tessella.core.record import canonical_json
 from tessella.core.tiles import Tiles
 from tessella.core.volumes import WRITTEN, suffix_of
 from tessella.tasks import Query

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import types
 import typing
 from collections import Counter
@@ -25,15 +24,6 @@ from tessella.core.errors import ArtifactError, CorruptArtifact, TessellaError
 R = TypeVar("R")
 
 MAX_DEPTH = 64  # of lists and objects in each other; ours are a tenth of that
-
-
-def legible(text: str | os.PathLike[str]) -> str:
-    """A file's name, or a stranger's text, as it can be written: bytes that are not UTF-8 become
-    ``\\xNN``, and halves of characters ``\\udNNN``."""
-    try:
-        return os.fsencode(text).decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:  # half of a character, which JSON can say and no file name is
-        return os.fspath(text).encode("utf-8", "backslashreplace").decode()
 
 
 def to_plain(value: Any) -> Any:

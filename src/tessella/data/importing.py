@@ -27,8 +27,9 @@ from tessella.artifacts.files import Member, require_place, write_folder
 from tessella.artifacts.shards import HASH_BYTES, Example, Rows, SplitInfo, SplitWriter
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
+from tessella.core.legible import legible
 from tessella.core.preprocess import Preprocess, ResizeMode, Store, Volume, full_scale
-from tessella.core.record import digest, legible
+from tessella.core.record import digest
 from tessella.core.reporter import reported
 from tessella.data import reading
 from tessella.data.duplicates import Duplicates

@@ -17,7 +17,7 @@ from tessella.annotations import is_annotated
 from tessella.annotations.files import read_text
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
-from tessella.core.record import legible
+from tessella.core.legible import legible
 from tessella.core.task import CLASSIFICATION
 from tessella.data.sources import find
 from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups

@@ -13,7 +13,7 @@ from pathlib import Path
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.count import counted
 from tessella.core.errors import DataError, UsageError
-from tessella.core.record import legible
+from tessella.core.legible import legible
 from tessella.tasks import Found, Source
 
 SUFFIXES = (

@@ -20,9 +20,9 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.artifacts.files import require_place, write_folder
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent
+from tessella.core.legible import legible
 from tessella.core.pictures import Pixels, read_pixels
 from tessella.core.preprocess import encode
-from tessella.core.record import legible
 from tessella.core.tiles import Tiles
 from tessella.data.listing import GROUPS, GROUPS_HEAD, read_groups
 from tessella.data.sources import find

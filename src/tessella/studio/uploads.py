@@ -24,7 +24,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from tessella.core.errors import DataError, UsageError
-from tessella.core.record import legible
+from tessella.core.legible import legible
 from tessella.studio.workspace import Workspace
 
 MAX_FILE_BYTES = 20 << 30
