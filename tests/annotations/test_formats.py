@@ -93,7 +93,16 @@ BROKEN = {
     "picture": (thing(image_id=8), "of no picture"),
     "picture dict": (thing(image_id={}), "of no picture"),
     "no dict": ([1], "no annotation"),
-    "no box": ({"id": 1, "image_id": 7, "category_id": 5}, "four finite numbers"),
+    "no box": ({"id": 1, "image_id": 7, "category_id": 5}, "neither a box"),
+    "outline of 400 digits": (
+        {"id": 1, "image_id": 7, "category_id": 5, "segmentation": [[1, 2, 10**400, 4, 5, 6]]},
+        "neither a box",
+    ),
+    "mask alone": (
+        {"id": 1, "image_id": 7, "category_id": 5,
+         "segmentation": {"size": [HEIGHT, WIDTH], "counts": "~~"}},
+        "run lengths cannot be read",
+    ),
     "mask size": (
         thing(segmentation={"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}), "a mask of",
     ),
@@ -116,7 +125,8 @@ BROKEN = {
 def test_coco_s_broken_things_are_listed_and_the_good_ones_kept(tmp_path, name):
     """Of a thing whose mask is broken its box is good."""
     broken, what = BROKEN[name]
-    if masked := isinstance(broken, dict) and "segmentation" in broken:
+    boxed = isinstance(broken, dict) and "bbox" in broken
+    if masked := boxed and "segmentation" in broken:
         broken["bbox"] = [3, 3, 6, 6]
     got = read(tmp_path, document(annotations=[thing(bbox=[1, 1, 5, 5]), broken, thing()]))
     boxes = [(t.x, t.width) for t in got.pictures[0].things]

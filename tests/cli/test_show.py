@@ -84,6 +84,12 @@ def test_what_cannot_be_shown_is_told(
     assert says in answer.err
 
 
+def test_lines_of_a_graph_are_those_that_passes_changed(tessella: Tessella) -> None:
+    answer = tessella("show", "lenet", "--graph")
+    assert answer.code == 2
+    assert "--passes" in answer.err
+
+
 def test_a_plan_is_compiled_already(tessella: Tessella, tmp_path: Path) -> None:
     path = tmp_path / "net.plan"
     path.write_bytes(b"")

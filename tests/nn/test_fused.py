@@ -243,6 +243,41 @@ def test_convolutions_of_volumes_and_the_gradients_of_what_they_read(monkeypatch
     assert len(run) >= 3  # two forward, one backward: nothing wants the gradient of the volume
 
 
+class Instances(nn.Module):
+    """Volumes that are normed one by one, with and without factors, and with what is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(2, 6, 3, padding=1, bias=False)
+        self.norm, self.plain = nn.InstanceNorm3d(6, affine=True), nn.InstanceNorm3d(6)
+        self.kept = nn.InstanceNorm3d(4, track_running_stats=True)
+        self.second, self.last = nn.Conv3d(6, 6, 3, padding=1), nn.Conv3d(6, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.leaky_relu(self.norm(self.first(x)), 0.01, inplace=True)
+        y = self.plain(self.second(y)) + y
+        return self.kept(self.last(y)).square().mean((3, 4))
+
+
+def test_instance_norms_keep_the_order_in_memory(monkeypatch):
+    """torch's give contiguous values and gradients, so that no convolution behind one is ours."""
+    asked: list[tuple[bool, bool]] = []
+
+    def runs(x: Tensor, weight: Tensor, window: object, groups: int) -> bool:
+        asked.append((x.shape[1] == 6, x.is_contiguous(memory_format=torch.channels_last_3d)))
+        return False
+
+    monkeypatch.setattr(volumes, "runs", runs)
+    torch.manual_seed(0)
+    net = Instances().to(memory_format=torch.channels_last_3d)
+    nn.init.uniform_(net.norm.weight, 0.5, 1.5)
+    nn.init.normal_(net.norm.bias)
+    x = torch.randn(3, 2, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d)
+    agree(net, x, compiler="aot_eager")
+    assert (True, True) in asked
+    assert (True, False) not in asked
+
+
 class Scored(nn.Module):
     """A network that knows its loss."""
 

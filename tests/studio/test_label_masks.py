@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageDraw
 from selenium.webdriver import Chrome
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -37,6 +36,7 @@ from tessella.studio.drawn_masks import (
 from tessella.tasks import Query, View, named
 from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tests.support.studio.browsing import enter, fit, go, press, resize, see, until
+from tests.support.studio.labelling import Tool
 from tests.support.studio.served import Served, serve, stop
 
 PLAY = (Path(__file__).parents[1] / "support" / "studio" / "labelling.js").read_text()
@@ -220,52 +220,6 @@ def test_versions_stay_and_an_export_is_imported_again(labelled: Served, tmp_pat
 
 
 # --- in Chromium ------------------------------------------------------------------------------
-
-
-class Tool:
-    """The open labelling tool, by the pixels of its picture."""
-
-    def __init__(self, chromium: Chrome) -> None:
-        self.chromium = chromium
-        self.svg = until(lambda: chromium.find_elements(By.CSS_SELECTOR, ".editor svg"))[0]
-        chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.svg)
-
-    def _offset(self, x: float, y: float) -> tuple[int, int]:
-        scale = self.svg.rect["width"] / SIZE
-        return round((x - SIZE / 2) * scale), round((y - SIZE / 2) * scale)
-
-    def click(self, *places: tuple[float, float]) -> None:
-        for place in places:
-            chain = ActionChains(self.chromium, duration=20)
-            chain.move_to_element_with_offset(self.svg, *self._offset(*place)).click().perform()
-
-    def drag(self, *places: tuple[float, float]) -> None:
-        chain = ActionChains(self.chromium, duration=20)
-        chain.move_to_element_with_offset(self.svg, *self._offset(*places[0])).click_and_hold()
-        for place in places[1:]:
-            chain.move_to_element_with_offset(self.svg, *self._offset(*place))
-        chain.release().perform()
-
-    def keys(self, *pressed: str) -> None:
-        self.chromium.execute_script("arguments[0].focus()", self.svg)
-        ActionChains(self.chromium).send_keys(*pressed).perform()
-
-    def with_control(self, key: str) -> None:
-        chain = ActionChains(self.chromium).key_down(Keys.CONTROL).send_keys(key)
-        chain.key_up(Keys.CONTROL).perform()
-
-    def shown(self) -> Mask:
-        """Where the canvas shows something."""
-        script = (
-            "const c = document.querySelector('.editor canvas');"
-            "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
-            "return Array.from({length: c.width * c.height}, (_, i) => d[4 * i + 3])"
-        )
-        return np.array(self.chromium.execute_script(script), np.uint8).reshape(SIZE, SIZE)
-
-    def count(self) -> int:
-        """How many patches are shown."""
-        return cv2.connectedComponents((self.shown() > 0).astype(np.uint8))[0] - 1
 
 
 def versions(root: Path) -> list[list[dict[str, Any]]]:

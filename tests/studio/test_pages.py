@@ -73,6 +73,8 @@ BAD = {
     "/plan?like=plans/none.plan": "no such file",
     "/train?dataset=datasets/none": "there is no",
     "/train?run=runs/none": "There is no run",
+    "/train?run=runs/first&epochs=inf": "epochs are a number",
+    "/train?run=runs/first&epochs=-3": "epochs are a number",
     "/monitor?run=/etc": "out of the workspace",
     "/monitor?run=runs/none": "There is no run",
     "/monitor?job=none": "no such job",

@@ -57,6 +57,7 @@ def test_lying_sizes_and_offsets_are_refused(uploads):
 def test_a_zip_of_class_folders_is_unpacked_without_its_wrapping(uploads):
     members = {f"flowers/{c}/{i}.png": b"png" for c in ("rose", "tulip") for i in range(2)}
     litter = {"__MACOSX/flowers/._x": b"", "flowers/.DS_Store": b""}
+    members |= {f"flowers/rose/Screenshot 9.41\u202fAM \xa0 {n}.png": b"x" for n in "👩\u200d🔬‏"}
     folder = uploads.images(sent(uploads, zipped(members | litter)))
     assert sorted(p.name for p in folder.iterdir()) == ["rose", "tulip"]
     assert (folder / "rose" / "1.png").read_bytes() == b"png"
@@ -69,6 +70,31 @@ def test_a_member_that_leads_out_is_refused(uploads, tmp_path, name):
     with pytest.raises(DataError, match="leads out"):
         uploads.images(sent(uploads, zipped({"a/ok.png": b"x", name: b"evil"})))
     assert not list(tmp_path.rglob("*evil*"))
+
+
+def damaged(how: int, name: str = "a/1.png") -> bytes:
+    """A ZIP whose member begins with eight wrong bytes, packed in a way."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", how) as archive:
+        archive.writestr(name, bytes(range(256)) * 40)
+    content = bytearray(out.getvalue())
+    at = 30 + len(name)  # behind the header
+    content[at : at + 8] = bytes(b ^ 0xFF for b in content[at : at + 8])
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *map(damaged, (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)),
+        zipped({"a": b"x", "a/b.png": b"x"}), zipped({f"a/{'b' * 300}.png": b"x"}),
+        zipped({"a/ü.png": b"x"}).replace("ü".encode(), b"\xff\xfe"), zipped({}),
+        zipped({"a/" * 30 + "b.png": b"x"}), zipped({"a\n\x1b[2J/x.png": b"x"}),
+    ],
+)  # fmt: skip
+def test_a_damaged_or_odd_zip_is_refused_with_what_to_do(uploads, content):
+    with pytest.raises(DataError):
+        uploads.images(sent(uploads, content))
 
 
 def test_links_bombs_and_nonsense_are_refused(tmp_path):

@@ -55,6 +55,11 @@ def test_names_of_new_artifacts_are_plain(space, name):
         space.new_path("run", name)
 
 
+def test_a_file_is_no_workspace(space):
+    with pytest.raises(UsageError, match="a workspace is a folder"):
+        Workspace(next(path for path in space.root.rglob("*") if path.is_file()))
+
+
 def test_a_taken_name_is_told(space):
     with pytest.raises(UsageError, match="exists already"):
         space.new_path("run", "first")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,14 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     assert drawn.headers["content-type"] == "image/png"
     drawing = ("--draw", tmp_path / "out.png", "--tile", SIZE, "--overlap", 8)
     assert "score" in tessella("run", plan, file, *drawing).out
+    assert "--json" in tessella("run", plan, file, "--out", tmp_path / "told.json").err
+    odd = tmp_path / os.fsdecode(b"p\xff1.png")
+    shutil.copy(file, odd)
+    (shown,) = tessella("run", plan, odd, "--json").json["images"]
+    assert shown["image"].endswith("p\\xff1.png")
+    odd.write_bytes(b"no picture")
+    (shown,) = tessella("run", plan, odd, "--json").json["images"]
+    assert "p\\xff1.png" in f"{shown['wrong']} {shown['seen']}"
     one, other = (
         np.asarray(Image.open(f)) for f in (io.BytesIO(drawn.content), tmp_path / "out.png")
     )

@@ -193,6 +193,8 @@ def _add(
             return
     if not isinstance(box, list):
         box = _box_around(polygons, counts, checker)
+        if box is None:
+            return
     checker.add(
         numbers[category], box, crowd=entry.get("iscrowd") == 1, polygons=polygons, counts=counts
     )
@@ -216,16 +218,22 @@ def _counts(shape: dict[str, Any], checker: Checker) -> bytes | None:
     return None
 
 
-def _box_around(polygons: Sequence[Any], counts: bytes | None, checker: Checker) -> list[float]:
-    """The box of a thing that has only a mask; an empty list where that says nothing."""
-    if counts is not None and rle.fits(counts, checker.height, checker.width):
-        return list(rle.box_of(rle.expanded(counts), checker.height))
+def _box_around(
+    polygons: Sequence[Any], counts: bytes | None, checker: Checker
+) -> list[float] | None:
+    """The box of a thing that has only a mask; None after saying what is wrong with that."""
+    if counts is not None:
+        if rle.fits(counts, checker.height, checker.width):
+            return list(rle.box_of(rle.expanded(counts), checker.height))
+        checker.tell("a mask's run lengths cannot be read, or are not of its picture's size")
+        return None
     try:
         points = [float(v) for polygon in polygons for v in polygon]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # of a whole number of 400 digits
         points = []
     if len(points) < 6:
-        return []
+        checker.tell("a thing has neither a box nor an outline that can be read")
+        return None
     xs, ys = points[0::2], points[1::2]
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 

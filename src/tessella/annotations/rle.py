@@ -43,13 +43,18 @@ def of_runs(begins: Counts, ends: Counts, pixels: int) -> Counts:
 
     A run may touch the one before it, and may be empty.
     """
-    begins, ends = begins[begins < ends], ends[begins < ends]
-    apart = begins[1:] > ends[:-1]
-    begins = begins[np.concatenate([[True], apart])] if len(begins) else begins
-    ends = ends[np.concatenate([apart, [True]])] if len(ends) else ends
+    begins, ends = joined(begins, ends)
     edges = np.stack([begins, ends], axis=1).ravel()
     counts = np.diff(np.concatenate([[0], edges, [pixels]]))
     return counts if counts[-1] or len(counts) == 1 else counts[:-1]
+
+
+def joined(begins: Counts, ends: Counts) -> tuple[Counts, Counts]:
+    """Where runs begin and end, in order, without empty ones, and those that touch as one."""
+    begins, ends = begins[begins < ends], ends[begins < ends]
+    apart = np.ones(len(begins) + 1, bool)
+    apart[1:-1] = begins[1:] > ends[:-1]
+    return begins[apart[:-1]], ends[apart[1:]]
 
 
 def seen_in(counts: Counts, height: int, window: tuple[int, int, int, int]) -> Counts:

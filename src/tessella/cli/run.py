@@ -16,6 +16,7 @@ from tessella.artifacts.shards import Example
 from tessella.cli.output import Events, Json, Output, grid, output
 from tessella.cli.parsing import parse_size
 from tessella.core.errors import TessellaError, UsageError
+from tessella.core.legible import legible
 from tessella.core.preprocess import encode
 from tessella.core.record import canonical_json
 from tessella.core.tiles import Tiles
@@ -100,6 +101,7 @@ def run(
             files = api.pictures(images, is_one=suffix_of)
             _segment(out_, opened, files, query, out, trust_code)
         elif images:
+            _refuse_places(out, rows)
             files, how = api.pictures(images), _tiles(tile, overlap)
             _answer(out_, opened, files, query, draw, trust_code, how)
         elif data is not None:
@@ -111,6 +113,15 @@ def _require_one(images: list[Path] | None, data: Path | None) -> None:
         raise UsageError(
             "give images to classify, or --data to evaluate, one of the two",
             fix="tessella run MODEL photo.jpg, or tessella run MODEL --data datasets/flowers",
+        )
+
+
+def _refuse_places(out: Path | None, rows: Path | None) -> None:
+    if out is not None or rows is not None:
+        raise UsageError(
+            "--out and --rows are of an evaluation, and --out of volumes",
+            seen=out if rows is None else rows,
+            fix="answers as JSON: --json > FILE; a picture of them: --draw FILE",
         )
 
 
@@ -136,16 +147,16 @@ def _answer(
     ):
         if isinstance(told, TessellaError):
             failed.append(told)
-            plain.append({"image": str(path), **told.to_json()})
+            plain.append({"image": legible(path), **told.to_json()})
             continue
-        plain.append({"image": str(path), **api.plain_answer(task, told)})
+        plain.append({"image": legible(path), **api.plain_answer(task, told)})
         if draw is not None:
             several = len(images) > 1
             _draw(
                 model, path, told, draw / f"{len(plain):04d}-{path.stem}.png" if several else draw
             )
         for rank, line in enumerate(task.answers.lines(told)):
-            rows.append(((path.name if names_differ else path) if rank == 0 else "", *line))
+            rows.append((legible(path.name if names_differ else path) if rank == 0 else "", *line))
     out_.result({"images": plain}, grid(("image", *task.answers.HEADER), rows) if rows else None)
     for error in failed:
         out_.note(f"error: {error}")
@@ -201,10 +212,10 @@ def _segment(
     for path, told in api.segment_each(model, volumes, trust_code=trust_code):
         if isinstance(told, TessellaError):
             failed.append(told)
-            plain.append({"volume": str(path), **told.to_json()})
+            plain.append({"volume": legible(path), **told.to_json()})
             continue
         answer = told.answer(query)
-        plain.append({"volume": str(path), "answer": answer})
+        plain.append({"volume": legible(path), "answer": answer})
         if out is not None:
             suffix = suffix_of(path) or ".npy"
             ending = suffix if suffix.startswith(".nii") else ".npy"
@@ -213,7 +224,7 @@ def _segment(
             told.save(place)
             plain[-1]["labels"] = str(place)
         for rank, line in enumerate(task.answers.lines(answer)):
-            rows.append((path.name if rank == 0 else "", *line))
+            rows.append((legible(path.name) if rank == 0 else "", *line))
     header = ("volume", *task.answers.HEADER)
     out_.result({"volumes": plain}, grid(header, rows) if rows else None)
     for error in failed:

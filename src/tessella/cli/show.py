@@ -66,6 +66,8 @@ def show(
     · tessella show --passes resnet50 --graph
     """
     with output(json_only=json, events=events) as out_:
+        if texts and not passes:
+            raise UsageError("--graph is of --passes", fix=f"tessella show --passes {what} --graph")
         if passes:
             of = _given(name, "a network's name") if what == "network" else what
             records = _explained(of, classes, channels, size, precision, trust_code)

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tessella.core.legible import legible
+
 
 class TessellaError(Exception):
     """An error that names what is wrong, what was seen and what to do.
@@ -35,10 +37,10 @@ class TessellaError(Exception):
     exit_code = 1
 
     def __init__(self, wrong: str, *, seen: object = None, fix: str | None = None) -> None:
-        self.wrong = wrong
-        self.seen = None if seen is None else str(seen)
-        self.fix = fix
-        super().__init__(wrong, self.seen, fix)
+        self.wrong = legible(str(wrong))  # a file's name in it may be no UTF-8
+        self.seen = None if seen is None else legible(str(seen))
+        self.fix = None if fix is None else legible(str(fix))
+        super().__init__(self.wrong, self.seen, self.fix)
 
     def __str__(self) -> str:
         parts = [self.wrong.rstrip(".") + "."]

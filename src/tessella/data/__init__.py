@@ -26,6 +26,11 @@ _PLACES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What belongs to a user, resolved yet or not: for Tab and ``help``."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     """Resolve a name on first use."""
     for place, names in _PLACES.items():

@@ -27,6 +27,7 @@ from tessella.artifacts.files import Member, require_place, write_folder
 from tessella.artifacts.shards import HASH_BYTES, Example, Rows, SplitInfo, SplitWriter
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
+from tessella.core.legible import legible
 from tessella.core.preprocess import Preprocess, ResizeMode, Store, Volume, full_scale
 from tessella.core.record import digest
 from tessella.core.reporter import reported
@@ -518,7 +519,7 @@ def _describe(
         # A constant channel has nothing to scale by.
         preprocess=replace(settings.record(), mean=mean, std=tuple(s or 1.0 for s in std)),
         splits=splits,
-        source=_stored_path(source),
+        source=legible(source),
         content_hash=content_hash(hashes),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         skipped=tuple(tally.skipped),
@@ -549,11 +550,7 @@ def _split_by(settings: ImportSettings) -> dict[str, Any]:
     """The settings that decide the splits, as strict JSON, for those who make it once more."""
     val, test = settings.val_folder, settings.test_folder
     return {
-        **({"holdout": settings.holdout} if val is None else {"val_folder": _stored_path(val)}),
-        **({"test": settings.test} if test is None else {"test_folder": _stored_path(test)}),
+        **({"holdout": settings.holdout} if val is None else {"val_folder": legible(val)}),
+        **({"test": settings.test} if test is None else {"test_folder": legible(test)}),
         "seed": settings.seed,
     }
-
-
-def _stored_path(path: str | Path) -> str:
-    return os.fsencode(path).decode("utf-8", "backslashreplace")

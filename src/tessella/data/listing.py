@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tessella.annotations import is_annotated
 from tessella.annotations.files import read_text
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
+from tessella.core.legible import legible
 from tessella.core.task import CLASSIFICATION
 from tessella.data.sources import find
 from tessella.data.splitting import TEST, TRAIN, VAL, hold_out, hold_out_groups
@@ -72,14 +73,13 @@ def list_images(
     """
 
     def find_labelled(where: Path) -> Found:
-        return task.examples.find(
-            Request(
-                source=where,
-                labels=labels,
-                image_root=image_root,
-                by_folder=lambda path: find(path, labels=labels, image_root=image_root),
-            )
+        request = Request(
+            source=where,
+            labels=labels,
+            image_root=image_root,
+            by_folder=lambda path: find(path, labels=labels, image_root=image_root),
         )
+        return _written(task.examples.find(request))
 
     if task.name == CLASSIFICATION.name:
         _refuse_other_tasks(source)
@@ -117,6 +117,24 @@ def list_images(
         splits=np.concatenate(parts),
         skipped=tuple(skipped),
         notes=tuple(notes),
+    )
+
+
+def _written(found: Found) -> Found:
+    """What was found, with names that can be written."""
+
+    def named(source: Source) -> Source:
+        path = legible(source.path)
+        return source if path == source.path else replace(source, path=path)
+
+    return replace(
+        found,
+        classes=tuple(map(legible, found.classes)),
+        sources=tuple(map(named, found.sources)),
+        skipped=tuple(
+            SkippedFile(path=legible(s.path), reason=legible(s.reason)) for s in found.skipped
+        ),
+        groups={legible(path): group for path, group in found.groups.items()},
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.count import counted
 from tessella.core.errors import DataError, UsageError
+from tessella.core.legible import legible
 from tessella.tasks import Found, Source
 
 SUFFIXES = (
@@ -82,7 +83,7 @@ def find_in_folder(root: Path) -> Found:
         ),
         key=lambda s: (s.label, s.path),
     )
-    empty = sorted(_text(folder) for folder in walk.top_folders if _text(folder) not in index)
+    empty = sorted(legible(folder) for folder in walk.top_folders if legible(folder) not in index)
     told = [
         (outside, "image", "left out, in no class folder"),
         (walk.others, "file", "left out, not named like an image"),
@@ -120,7 +121,7 @@ class _Walk:
                 status = os.stat(folder)
                 entries = sorted(os.scandir(folder), key=lambda e: e.name)
             except OSError as error:
-                self.skipped.append(SkippedFile(path=_text(below), reason=str(error.strerror)))
+                self.skipped.append(SkippedFile(path=legible(below), reason=str(error.strerror)))
                 continue
             if _key(status) in self._folders:
                 continue
@@ -150,7 +151,7 @@ class _Walk:
                     self.enter(place, path)
         for place, path in to_files:
             if not os.path.exists(place):
-                skipped = SkippedFile(path=_text(path), reason="the link leads nowhere")
+                skipped = SkippedFile(path=legible(path), reason="the link leads nowhere")
                 self.skipped += [skipped] if is_image(path) else []
             elif self._is_new(place, self._inodes):
                 self._take(place, path, os.stat(place))
@@ -162,7 +163,7 @@ class _Walk:
 
     def _take(self, place: str, path: str, status: os.stat_result) -> None:
         if stat.S_ISREG(status.st_mode) and is_image(path):
-            self.files.append((place, _text(path)))
+            self.files.append((place, legible(path)))
             self._inodes.add(_key(status))
         else:
             self.others += 1
@@ -175,11 +176,6 @@ def _key(status: os.stat_result) -> tuple[int, int]:
 def is_image(path: str) -> bool:
     """Whether a file's name ends like that of an image."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
-
-
-def _text(path: str) -> str:
-    """A file's name as text; bytes that are not UTF-8 become ``\\xNN``."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 # --- lists --------------------------------------------------------------------------------------
@@ -217,8 +213,8 @@ def find_in_list(path: Path, *, labels: tuple[str, ...] | None, image_root: Path
             )
         file = os.path.join(image_root, name)
         shown = os.path.relpath(name, image_root) if os.path.isabs(name) else name
-        sources.append(Source(file, _text(shown), index[label]))
-    return Found(classes=tuple(_text(name) for name in classes), sources=tuple(sources))
+        sources.append(Source(file, legible(shown), index[label]))
+    return Found(classes=tuple(legible(name) for name in classes), sources=tuple(sources))
 
 
 def read_labels(path: Path) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.artifacts.files import require_place, write_folder
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent
+from tessella.core.legible import legible
 from tessella.core.pictures import Pixels, read_pixels
 from tessella.core.preprocess import encode
 from tessella.core.tiles import Tiles
@@ -120,8 +121,9 @@ class _Cutter:
             try:  # to read alone: what cannot be written ends it
                 pixels = self._read(source)
                 mask = None if boxed else _mask_of(source, pixels)
-            except (DataError, OSError) as error:
-                self._skipped.append(SkippedFile(path=source.path, reason=str(error)[:300]))
+            except (DataError, OSError, ValueError) as error:  # of a name that no file can have
+                why = legible(str(error)[:300])
+                self._skipped.append(SkippedFile(path=legible(source.path), reason=why))
                 continue
             places = self._places(number, source, pixels)
             if mask is None:
@@ -154,7 +156,7 @@ class _Cutter:
         return pixels
 
     def _places(self, number: int, source: Source, pixels: Pixels) -> list[Placed]:
-        group = self._groups.get(source.path, source.path)
+        group = self._groups.get(source.path, legible(source.path))
         suffix = ".png" if pixels.shape[2] in (1, 3) else ".tif"
         stem = re.sub(r"[^\w.-]+", "-", Path(source.path).stem)[:80]
         return [

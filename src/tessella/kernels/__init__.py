@@ -38,5 +38,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The functions, and the modules that have been imported."""
-    return sorted({*globals(), *__all__})
+    """What belongs to a user, resolved yet or not: for Tab and ``help``."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -4,8 +4,9 @@ depthwise convolutions and poolings by our kernels.
 Dynamo captures the module's forward pass as a graph of torch's functions. A batch norm in it that
 takes a batch's statistics becomes one call with what follows it alone: a sum with a residual or
 with another norm, an activation; and with a 1×1 convolution before it that widens. Max pooling and
-depthwise convolutions become ours. Whatever else the graph holds runs in torch or goes to torch's
-compiler, as does what Dynamo does not capture.
+depthwise convolutions become ours, and instance norms keep the order in memory of what they norm.
+Whatever else the graph holds runs in torch or goes to torch's compiler, as does what Dynamo does
+not capture.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def fuse(graph: fx.GraphModule) -> int:
             _convolution_at(nodes, node)
         elif node.target is torch.conv3d:
             node.target = _calls().volumes_convolved
+        elif node.target is F.instance_norm:
+            node.target = _calls().instances_normed
         elif node.target is F.cross_entropy:
             node.target = _calls().entropy
     for node in made:

@@ -7,8 +7,9 @@ Where our kernels do not run (other types, strides or devices), torch does.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from tessella.kernels.norm.projection import widens as widens
 from tessella.kernels.pool import trained
 from tessella.kernels.softmax import entropy as rows_of_scores
 from tessella.nn.fused import Found
-from tessella.nn.fused_ops import call
+from tessella.nn.fused_ops import call, traced
 
 _TORCHS: dict[Activation, Callable[[Tensor], Tensor]] = {
     None: lambda x: x, "relu": F.relu, "relu6": F.relu6, "silu": F.silu
@@ -335,6 +336,57 @@ class _Volumes(torch.autograd.Function):
                 [False, True, False],
             )[1].to(ctx.dtype)  # fmt: skip
         return of_x, of_weight
+
+
+def instances_normed(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """An instance norm with gradients, in whose result channels lie where they lie in the input.
+
+    torch's is a batch norm of N · C channels, whose results and gradients are contiguous: behind
+    it each convolution of a channels_last network copies what it is given, which took a quarter of
+    a 3-D U-Net's step, and none could be ours. This is for a compiler, which makes passes of it.
+    """
+    if not (use_input_stats and running_mean is None and traced(input)):
+        return F.instance_norm(
+            input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        )
+    return cast(Tensor, _Instances.apply(input, weight, bias, eps))
+
+
+class _Instances(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        along = tuple(range(2, x.dim()))
+        variance, mean = torch.var_mean(x.to(wide), along, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        y = (x.to(wide) - mean) * scale
+        y = y if weight is None else y * _by_channel(weight, x)
+        return (y if bias is None else y + _by_channel(bias, x)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        along, places = tuple(range(2, x.dim())), math.prod(x.shape[2:])
+        y = (x.to(mean.dtype) - mean) * scale
+        of_bias = gradient.to(mean.dtype).sum(along, keepdim=True)
+        of_weight = (y * gradient).sum(along, keepdim=True)
+        of_x = (gradient - (of_bias + y * of_weight) / places) * scale
+        of_x = of_x if weight is None else of_x * _by_channel(weight, x)
+        sums = [
+            None if given is None else found.sum(0).view(-1).to(given.dtype)
+            for given, found in ((weight, of_weight), (bias, of_bias))
+        ]
+        return of_x.to(x.dtype), *sums, None
+
+
+def _by_channel(numbers: Tensor, x: Tensor) -> Tensor:
+    return numbers.view(1, -1, *(1,) * (x.dim() - 2))
 
 
 def entropy(

@@ -21,7 +21,8 @@ from tessella.artifacts.files import write_folder
 from tessella.core.decoding import Decoder
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.core.preprocess import encode
-from tessella.studio import drawn_boxes, drawn_masks
+from tessella.studio import drawn_boxes, drawn_instances, drawn_masks
+from tessella.tasks import View
 
 
 class Form(Protocol):
@@ -34,6 +35,10 @@ class Form(Protocol):
 
     def stored(self, dataset: Dataset, split: str, index: int) -> Sequence[Any]: ...
 
+    def proposed(
+        self, told: Sequence[dict[str, Any]], classes: Sequence[str], view: View, /
+    ) -> Sequence[Any]: ...
+
     def folder_of(self, split: str) -> str: ...
 
     def write(
@@ -41,7 +46,11 @@ class Form(Protocol):
     ) -> str: ...
 
 
-FORMS: dict[str, Form] = {"detection": drawn_boxes, "segmentation": drawn_masks}
+FORMS: dict[str, Form] = {
+    "detection": drawn_boxes,
+    "instances": drawn_instances,
+    "segmentation": drawn_masks,
+}
 
 
 class Overtaken(TessellaError):

@@ -10,6 +10,7 @@ from tessella.annotations import coco
 from tessella.annotations.record import Annotations, Picture, Thing
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
+from tessella.tasks.view import View
 
 NAME = "boxes"
 MOST_BOXES = 2_000  # of a picture
@@ -58,6 +59,22 @@ def stored(dataset: Dataset, split: str, index: int) -> tuple[Box, ...]:
     target = dataset.split(split)[index].label
     each = zip(target["boxes"], target["labels"], target["crowds"], strict=True)
     return tuple((x0, y0, x1, y1, int(k), int(crowd)) for (x0, y0, x1, y1), k, crowd in each)
+
+
+def proposed(told: Sequence[dict[str, Any]], classes: Sequence[str], view: View) -> list[Any]:
+    """What a network answers of a picture (see ``tasks.detection.answers``) as boxes with a score
+    each; without what the dataset has no class for, and what is less than a pixel."""
+    found = []
+    for one in told:
+        if one["label"] not in classes:
+            continue
+        label = classes.index(one["label"])
+        try:
+            checked([[*one["box"], label, 0]], len(classes), (view.height, view.width))
+        except UsageError:
+            continue
+        found.append([*one["box"], label, one["score"]])
+    return found
 
 
 def folder_of(split: str) -> str:

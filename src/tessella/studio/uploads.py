@@ -8,23 +8,30 @@ out of it.
 
 from __future__ import annotations
 
+import errno
 import json
+import lzma
 import re
 import secrets
 import shutil
 import stat
+import unicodedata
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from tessella.core.errors import DataError, UsageError
+from tessella.core.legible import legible
 from tessella.studio.workspace import Workspace
 
 MAX_FILE_BYTES = 20 << 30
 MAX_FOLDER_FILES = 200_000
 MAX_PATH, MAX_DEPTH = 1000, 20  # characters, and folders, of a file in an uploaded folder
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CONTROL = ("Cc", "Cs")  # categories of characters: controls, and halves of others
 BLOCK_BYTES = 4096  # that a file takes on a disk at least
 MAX_CHUNK_BYTES = 8 << 20
 MAX_MEMBERS = 2_000_000
@@ -85,11 +92,8 @@ class Uploads:
         about = json.loads((self._folder(upload) / "about.json").read_text())
         if upload not in self._received:  # finished, no folder, or begun before a restart
             raise UsageError("this folder takes no files", seen=upload, fix="send it again")
-        refused = not path or len(path) > MAX_PATH or not path.isprintable()
-        if refused or _leads_out(path):
-            raise UsageError("a file's path leads out of its folder", seen=path[:120])
-        if len(PurePosixPath(path).parts) > MAX_DEPTH:
-            raise UsageError(f"a folder is at most {MAX_DEPTH} deep", seen=path[:120])
+        if why := _refusal(path):
+            raise UsageError(f"a file's path {why}", seen=path[:120])
         files, nbytes = self._received[upload]
         files += offset == 0
         nbytes += len(chunk)
@@ -185,7 +189,8 @@ def unpack(archive: Path, folder: Path) -> None:
     """Unpack a ZIP of images into ``folder``.
 
     Raises:
-        DataError: not a ZIP; a member leaves the folder or is a link; it unpacks to too much.
+        DataError: not a ZIP, or a damaged one, or one of no files; a member has a path that is
+            refused, or is a link; it unpacks to too much.
     """
     try:
         with zipfile.ZipFile(archive) as opened:
@@ -195,8 +200,14 @@ def unpack(archive: Path, folder: Path) -> None:
             _check_members(members, archive.stat().st_size)
             for member in members:
                 _unpack_member(opened, member, folder)
-    # zipfile's words for what it cannot read: damage, a way to pack, a password, an early end
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    # what zipfile and its decompressors raise: of damage, a way to pack, a password, an early end,
+    # a name that is no UTF-8; and the disk, of two members of one path, or a name that is too long
+    except (
+        zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error, lzma.LZMAError,
+        OSError, ValueError,
+    ) as error:  # fmt: skip
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise DataError("the disk is too full for what the ZIP holds", seen=error) from error
         raise DataError(
             "this is not a ZIP that can be read",
             seen=str(error)[:120],
@@ -205,6 +216,8 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _check_members(members: list[zipfile.ZipInfo], packed: int) -> None:
+    if not members:
+        raise DataError("the ZIP has no files", fix="make a ZIP with a subfolder for each class")
     total = sum(m.file_size for m in members)
     if len(members) > MAX_MEMBERS or total > MAX_UNPACKED_BYTES or total > MAX_RATIO * packed:
         raise DataError(
@@ -214,12 +227,24 @@ def _check_members(members: list[zipfile.ZipInfo], packed: int) -> None:
         )
     for member in members:
         link = stat.S_ISLNK(member.external_attr >> 16)
-        if link or _leads_out(member.filename):
+        why = "leads out of it" if link else _refusal(member.filename)
+        if why:
             raise DataError(
-                "the ZIP has a member that leads out of it",
-                seen=member.filename[:120],
+                f"the ZIP has a member whose path {why}",
+                seen=legible(member.filename[:120]),
                 fix="pack the class folders themselves, without links or absolute paths",
             )
+
+
+def _refusal(path: str) -> str | None:
+    """Why a path from outside is not taken; None where it is."""
+    if _leads_out(path):
+        return "leads out of its folder"
+    # other than str.isprintable: macOS writes U+202F into the names of its screenshots
+    if len(path) > MAX_PATH or any(unicodedata.category(c) in CONTROL for c in path):
+        return f"has more than {MAX_PATH} characters, or control characters"
+    deep = len(PurePosixPath(path.replace("\\", "/")).parts)
+    return f"is more than {MAX_DEPTH} folders deep" if deep > MAX_DEPTH else None
 
 
 def _leads_out(path: str) -> bool:

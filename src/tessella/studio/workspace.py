@@ -60,6 +60,8 @@ class Workspace:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).resolve()
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError("a workspace is a folder", seen=f"the file {root}")
         self.root.mkdir(parents=True, exist_ok=True)
 
     # --- names --------------------------------------------------------------------------

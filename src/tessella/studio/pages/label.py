@@ -1,4 +1,5 @@
-"""The page on which people draw boxes or masks: a dataset's, and what a network proposes."""
+"""The page on which people draw boxes, outlines of things or masks: a dataset's, and what a network
+proposes."""
 
 from __future__ import annotations
 
@@ -12,38 +13,55 @@ from nicegui import ui
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import TessellaError, UsageError
-from tessella.core.preprocess import Preprocess
 from tessella.core.version import VERSION
 from tessella.jobs import commands
 from tessella.studio import parts, pictures
 from tessella.studio.context import Context
 from tessella.studio.drawn import FORMS, Drawn, Overtaken
-from tessella.studio.drawn_masks import ground_of, proposed
+from tessella.studio.drawn_masks import ground_of
 from tessella.studio.keeping import dialog
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.warm import Opened
 from tessella.studio.workspace import best_checkpoint, readable
 from tessella.tasks import View
 
-MISSING = "Choose an image of a detection or a segmentation on the Data page."
+MISSING = "Choose an image of a detection, of instances or of a segmentation on the Data page."
+MASKS = (
+    "A draws an outline: click its points, then the first one, or press Enter. B is the brush, "
+    "E the eraser, [ and ] their width; they work on the chosen thing, and without one the "
+    "brush makes a new thing and the eraser takes from all (Esc chooses none). V chooses, "
+    "moves, and drags points; a click half way between two adds one. With the keyboard: arrows "
+    "move (Shift ten pixels), Space sets a point or a dab, N and P choose a thing, . and , a "
+    "point, I adds one, Delete removes,"
+)
 KEYS = {
     "boxes": (
         "Draw, move and resize with the mouse; or B adds a box, N and P choose one, arrows move it "
         "(Alt resizes, Shift goes ten pixels), 1 to 9 name its class, Enter accepts a proposal, "
         "Delete removes, Ctrl+Z undoes, Ctrl+Y does again, Ctrl+S saves."
     ),
+    "outlines": (
+        "Each thing has an outline of its own, and things may overlap. " + MASKS + " 1 to 9 name "
+        "the class, C makes the chosen thing a crowd or none, U takes what it covers from all "
+        "others, Enter accepts a proposal, Ctrl+Z undoes, Ctrl+Y does again, Ctrl+S saves."
+    ),
     "masks": (
-        "A draws an outline: click its points, then the first one, or press Enter. B is the brush, "
-        "E the eraser, [ and ] their width; they work on the chosen thing, and without one the "
-        "brush makes a new thing and the eraser takes from all (Esc chooses none). V chooses, "
-        "moves, and drags points; a click half way between two adds one. With the keyboard: arrows "
-        "move (Shift ten pixels), Space sets a point or a dab, N and P choose a thing, . and , a "
-        "point, I adds one, Delete removes, 1 to 9 name the class, 0 none, Enter accepts a "
-        "proposal, Ctrl+Z undoes, Ctrl+Y does again, Ctrl+S saves."
+        MASKS + " 1 to 9 name the class, 0 none, Enter accepts a proposal, Ctrl+Z undoes, Ctrl+Y "
+        "does again, Ctrl+S saves."
     ),
 }
-SCRIPTS = {"boxes": ("editor", "boxes"), "masks": ("editor", "runs", "masks")}
-TOOLS = {"boxes": "boxing", "masks": "masking"}
+VIEW = "+ and -, or Ctrl and the wheel, zoom; the wheel moves what is seen."
+SCRIPTS = {
+    "boxes": ("editor", "boxes"),
+    "outlines": ("editor", "runs", "masks"),
+    "masks": ("editor", "runs", "masks"),
+}
+TOOLS = {"boxes": "boxing", "outlines": "masking", "masks": "masking"}
+EXPORTED = {
+    "boxes": "COCO's JSON",
+    "outlines": "COCO's JSON, with an outline or run lengths of each thing,",
+    "masks": "Masks as PNG and COCO's JSON",
+}
 
 
 def register(context: Context) -> None:
@@ -58,7 +76,7 @@ def register(context: Context) -> None:
                 opened = context.workspace.dataset(dataset)
                 if opened.info.task.name not in FORMS or split not in opened.info.splits:
                     raise UsageError(
-                        "boxes and masks are drawn on images of a detection or a segmentation",
+                        "a dataset of detection, instances or segmentation can be drawn on",
                         seen=f"{opened.info.task.name}, {split[:40]}",
                     )
                 pictures.stored_file(opened, split, index)
@@ -104,7 +122,7 @@ class _Editor:
                     lambda e: self._save(e.args["content"], e.args["since"], e.args["change"]),
                     js_handler="(e) => emit(e.detail)",
                 )
-                text("p", KEYS[self._form.NAME]).classes("muted small")
+                text("p", f"{KEYS[self._form.NAME]} {VIEW}").classes("muted small")
         opened = {
             "source": pictures.example_address(dataset, ref, split, index),
             "alt": dataset.split(split)[index].path,
@@ -112,7 +130,7 @@ class _Editor:
             "height": dataset.preprocess.height,
             "classes": list(dataset.classes),
             "content": content,
-            "ground": ground_of(dataset.classes),
+            "ground": None if self._form.NAME == "outlines" else ground_of(dataset.classes),
             "since": self._count,
             "draft": f"tessella {dataset.info.content_hash[:24]} {split} {index}",
         }
@@ -208,8 +226,8 @@ class _Editor:
             if not fitting:
                 text("p", f"No network is trained yet for {task}.").classes("muted small")
                 return
-            again = " A box that is drawn already is not shown again."
-            again = again if self._form.NAME == "boxes" else ""
+            again = " A thing that is drawn already is not shown again."
+            again = "" if self._form.NAME == "masks" else again
             text("p", f"Shown dashed or hatched: accept or delete each.{again}").classes(
                 "muted small"
             )
@@ -229,36 +247,17 @@ class _Editor:
         stamp = (chosen.path / "checkpoint.json").stat().st_mtime_ns
         asked: dict[str, object] = {"image": str(self._context.uploads.file(upload))}
         told = await self._context.answers.ask(Opened(path=chosen.path, stamp=stamp), asked)
-        found = self._proposed(told["answer"], chosen.info.preprocess)
+        record = self._dataset.preprocess
+        view = View(height=record.height, width=record.width, record=chosen.info.preprocess)
+        found = self._form.proposed(told["answer"], self._dataset.classes, view)
         self._call("propose", found)
         ui.notify(f"{len(found)} found", timeout=1500)
-
-    def _proposed(self, told: Any, seen: Preprocess) -> list[Any]:
-        """What a network answers, which sees pictures so, as it is drawn; without what the dataset
-        has no class for."""
-        classes, record = self._dataset.classes, self._dataset.preprocess
-        size = record.height, record.width
-        if self._form.NAME == "masks":
-            view = View(height=record.height, width=record.width, record=seen)
-            return [dict(thing) for thing in proposed(told, classes, view)]
-        found = []
-        for one in told:
-            if one["label"] not in classes:
-                continue
-            label = classes.index(one["label"])
-            try:
-                self._form.checked([[*one["box"], label, 0]], len(classes), size)
-            except UsageError:
-                continue  # of less than a pixel
-            found.append([*one["box"], label, one["score"]])
-        return found
 
     # --- what others read -------------------------------------------------------------------
 
     def _exporter(self) -> None:
         with parts.card("Export"):
-            kinds = {"boxes": "COCO's JSON", "masks": "Masks as PNG and COCO's JSON"}
-            text("p", f"{kinds[self._form.NAME]} of each split with its pictures, of the newest "
+            text("p", f"{EXPORTED[self._form.NAME]} of each split with its pictures, of the newest "
                  "version; the dataset itself stays as it is.").classes("muted small")  # fmt: skip
             command = parts.Command()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 from typing import Any
 
 from nicegui import ui
@@ -42,6 +43,8 @@ def register(context: Context) -> None:
                     parts.button("Import images", lambda: ui.navigate.to("/data"))
                 return
             try:  # what is asked for and missing is an error: no other takes its place
+                if not 0 <= epochs < math.inf:  # 0: as many as the run
+                    raise UsageError("epochs are a number, and not below 0", seen=epochs)
                 if dataset and dataset not in datasets:
                     context.workspace.dataset(dataset)
                 if run and run not in runs:  # a trial of a sweep is not among them

@@ -147,7 +147,7 @@ window.boxing = (() => {
     // --- drawing -------------------------------------------------------------------------
     function draw() {
       svg.replaceChildren();
-      const letter = Math.max(width, height) / 26;
+      const letter = Math.max(width, height) / 26 / frame.zoom;
       all.forEach(({ box: [x0, y0, x1, y1], label, crowd, score }, index) => {
         const color = COLORS[label % COLORS.length];
         const here = index === chosen;

@@ -6,6 +6,7 @@ window.editing = (() => {
   const MOST_STEPS = 200; // that can be undone
   const MOST_CHARACTERS = 900_000; // the server's socket takes a megabyte
   const DRAFT_AFTER_MS = 400;
+  const MOST_ZOOM = 16, ZOOM_STEP = 1.25;
   const frames = new Map();
 
   const limit = (value, most) => Math.min(most, Math.max(0, value));
@@ -23,7 +24,7 @@ window.editing = (() => {
   class Frame {
     constructor(root, { source, alt, width, height, classes, draft, since }, title) {
       Object.assign(this, { root, width, height, classes, draft, since, past: [], future: [], tool: null });
-      Object.assign(this, { changes: 0, offered: false });
+      Object.assign(this, { changes: 0, offered: false, zoom: 1 });
       const image = Object.assign(document.createElement("img"), { src: source, alt });
       this.svg = document.createElementNS(SVG, "svg");
       this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -33,6 +34,10 @@ window.editing = (() => {
       this.stage = document.createElement("div");
       this.stage.className = "stage";
       this.stage.append(image, this.svg);
+      this.window = document.createElement("div"); // what is seen of the stage, which may be larger
+      this.window.className = "window";
+      this.window.style.aspectRatio = `${width} / ${height}`;
+      this.window.append(this.stage);
       this.bar = document.createElement("div");
       this.bar.className = "row-line wrap bar-of-tools";
       this.select = document.createElement("select");
@@ -43,13 +48,20 @@ window.editing = (() => {
       this.state.setAttribute("role", "status");
       this.found = document.createElement("div");
       this.found.className = "row-line wrap bar-of-tools";
-      root.replaceChildren(this.bar, this.found, this.stage);
+      root.replaceChildren(this.bar, this.found, this.window);
       this.svg.addEventListener("keydown", (event) => this.pressed(event));
+      this.window.addEventListener("wheel", (event) => {
+        if (!event.ctrlKey && !event.metaKey) return; // it moves the view
+        event.preventDefault();
+        this.magnify(event.deltaY < 0 ? ZOOM_STEP : 1 / ZOOM_STEP, event);
+      }, { passive: false });
     }
 
     start(tool) {
       this.tool = tool;
       for (const [label, act] of [["Undo", "undo"], ["Redo", "redo"], ["Save", "save"]]) this.button(label, () => this[act]());
+      for (const [label, factor, name] of [["−", 1 / ZOOM_STEP, "Zoom out"], ["+", ZOOM_STEP, "Zoom in"]])
+        this.button(label, () => this.magnify(factor)).setAttribute("aria-label", name);
       this.bar.append(this.state);
       this.offer();
       tool.draw();
@@ -68,6 +80,17 @@ window.editing = (() => {
       const x = ((event.clientX - box.left) / box.width) * this.width;
       const y = ((event.clientY - box.top) / box.height) * this.height;
       return [limit(x, this.width), limit(y, this.height)];
+    }
+
+    // Show the picture larger or smaller; what is under the mouse, or in the middle, stays there.
+    magnify(factor, { clientX, clientY } = {}) {
+      const seen = this.window, box = seen.getBoundingClientRect(), to = Math.min(MOST_ZOOM, Math.max(1, this.zoom * factor));
+      const [x, y] = clientX === undefined ? [box.width / 2, box.height / 2] : [clientX - box.left, clientY - box.top];
+      const [left, top] = [seen.scrollLeft + x, seen.scrollTop + y].map((place) => (place * to) / this.zoom);
+      this.zoom = to;
+      this.stage.style.width = `${100 * to}%`;
+      seen.scrollTo(left - x, top - y);
+      this.tool.draw();
     }
 
     shape(kind, attributes) {
@@ -168,6 +191,7 @@ window.editing = (() => {
       if (held && (key === "y" || (key === "z" && event.shiftKey))) this.redo();
       else if (held && key === "z") this.undo();
       else if (held && key === "s") this.save();
+      else if (!held && "+=-".includes(key)) this.magnify(key === "-" ? 1 / ZOOM_STEP : ZOOM_STEP);
       else if (held || !this.tool.act(event)) return;
       event.preventDefault();
     }

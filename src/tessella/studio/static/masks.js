@@ -1,15 +1,18 @@
 // Masks over a picture, drawn with a mouse, a finger or the keyboard.
 // A thing is {label, points: [[x, y], …]}, an outline, or {label, mask}, pixels that a brush has painted; later things lie
 // over earlier ones. One with `proposed` is a network's and counts when it is accepted. Things are never changed, but
-// replaced, so that a list of them is a state that undoing can come back to.
+// replaced, so that a list of them is a state that undoing can come back to. Where `ground` is null, each is an instance:
+// they are `apart`, each with an edge, a name and perhaps `crowd`, and the smallest are shown above the others.
 window.masking = (() => {
   const { ARROWS, COLORS, limit, next } = editing;
   const NO_CLASS = 255; // pixels from which nothing is learned
   const TOOLS = { v: "Choose", a: "Outline", b: "Brush", e: "Eraser" };
+  const SAME = 0.5; // overlap from which a proposal says what is drawn already
   const SPECK = 6; // pixels on the screen within which a click means a point
 
   function tool(frame, { content, ground }) {
     const { svg, select, width, height, classes } = frame;
+    const apart = ground === null;
     let things = [], chosen = -1, point = -1; // the chosen thing, and the chosen point of its outline
     let using = "a", radius = Math.max(1, Math.round(Math.max(width, height) / 40));
     let outline = [], stroke = null, drag = null, hover = null;
@@ -18,8 +21,8 @@ window.masking = (() => {
     const owner = new Int32Array(width * height); // the thing that each pixel shows, or -1
     const canvas = Object.assign(document.createElement("canvas"), { width, height });
     svg.before(canvas);
-    select.append(new Option("no class", NO_CLASS));
-    select.value = classes.length > 1 ? 1 : 0;
+    if (!apart) select.append(new Option("no class", NO_CLASS));
+    select.value = !apart && classes.length > 1 ? 1 : 0;
 
     select.addEventListener("change", () => relabel(Number(select.value)));
     const tools = Object.entries(TOOLS).map(([key, name]) => [key, frame.button(name, () => use(key))]);
@@ -28,8 +31,14 @@ window.masking = (() => {
     size.addEventListener("input", () => widen(Number(size.value) / 2));
     frame.bar.append(size);
     for (const [name, act] of [["Close", close], ["Accept", accept], ["Accept all", acceptAll], ["Delete", remove]]) frame.button(name, act);
+    if (apart) for (const [name, act] of [["Crowd", crowd], ["Take from others", takeFromOthers]]) frame.button(name, act);
 
     const thing = (label, mask) => ({ label, mask });
+    const sizes = new WeakMap(); // pixels of masks that were counted before
+    function pixelsOf(mask) {
+      if (!sizes.has(mask)) sizes.set(mask, mask.bits.reduce((sum, bit) => sum + bit, 0));
+      return sizes.get(mask);
+    }
     function maskOf({ mask, points }) {
       if (mask) return mask;
       if (!fills.has(points)) fills.set(points, runs.filled(points, width, height));
@@ -39,19 +48,30 @@ window.masking = (() => {
 
     // --- what is saved: an outline as numbers, pixels as run lengths ------------------------
     function plain() {
-      return things.filter(isSure).map(({ label, points, mask }) =>
-        points ? { label, polygon: points.flat() } : { label, rle: runs.written(mask, width, height) });
+      return things.filter(isSure).map(({ label, points, mask, crowd = 0 }) => ({
+        label, ...(points ? { polygon: points.flat() } : { rle: runs.written(mask, width, height) }), ...(apart ? { crowd } : {}),
+      }));
     }
-    function parsed({ label, polygon, rle }) {
-      if (!polygon) return thing(label, runs.read(rle, width, height));
-      return { label, points: Array.from({ length: polygon.length / 2 }, (_, i) => polygon.slice(2 * i, 2 * i + 2)) };
+    function parsed({ label, polygon, rle, crowd }) {
+      if (!polygon) return { label, mask: runs.read(rle, width, height), crowd };
+      return { label, crowd, points: Array.from({ length: polygon.length / 2 }, (_, i) => polygon.slice(2 * i, 2 * i + 2)) };
     }
     function from(list) {
       things = list.map(parsed).filter((one) => one.points || one.mask);
       chosen = point = -1;
     }
     function propose(found) {
-      set([...things.filter(isSure), ...found.map((one) => ({ ...parsed(one), proposed: true }))], -1);
+      const sure = things.filter(isSure);
+      const isThere = (one) => sure.some((each) => each.label === one.label && overlap(maskOf(each), maskOf(one)) >= SAME);
+      const made = found.map((one) => ({ ...parsed(one), proposed: true }));
+      set([...sure, ...(apart ? made.filter((one) => !isThere(one)) : made)], -1);
+    }
+    function overlap(one, other) {
+      if (!one || !other || !meets(one, other)) return 0;
+      const all = runs.full(one, width, height);
+      let common = 0;
+      runs.each(other, (x, y) => { common += all[y * width + x]; });
+      return common / (pixelsOf(one) + pixelsOf(other) - common);
     }
 
     // --- changes: each can be undone ------------------------------------------------------
@@ -81,6 +101,7 @@ window.masking = (() => {
     function close() {
       if (outline.length < 3) return;
       const made = { label: Number(select.value), points: outline };
+      if (apart && !maskOf(made)) return void (frame.state.textContent = "an outline without a pixel in it");
       outline = [];
       set([...things, made], things.length);
     }
@@ -93,22 +114,36 @@ window.masking = (() => {
       let choice = chosen;
       things.forEach((one, index) => {
         const meant = chosen < 0 ? isSure(one) : index === chosen;
-        const mask = meant ? maskOf(one) : null;
-        if (!mask || (erases && !meets(mask, made))) return kept.push(one);
-        const all = runs.full(mask, width, height);
-        let changes = false;
-        runs.each(made, (x, y) => {
-          const at = y * width + x, value = erases ? 0 : 1;
-          if (all[at] !== value) changes = true;
-          all[at] = value;
-        });
-        if (!changes) return kept.push(one); // an outline stays one
-        const left = runs.cropped(all, width, height);
-        if (left) kept.push({ label: one.label, mask: left, proposed: one.proposed });
+        const left = meant ? painted(one, made, !erases) : one;
+        if (left) kept.push(left);
         else choice = -1;
       });
       if (!erases && choice >= 0) choice = kept.push(...kept.splice(choice, 1)) - 1; // above all: what is painted is seen
       set(kept, choice);
+    }
+    // A thing with the pixels of a mask, or without them; itself where that changes nothing, null where none are left.
+    function painted(one, made, adds) {
+      const mask = maskOf(one);
+      if (!mask || (!adds && !meets(mask, made))) return one;
+      const all = runs.full(mask, width, height);
+      let changes = false;
+      runs.each(made, (x, y) => {
+        const at = y * width + x, value = adds ? 1 : 0;
+        if (all[at] !== value) changes = true;
+        all[at] = value;
+      });
+      if (!changes) return one; // an outline stays one
+      const left = runs.cropped(all, width, height);
+      return left && { label: one.label, mask: left, proposed: one.proposed, crowd: one.crowd };
+    }
+    function crowd() {
+      if (apart && chosen >= 0) set(replaced(chosen, { ...things[chosen], crowd: things[chosen].crowd ? 0 : 1 }));
+    }
+    function takeFromOthers() { // what the chosen thing covers
+      const mine = apart && things[chosen] ? maskOf(things[chosen]) : null;
+      if (!mine) return;
+      const left = things.map((one, index) => (index === chosen || !isSure(one) ? one : painted(one, mine, false)));
+      set(left.filter(Boolean), left.slice(0, chosen).filter(Boolean).length);
     }
     const meets = (a, b) => a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h;
 
@@ -221,10 +256,10 @@ window.masking = (() => {
         n: () => choose(1), p: () => choose(-1), ".": () => choosePoint(1), ",": () => choosePoint(-1),
         "[": () => widen(radius - 0.5), "]": () => widen(radius + 0.5), " ": mark, i: insert, Delete: remove,
         Enter: () => (outline.length ? close() : accept()), Backspace: () => unmark() || remove(),
-        Escape: () => { outline = []; chosen = point = -1; draw(); },
+        Escape: () => { outline = []; chosen = point = -1; draw(); }, c: crowd, u: takeFromOthers,
       };
       if (step) shift(step[0] * far, step[1] * far);
-      else if (/^[0-9]$/.test(key) && Number(key) <= classes.length) {
+      else if ((apart ? /^[1-9]$/ : /^[0-9]$/).test(key) && Number(key) <= classes.length) {
         select.value = key === "0" ? NO_CLASS : Number(key) - 1;
         relabel(Number(select.value));
       } else if (TOOLS[key]) use(key);
@@ -277,6 +312,7 @@ window.masking = (() => {
       svg.replaceChildren();
       const scale = width / (svg.getBoundingClientRect().width || width); // pixels of the picture in one of the screen
       const one = things[chosen];
+      if (apart) things.forEach(named);
       if (one?.points && using === "v") handles(one, scale);
       if (outline.length) {
         frame.shape("polyline", { points: [...outline, ...(hover ? [hover] : [])].join(" "), class: "outline", "vector-effect": "non-scaling-stroke" });
@@ -291,6 +327,13 @@ window.masking = (() => {
       tools.forEach(([key, button]) => button.setAttribute("aria-pressed", key === using));
       svg.style.cursor = using === "v" ? "default" : "crosshair";
     }
+    function named(one) {
+      const mask = maskOf(one), letter = Math.max(width, height) / 26 / frame.zoom;
+      if (!mask) return;
+      const words = editing.shortened(classes[one.label]) + (one.crowd ? " (crowd)" : "");
+      const y = mask.y > letter ? mask.y - letter * 0.25 : mask.y + letter;
+      frame.shape("text", { x: mask.x, y, fill: colorOf(one.label), "font-size": letter, class: "name" }).textContent = words;
+    }
     function handles({ points, label }, scale) {
       frame.shape("polygon", { points: points.join(" "), class: "outline", stroke: colorOf(label), "vector-effect": "non-scaling-stroke" });
       points.forEach(([x, y], i) => {
@@ -300,21 +343,31 @@ window.masking = (() => {
       points.forEach(([x, y], i) =>
         frame.shape("circle", { cx: x, cy: y, r: 5 * scale, class: i === point ? "handle here" : "handle", "data-point": i }));
     }
+    // The things that have pixels, as they lie over one another.
+    function inOrder() {
+      const all = things.map((one, index) => [one, maskOf(one), index]).filter(([, mask]) => mask);
+      return apart ? all.sort(([, a], [, b]) => pixelsOf(b) - pixelsOf(a)) : all;
+    }
+    function isEdge({ w, h, bits }, x, y) {
+      if (x === 0 || y === 0 || x === w - 1 || y === h - 1) return true;
+      const at = y * w + x;
+      return !(bits[at - 1] && bits[at + 1] && bits[at - w] && bits[at + w]);
+    }
     function paintPixels() {
       const shown = new ImageData(width, height), view = new Uint32Array(shown.data.buffer);
       const packed = (label, alpha) => { const [r, g, b] = rgb(label); return ((alpha << 24) | (b << 16) | (g << 8) | r) >>> 0; };
       owner.fill(-1);
-      things.forEach((one, index) => {
-        const mask = maskOf(one);
-        if (!mask) return;
+      for (const [one, mask, index] of inOrder()) {
         const strong = packed(one.label, index === chosen ? 190 : 120), weak = packed(one.label, 40);
+        const edge = packed(one.label, 255);
         const nothing = one.label === ground && index !== chosen;
         runs.each(mask, (x, y) => {
           const at = y * width + x;
           owner[at] = index;
-          view[at] = nothing ? 0 : one.proposed && ((x + y) & 3) > 1 ? weak : strong;
+          const hatched = (one.proposed && ((x + y) & 3) > 1) || (one.crowd && (x ^ y) & 2);
+          view[at] = nothing ? 0 : apart && isEdge(mask, x - mask.x, y - mask.y) ? edge : hatched ? weak : strong;
         });
-      });
+      }
       if (stroke) {
         const color = stroke.erases ? 0 : packed(chosen < 0 ? Number(select.value) : things[chosen].label, 190);
         stroke.bits.forEach((set, at) => { if (set) view[at] = color; });

@@ -115,7 +115,11 @@ def matched_boxes(rows_NR: Rows, targets: BoxSets, classes: int) -> list[ClassMa
 
 def drawn(found: list[ClassMatches], drawn_NS: Floats) -> dict[str, Floats]:
     """Each measure of draws of the images, [S]; NaN where there is nothing to count."""
-    made = [of_class.precisions(drawn_NS) for of_class in found]
+    return _measures([of_class.precisions(drawn_NS) for of_class in found])
+
+
+def _measures(made: list[tuple[Floats, Floats]]) -> dict[str, Floats]:
+    """The measures of each class's average precision [A, T, S] and recall [T, S]."""
     average_KATS = np.stack([average for average, _ in made])
     recall_KTS = np.stack([recall for _, recall in made])
     every_KTS = average_KATS[:, EVERY_SIZE]
@@ -123,7 +127,7 @@ def drawn(found: list[ClassMatches], drawn_NS: Floats) -> dict[str, Floats]:
         "map": every_KTS, "map50": every_KTS[:, HALF], "map75": every_KTS[:, THREE_QUARTERS],
         "recall": recall_KTS,
     }  # fmt: skip
-    draws = drawn_NS.shape[1]
+    draws = every_KTS.shape[2]
     values = {n: np.nan_to_num(mean_known(v.reshape(-1, draws))) for n, v in measures.items()}
     of_size = {n: average_KATS[:, a].reshape(-1, draws) for a, n in enumerate(SIZES, start=1)}
     return values | {name: mean_known(value) for name, value in of_size.items()}
@@ -132,11 +136,11 @@ def drawn(found: list[ClassMatches], drawn_NS: Floats) -> dict[str, Floats]:
 def evaluation(found: list[ClassMatches], count: int, labels: tuple[str, ...]) -> Evaluation:
     """What COCO's tables say of ``count`` images."""
     whole_N1 = np.ones((count, 1))
-    values = {name: float(value[0]) for name, value in drawn(found, whole_N1).items()}
+    made = [of_class.precisions(whole_N1) for of_class in found]
+    values = {name: float(value[0]) for name, value in _measures(made).items()}
     small, medium, large = (_known(values.pop(name)) for name in SIZES)
     reports = []
-    for label, of_class in zip(labels, found, strict=True):
-        average_AT1, recall_T1 = of_class.precisions(whole_N1)
+    for label, of_class, (average_AT1, recall_T1) in zip(labels, found, made, strict=True):
         reports.append(
             ClassReport(
                 label=label,

@@ -7,19 +7,23 @@ its thing is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tessella.annotations import rle
+from tessella.tasks.instances.runs import Runs
 
 Floats = npt.NDArray[np.floating[Any]]
 SIDE = 28  # cells along the side of a box that is told, as Mask R-CNN has it
 CELLS = SIDE * SIDE
 PART = 0.5  # from which a pixel is part of the thing
 TIE = 1e-6  # pixels: what rounding may move a pixel that is just PART
+UNSURE = 1e-5  # of a number in float32: so near to PART it is calculated again
+FAR = 1e9  # pixels: no box reaches so far
+BLOCK = 1 << 13  # columns of pixels at a time: a megabyte, which stays in the cache
 
 
 def cells_of(mask: npt.NDArray[np.uint8], box: Sequence[float], side: int) -> Floats:
@@ -47,49 +51,94 @@ def _shares(low: float, high: float, pixels: tuple[int, int], side: int) -> Floa
 def counts_of(cells: Floats, box: Sequence[float], size: tuple[int, int]) -> rle.Counts:
     """The run lengths of a mask of a height and width, of its cells [side, side] in a box.
 
-    Between the middles of cells numbers change bilinearly; a pixel whose middle lies in the box is
-    part of the thing where its number is ``PART`` or more.
-
     Args:
         box: x0 y0 x1 y1 in the mask's pixels; it may reach over the edge.
     """
-    (height, width), (x0, y0, x1, y1) = size, box
-    rows, columns = _pixels(y0, y1, height), _pixels(x0, x1, width)
-    if not rows or not columns:
-        return np.array([height * width], np.int64)
+    runs = runs_of(cells[None], np.array([box], np.float64), size)
+    return rle.of_runs(runs.begins, runs.ends, size[0] * size[1])
+
+
+def runs_of(cells_DSS: Floats, boxes_D4: npt.NDArray[np.float64], size: tuple[int, int]) -> Runs:
+    """The masks of a height and width of so many things, of their cells and boxes.
+
+    Between the middles of cells numbers change bilinearly; a pixel whose middle lies in the box is
+    part of the thing where its number is ``PART`` or more.
+    """
+    (height, width), side = size, cells_DSS.shape[2]
+    known = ~np.isnan(boxes_D4).any(axis=1, keepdims=True)  # what has diverged tells anything
+    x0, y0, x1, y1 = np.where(known, boxes_D4.clip(-FAR, FAR), 0.0).T
+    (left, right), (top, bottom) = _pixels(x0, x1, width), _pixels(y0, y1, height)
+    counts = np.where(bottom > top, right - left, 0)
+    thing_X = np.repeat(np.arange(len(boxes_D4)), counts)  # X: the columns of all boxes
+    column_X = np.arange(len(thing_X)) + np.repeat(left - np.cumsum(counts) + counts, counts)
+    at_X = (column_X + 0.5 - x0[thing_X]) / (x1 - x0)[thing_X] * side - 0.5
+    at_X = at_X.clip(0, side - 1)
+    cell_X = np.minimum(at_X.astype(np.int64), side - 2)
+    values = np.asarray(cells_DSS.transpose(0, 2, 1), np.float32, order="C")
+    reaches = values.max(axis=2).reshape(-1) >= PART - UNSURE  # of each column of cells
+    place_X = thing_X * side + cell_X
+    kept = np.flatnonzero(reaches[place_X] | reaches[place_X + 1])  # in others is nothing
+    thing_X, column_X, part_X = thing_X[kept], column_X[kept], (at_X - cell_X)[kept]
+    place_X = place_X[kept] * side
+
+    def number(columns: rle.Counts, rows: rle.Counts) -> Floats:
+        """What cells say of a column of pixels, at the middle of a row of cells."""
+        at, share = place_X[columns] + rows, part_X[columns]
+        flat = values.reshape(-1)
+        return np.asarray(flat[at] * (1 - share) + flat[at + side] * share)
+
     # down a column of pixels numbers are straight between the middles of cells: of each stretch it
     # is known where it comes to PART, so that the work is columns × cells, however high the box
-    at_XS = _between(x0, x1, columns, len(cells)) @ cells.astype(np.float64).T
-    inside = np.pad(at_XS >= PART, ((0, 0), (1, 1)))
-    first, last = at_XS[:, :-1], at_XS[:, 1:]
+    edges = _edges(values.reshape(-1, side), place_X // side, part_X, number)
+    columns, rows = np.divmod(edges, side + 1)
+    within = rows.clip(1, side - 1)
+    first, last = number(columns, within - 1), number(columns, within)
+    things = thing_X[columns]
+    low, high = top[things], bottom[things]
     with np.errstate(divide="ignore", invalid="ignore"):
-        crossed = np.arange(len(cells) - 1) + (PART - first) / (last - first)
-    middles = y0 + (crossed + 0.5) * ((y1 - y0) / len(cells)) - 0.5
-    over = np.pad(middles, ((0, 0), (1, 1)), constant_values=(rows.start, rows.stop - 1))
-    begins, ends = ~inside[:, :-1] & inside[:, 1:], inside[:, :-1] & ~inside[:, 1:]
-    tops = (np.array(columns) * height)[:, None]
-
-    def places(chosen: npt.NDArray[np.bool_], edges: Floats) -> rle.Counts:
-        within = edges.clip(rows.start, rows.stop)
-        return (tops + np.where(chosen, within, 0).astype(np.int64))[chosen]
-
-    runs = places(begins, np.ceil(over - TIE)), places(ends, np.floor(over + TIE) + 1)
-    return rle.of_runs(*runs, height * width)
+        crossed = within - 1 + (PART - first) / (last - first)
+    over = y0[things] + (crossed + 0.5) * ((y1 - y0) / side)[things] - 0.5
+    over = np.where(rows == 0, low, np.where(rows == side, high - 1, over))
+    over[0::2] = np.ceil(over[0::2] - TIE)
+    over[1::2] = np.floor(over[1::2] + TIE) + 1
+    stride = height * width + 1
+    tops = things * stride + column_X[columns] * height
+    places = tops + over.clip(low, high).astype(np.int64)
+    begins, ends = rle.joined(places[0::2], places[1::2])
+    return Runs(begins=begins, ends=ends, count=len(boxes_D4), height=height, stride=stride)
 
 
-def _pixels(low: float, high: float, most: int) -> range:
-    """Pixels of a row whose middles lie between two places."""
-    if not high > low:
-        return range(0)
-    begin, end = (math.ceil(min(max(v, 0.0), float(most)) - 0.5) for v in (low, high))
-    return range(begin, end)
+def _edges(
+    values: npt.NDArray[np.float32], place_X: rle.Counts, part_X: Floats,
+    number: Callable[[rle.Counts, rle.Counts], Floats],
+) -> rle.Counts:  # fmt: skip
+    """Where columns of pixels enter and leave what is ``PART`` or more, by turns: the column times
+    the cells and one more, and the cell that is the first behind.
+
+    Float32 decides where it is far from ``PART``, in half the time.
+    """
+    side, found = values.shape[1], [np.zeros(0, np.int64)]
+    steps = np.diff(values, axis=0, append=values[-1:])
+    for start in range(0, len(place_X), BLOCK):
+        place, part = place_X[start : start + BLOCK], part_X[start : start + BLOCK]
+        level = steps.take(place, axis=0)
+        level *= part.astype(np.float32)[:, None]
+        level += values.take(place, axis=0)
+        level -= np.float32(PART)
+        inside = np.zeros((len(place), side + 2), bool)
+        np.greater_equal(level, 0, out=inside[:, 1:-1])
+        unsure = np.flatnonzero(np.abs(level, out=level) < UNSURE)
+        columns, rows = np.divmod(unsure, side)
+        inside[columns, rows + 1] = number(start + columns, rows) >= PART
+        edges = np.flatnonzero(inside[:, 1:] != inside[:, :-1])
+        found.append(start * (side + 1) + edges)
+    return np.concatenate(found)
 
 
-def _between(low: float, high: float, pixels: range, side: int) -> Floats:
-    """How much each cell counts at the middle of each pixel, [pixels, side]."""
-    at = (np.array(pixels) + 0.5 - low) / (high - low) * side - 0.5
-    at = at.clip(0, side - 1)
-    return np.asarray((1 - abs(at[:, None] - np.arange(side))).clip(0))
+def _pixels(low_D: Floats, high_D: Floats, most: int) -> tuple[rle.Counts, rle.Counts]:
+    """The pixels of a row whose middles lie between two places: the first, and that behind."""
+    first, behind = (np.ceil(v.clip(0, most) - 0.5).astype(np.int64) for v in (low_D, high_D))
+    return first, np.where(high_D > low_D, behind, first)
 
 
 def outlines(mask: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], ...]:

@@ -15,7 +15,8 @@ from tessella.tasks.detection import errors as boxes
 from tessella.tasks.detection.errors import OVERLAP, TITLES, Floats, Matched, Outlines, thresholds
 from tessella.tasks.instances.cells import outlines
 from tessella.tasks.instances.examples import MaskSets
-from tessella.tasks.instances.packing import WIDTH, drawn, run_lengths, size_of, things_of
+from tessella.tasks.instances.packing import WIDTH, drawn, size_of, things_of
+from tessella.tasks.instances.runs import of_counts
 from tessella.tasks.task import Rows, Targets
 
 FIELDS = WIDTH  # of a told thing in a row
@@ -32,18 +33,19 @@ class MatchedMasks(Matched):
 
     def told_outlines(self, told: int) -> Outlines:
         image = int(self.images[told])
-        text = drawn(self.rows_NDW[image, self.numbers[told]], size_of(self.targets, image))
-        return self._placed(text, image)
+        row = self.rows_NDW[image, self.numbers[told]]
+        runs = drawn(row[None], size_of(self.targets, image))
+        return self._placed(rle.of_runs(runs.begins, runs.ends, runs.stride - 1), image)
 
     def thing_outlines(self, thing: int) -> Outlines:
         image = int(self.there_images[thing])
         first = int(np.searchsorted(self.there_images, image))
-        return self._placed(self.targets.texts(image)[thing - first], image)
+        return self._placed(self.targets.counts(image)[thing - first], image)
 
-    def _placed(self, text: bytes, image: int) -> Outlines:
+    def _placed(self, counts: rle.Counts, image: int) -> Outlines:
         """The outlines of a mask of what the network sees, in pixels of the stored picture."""
         top, left, height, width = self.targets.views[image].tolist()
-        around = outlines(rle.mask_of(rle.expanded(text), height, width))
+        around = outlines(rle.mask_of(counts, height, width))
         return tuple(
             tuple((np.reshape(line, (-1, 2)) + np.array([left, top])).ravel().tolist())
             for line in around
@@ -59,23 +61,13 @@ def match(
         overlap: an intersection over union of masks, above ``NEAR`` and at most 1.
         least_K: scores below which nothing is matched, nor drawn; None: everything is.
     """
-    from faster_coco_eval import mask as coco_mask
-
     assert isinstance(targets, MaskSets)
 
     def overlaps_of(image: int, told: Rows, things: Floats) -> Floats:
         size, crowds = size_of(targets, image), things[:, 5] > 0
-        there = [run_lengths(text, size) for text in targets.texts(image)]
-        # a told mask lies in its box, a thing's not always in that of its annotation
-        around = np.asarray(coco_mask.toBbox(there), np.float64)
-        around[:, 2:] += around[:, :2]
-        around /= [size[1], size[0], size[1], size[0]]
-        made = boxes.overlaps(told[:, :4].astype(np.float64), around, crowds)
-        near = np.flatnonzero(made.any(axis=1))
-        masks = [run_lengths(drawn(told[d], size), size) for d in near.tolist()]
-        if masks:
-            made[near] = coco_mask.iou(masks, there, crowds.tolist())
-        return made
+        there = of_counts(targets.counts(image), size)
+        every = np.ones((len(told), len(things)), bool)
+        return drawn(told, size).shares(there, crowds, every)
 
     rows_NDW = things_of(rows_NR)
     found = boxes.matched(rows_NDW, targets, overlap, overlaps_of, least_K)

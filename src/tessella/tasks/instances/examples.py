@@ -160,14 +160,14 @@ class MaskSets(boxes.BoxSets):
         """The masks of the boxes ``evaluated(index)``, of what an evaluated network sees."""
         return (mask for _, mask in self._moved(index, self.still(index)))
 
-    def texts(self, index: int) -> list[bytes]:
-        """The same masks as compressed run lengths."""
+    def counts(self, index: int) -> list[rle.Counts]:
+        """The same masks as run lengths."""
         top, left, *seen = self.views[index].tolist()
         size = (int(self.sizes[index, 0]), int(self.sizes[index, 1]))
         if (top, left, *seen) != (0, 0, *size):
-            return [rle.compressed(rle.counts_of(mask)) for mask in self.shown(index)]
+            return [rle.counts_of(mask) for mask in self.shown(index)]
         _, owners = self.seen(index, self.still(index))
-        return [self._text(owner, size) for owner in owners.tolist()]
+        return [self._counts(owner, size) for owner in owners.tolist()]
 
     def _moved(self, index: int, moves: Moves) -> Iterator[tuple[Floats, Mask]]:
         """Each box as ``seen`` has it, and its mask of the whole that the network sees.
@@ -183,17 +183,20 @@ class MaskSets(boxes.BoxSets):
             yield row, mask
 
     def _mask(self, row: int, size: tuple[int, int]) -> Mask:
-        return rle.mask_of(rle.expanded(self._text(row, size)), *size)
+        return rle.mask_of(self._counts(row, size), *size)
 
-    def _text(self, row: int, size: tuple[int, int]) -> bytes:
-        text: bytes = self._masks[row].as_py()
-        if not rle.fits(text, *size):
+    def _counts(self, row: int, size: tuple[int, int]) -> rle.Counts:
+        try:
+            counts = rle.expanded(self._masks[row].as_py())
+        except ValueError:
+            counts = np.zeros(0, np.int64)
+        if counts.sum() != size[0] * size[1]:
             raise DataError(
                 "a dataset's mask has not the size of its picture",
                 seen=f"mask {row}, a picture of {size[0]} × {size[1]}",
                 fix="import the dataset again",
             )
-        return text
+        return counts
 
 
 def _tighten(row: Floats, mask: Mask) -> None:

@@ -28,10 +28,10 @@ from tessella.tasks.instances.packing import (
     TOGETHER,
     WIDTH,
     drawn,
-    run_lengths,
     size_of,
     things_of,
 )
+from tessella.tasks.instances.runs import of_counts
 from tessella.tasks.known import Floats
 from tessella.tasks.task import Rows
 
@@ -104,41 +104,37 @@ def _boxes(rows_NR: Rows) -> Rows:
 
 def _matched(rows_NR: Rows, targets: MaskSets, classes: int) -> list[ClassMatches]:
     """Every mask that is told with what it hits, by class."""
-    from faster_coco_eval import mask as coco_mask
-
     told_NMF = things_of(rows_NR)
     images, places = np.nonzero(told_NMF[..., 4] > 0)
-    rows = told_NMF[images, places]
-    masks = [
-        run_lengths(drawn(row, size_of(targets, image)), size_of(targets, image))
-        for image, row in zip(images.tolist(), rows, strict=True)
-    ]
     _, there = boxes.things(targets)
-    truth = [
-        run_lengths(counts, size_of(targets, image))
-        for image in range(len(targets))
-        for counts in targets.texts(image)
-    ]
+    numbers = np.arange(len(targets) + 1)
+    told_ends, there_ends = (np.searchsorted(v, numbers) for v in (images, there.images))
+    areas, pairs, values = np.zeros(len(images)), [np.zeros(0, np.int64)], [np.zeros(0)]
+    for image, ((begin, end), (first, last)) in enumerate(
+        zip(pairwise(told_ends.tolist()), pairwise(there_ends.tolist()), strict=True)
+    ):
+        size, rows = size_of(targets, image), told_NMF[image, places[begin:end]]
+        masks = drawn(rows, size)
+        areas[begin:end] = masks.areas() * targets.zooms[image]
+        if first == last:
+            continue
+        same = rows[:, 5, None] == there.labels[first:last]
+        things = of_counts(targets.counts(image), size)
+        found = masks.shares(things, there.crowds[first:last], same)
+        one, other = np.nonzero(found)
+        pairs.append((begin + one) * len(there.images) + first + other)
+        values.append(found[one, other])
+    known_P, share_P = np.concatenate(pairs), np.concatenate(values)
 
     def shares(told_M: Ints, there_M: Ints) -> Floats:
-        pairs = images[told_M] * (classes + 1) + there.labels[there_M]
-        ends = np.append(np.flatnonzero(np.diff(pairs)) + 1, len(pairs))
-        made = [np.zeros(0)]
-        for start, end in pairwise([0, *ends.tolist()] if len(pairs) else [0]):
-            one, other = (np.unique(v[start:end]) for v in (told_M, there_M))
-            alone = there.crowds[other].tolist()
-            common = coco_mask.iou([masks[i] for i in one], [truth[i] for i in other], alone)
-            places = (
-                np.searchsorted(one, told_M[start:end]), np.searchsorted(other, there_M[start:end])
-            )  # fmt: skip
-            made.append(np.asarray(common)[places])
-        return np.concatenate(made)
+        asked = told_M * len(there.images) + there_M
+        at = np.searchsorted(known_P, asked)
+        return np.where(np.append(known_P, -1)[at] == asked, np.append(share_P, 0)[at], 0.0)
 
-    areas = np.asarray(coco_mask.area(masks), np.float64) * targets.zooms[images]
     told = Told(
         images=images,
-        labels=rows[:, 5].astype(np.int64),
+        labels=told_NMF[images, places, 5].astype(np.int64),
         areas=areas,
-        scores=rows[:, 4].astype(np.float64),
+        scores=told_NMF[images, places, 4].astype(np.float64),
     )
     return matched(there, told, classes, shares)

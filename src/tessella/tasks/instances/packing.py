@@ -5,15 +5,13 @@ Imports no torch: the studio reads them without.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
-from tessella.annotations import rle
 from tessella.tasks.detection.errors import FIELDS
-from tessella.tasks.instances.cells import CELLS, SIDE, counts_of
+from tessella.tasks.instances.cells import CELLS, SIDE, runs_of
 from tessella.tasks.instances.examples import MaskSets
+from tessella.tasks.instances.runs import Runs
 from tessella.tasks.task import Rows
 
 LEVELS = 255  # of a cell in a row: as many as fit into eight bits
@@ -27,23 +25,23 @@ def things_of(rows_NR: Rows) -> Rows:
     return rows_NR.reshape(len(rows_NR), -1, WIDTH)
 
 
-def drawn(row: Rows, size: tuple[int, int]) -> bytes:
-    """The compressed run lengths of a told thing's mask, in what the network sees.
+def drawn(rows_DW: Rows, size: tuple[int, int]) -> Runs:
+    """The masks of told things, in what the network sees.
 
     Args:
-        row: ``WIDTH`` numbers.
+        rows_DW: ``WIDTH`` numbers each.
         size: height and width of what the network sees.
     """
     height, width = size
-    box = row[:4].astype(np.float64) * [width, height, width, height]
-    return rle.compressed(counts_of(_unpacked(row[FIELDS:]), box.tolist(), size))
+    boxes = rows_DW[:, :4].astype(np.float64) * [width, height, width, height]
+    return runs_of(_unpacked(rows_DW[:, FIELDS:]), boxes, size)
 
 
 def _unpacked(numbers: Rows) -> npt.NDArray[np.float32]:
-    """The cells [SIDE, SIDE] of a row's numbers."""
-    whole = numbers.astype(np.int64)
+    """The cells [D, SIDE, SIDE] of rows' numbers."""
+    whole = numbers.astype(np.int32)
     threes = np.stack([whole & 255, whole >> 8 & 255, whole >> 16 & 255], axis=-1)
-    cells = threes.reshape(-1)[:CELLS].reshape(SIDE, SIDE) / LEVELS
+    cells = threes.reshape(-1, TOGETHER * PACKED)[:, :CELLS].reshape(-1, SIDE, SIDE) / LEVELS
     return np.asarray(cells, np.float32)
 
 
@@ -51,8 +49,3 @@ def size_of(targets: MaskSets, image: int) -> tuple[int, int]:
     """Height and width of what the network sees of an image."""
     height, width = targets.views[image, 2:].tolist()
     return height, width
-
-
-def run_lengths(counts: bytes, size: tuple[int, int]) -> dict[str, Any]:
-    """A mask as COCO has it."""
-    return {"size": list(size), "counts": counts}
