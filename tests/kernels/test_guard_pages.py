@@ -129,9 +129,11 @@ def images() -> Iterator[Problem]:
         ((1, 32, 9, 10), 48, three),
         ((1, 32, 9, 10), 24, three),
         ((1, 64, 3, 3), 67, {}),
+        ((2, 21, 3, 3), 5, {}),
         ((1, 32, 6, 7), 37, {}),
         ((1, 64, 5, 21), 33, {**three, "stride": (2, 1)}),
         ((2, 40, 9, 7), 40, {**three, "groups": 40}),
+        ((1, 12, 9, 7), 72, {**three, "groups": 3}),
         ((1, 24, 11, 6), 24, {**three, "groups": 24, "stride": (2, 2)}),
     ):
         p = convolution(shape, channels, activation="silu", **window)
