@@ -46,9 +46,9 @@ CASES = {
 }
 
 
-def bound(problem: Problem) -> Any:
+def bound(problem: Problem, constants: dict[int, torch.Tensor] = {}) -> Any:
     """The kernel, in a workspace of NaNs beside which nothing is written."""
-    call, needed = ROW.load().bind(problem, {}), ROW.workspace_bytes(problem, {})
+    call, needed = ROW.load().bind(problem, constants), ROW.workspace_bytes(problem, {})
     whole = torch.full((needed + 2 * GUARD,), 255, dtype=torch.uint8)
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
@@ -58,6 +58,29 @@ def bound(problem: Problem) -> Any:
         return made
 
     return run
+
+
+CONSTANT_MASKS = {
+    "by window": replace(BFLOAT16, n=6, queries=49, keys=45, mask=(3, 1, 49, 45)),
+    "by window and head": replace(
+        BFLOAT16, n=6, queries=70, keys=45, mask=(2, 2, 70, 45), mask_dtype="float32"
+    ),
+    "by head": replace(
+        BFLOAT16, mask=(1, 2, 32, 32), mask_dtype="bfloat16", lowest=-3.3e38, hidden="end"
+    ),
+    "by image and head": replace(BFLOAT16, queries=33, mask=(2, 2, 1, 32), mask_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_MASKS)
+def test_constant_masks_agree_with_float64(name: str) -> None:
+    case = CONSTANT_MASKS[name]
+    problem, inputs = draw(case)
+    assert "or a constant" in (ROW.refusal(problem) or "")
+    problem, mask = replace(problem, constant=(3,)), {3: inputs[3]}
+    assert ROW.refusal(problem) is None
+    made = bound(problem, mask)(*inputs[:3]).double()
+    torch.testing.assert_close(made, exact(problem, inputs), rtol=2**-8, atol=6e-3)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -51,9 +51,9 @@ def row() -> catalog.Kernel:
     return catalog.kernel(f"scaled_dot_product_attention.{name}")
 
 
-def bound(problem: Problem) -> Any:
+def bound(problem: Problem, constants: dict[int, torch.Tensor] = {}) -> Any:
     """The kernel, in a workspace of NaNs beside which nothing is written."""
-    call, needed = row().load().bind(problem, {}), row().workspace_bytes(problem, {})
+    call, needed = row().load().bind(problem, constants), row().workspace_bytes(problem, {})
     whole = torch.full((needed + 2 * GUARD,), 255, dtype=torch.uint8)
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
@@ -63,6 +63,27 @@ def bound(problem: Problem) -> Any:
         return made
 
     return run
+
+
+# constants: for some images each head has one, or all heads, or all images; for queries or all
+CONSTANT_MASKS = {
+    "by window": Case(n=6, mask=(3, 1, 50, 45)),
+    "by window and head": Case(n=6, mask=(2, 2, 50, 45), mask_dtype="float32"),
+    "by head": Case(mask=(1, 2, 50, 45), mask_dtype="float32", lowest=-3.4e38),
+    "by query": Case(n=3, queries=13, keys=33, mask=(1, 1, 13, 33), hidden="end"),
+    "by image and head": Case(mask=(2, 2, 1, 45), mask_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_MASKS)
+def test_constant_masks_agree_with_float64(name: str) -> None:
+    case = CONSTANT_MASKS[name]
+    problem, inputs = draw(replace(case, dtype="float32"))
+    assert "or a constant" in (row().refusal(problem) or "")
+    problem, mask = replace(problem, constant=(3,)), {3: inputs[3]}
+    assert row().refusal(problem) is None
+    made = bound(problem, mask)(*inputs[:3]).double()
+    torch.testing.assert_close(made, exact(problem, inputs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

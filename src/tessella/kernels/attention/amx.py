@@ -78,9 +78,8 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    problem.require_constants(constants)
     head = _Head.of(problem)
-    return heads.bound(problem, _machine_code(head), head.part_bytes)
+    return heads.bound(problem, constants, _machine_code(head), head.part_bytes)
 
 
 @functools.lru_cache(64)
@@ -146,8 +145,13 @@ class _Head(heads.Head):
         return self._factors + ROWS * CACHE_LINE
 
     @property
-    def part_bytes(self) -> int:
+    def _mask_at(self) -> int:
+        """Where what is added for the block's first query lies."""
         return self._kept + CONFIGURATION_BYTES
+
+    @property
+    def part_bytes(self) -> int:
+        return self._mask_at + CACHE_LINE
 
     def written(self, constants: Constants, tiles: torch.Tensor) -> TileAssembler:
         """The code.
@@ -171,6 +175,10 @@ class _Head(heads.Head):
         self._row_of(a, "r12", QUERIES, OF_QUERIES)
         a.load("r14", QUERY_STEP)
         self._row_of(a, "rbp", RESULT, OF_RESULT)
+        mask = At(base="r13", distance=self._mask_at)
+        if self.is_masked:
+            self._row_of(a, "rax", MASK, OF_MASK)
+            a.store(mask, "rax")
         whole, rest = divmod(self.queries, ROWS)
         a.set("rbx", whole + (rest > 0))
         with a.counted("rows", "rbx"):
@@ -181,6 +189,8 @@ class _Head(heads.Head):
                 a.multiply("rax", ROWS - rest)
                 a.subtract("r12", "rax")
                 a.subtract("rbp", (ROWS - rest) * self.pitch)
+                if self.mask_step:
+                    a.add_to_stored(mask, -(ROWS - rest) * self.mask_step)
                 a.label("whole block")
             self._score(a)
             self._exponentiate(a, constants)
@@ -189,6 +199,8 @@ class _Head(heads.Head):
             a.multiply("rax", ROWS)
             a.add("r12", "rax")
             a.add("rbp", ROWS * self.pitch)
+            if self.mask_step:
+                a.add_to_stored(mask, ROWS * self.mask_step)
 
     def _row_of(self, a: TileAssembler, register: str, base: At, distance: int) -> None:
         a.load(register, base)
@@ -308,7 +320,7 @@ class _Head(heads.Head):
             a.move(register, "r13")
             a.add(register, place)
         if self.is_masked:
-            self._row_of(a, "rcx", MASK, OF_MASK)
+            a.load("rcx", At(base="r13", distance=self._mask_at))
         a.set("rax", ROWS // TOGETHER)
         with a.counted("powers", "rax"):
             self._scale(a, constants)
@@ -332,27 +344,33 @@ class _Head(heads.Head):
             a.add("r8", TOGETHER * self._row)
             a.add("r9", TOGETHER * self._power_row)
             a.add("r11", TOGETHER * CACHE_LINE)
+            if self.mask_step:
+                a.add("rcx", TOGETHER * self.mask_step)
 
     def _scale(self, a: TileAssembler, constants: Constants) -> None:
         """The scores times their factor, and what is added to them; and the largest of each row."""
+        rows_of_mask = TOGETHER if self.mask_step else int(self.is_masked)
         for row in range(TOGETHER):
             a.load_vector(EXTREMES + row, constants.at(-math.inf))
         a.set("rdx", 0)
         with a.stepped("scale", "rdx", CACHE_LINE, self.steps * 2 * CACHE_LINE):
-            if self.is_masked:
-                a.load_vector(SUMS, At(base="rcx", index="rdx"))
-                a.vector("vmulps", SUMS, SUMS, constants.at(LOG2E))
+            for row in range(rows_of_mask):
+                a.load_vector(SUMS + row, self._of_mask(row))
+                a.vector("vmulps", SUMS + row, SUMS + row, constants.at(LOG2E))
             for row in range(TOGETHER):
                 x, place = SPARE + row, At(base="r8", index="rdx", distance=row * self._row)
                 a.vector("vmulps", x, FACTOR, place)
                 if self.is_masked:
-                    a.vector("vaddps", x, x, SUMS)
+                    a.vector("vaddps", x, x, SUMS + row % rows_of_mask)
                 a.store_vector(place, x)
                 a.vector("vmaxps", EXTREMES + row, x, EXTREMES + row)
         self._across(a, "vmaxps", EXTREMES)
         if self.is_masked:
             for row in range(TOGETHER):
-                a.vector("vsubps", EXTREMES + row, EXTREMES + row, At(base="rcx", index="rdx"))
+                a.vector("vsubps", EXTREMES + row, EXTREMES + row, self._of_mask(row))
+
+    def _of_mask(self, row: int) -> At:
+        return At(base="rcx", index="rdx", distance=row * self.mask_step)
 
     def _across(self, a: TileAssembler, name: str, first: int) -> None:
         """The lanes of each row's vector combined, in all of them."""

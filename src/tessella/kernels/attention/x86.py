@@ -68,9 +68,8 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    problem.require_constants(constants)
     head = _Head.of(problem)
-    return heads.bound(problem, _machine_code(head), head.part_bytes)
+    return heads.bound(problem, constants, _machine_code(head), head.part_bytes)
 
 
 @functools.lru_cache(64)
@@ -148,7 +147,8 @@ class _Head(heads.Head):
         """The code.
 
         rdi: the call; r15: the item; r13: the thread's part; rax: the constants; r12, r14: the
-        queries and the step between them; rbp: where their results go.
+        queries and the step between them; rbp: where their results go; rsi: what of the mask is
+        added to the scores of the first.
         """
         a = Assembler(self.isa)
         with a.function():
@@ -164,6 +164,8 @@ class _Head(heads.Head):
         self._row_of(a, "r12", QUERIES, OF_QUERIES)
         a.load("r14", QUERY_STEP)
         self._row_of(a, "rbp", RESULT, OF_RESULT)
+        if self.is_masked:
+            self._row_of(a, "rsi", MASK, OF_MASK)
         whole, rest = divmod(self.queries, self.rows)
         if whole:
             a.set("rbx", whole)
@@ -246,6 +248,8 @@ class _Head(heads.Head):
         self._exponentiate(a, name, rows, constants)
         self._add_values(a, name, rows)
         a.add("rbp", rows * self.pitch)
+        if self.mask_step:
+            a.add("rsi", rows * self.mask_step)
 
     def _take_queries(self, a: Assembler, rows: int, constants: Constants) -> None:
         """The next queries, times the scale."""
@@ -272,7 +276,7 @@ class _Head(heads.Head):
         a.move("rcx", "r13")
         a.move("r8", "r13")
         if self.is_masked:
-            self._row_of(a, "r9", MASK, OF_MASK)
+            a.move("r9", "rsi")
         a.set("r10", self.panels)
         with a.counted(f"{name} panels", "r10"):
             self._zero(a, rows)
@@ -289,7 +293,8 @@ class _Head(heads.Head):
                 for v in range(VECTORS):
                     i = row * VECTORS + v
                     if self.is_masked:
-                        a.vector("vaddps", i, i, At(base="r9", distance=v * self.vector))
+                        distance = row * self.mask_step + v * self.vector
+                        a.vector("vaddps", i, i, At(base="r9", distance=distance))
                     a.store_vector(self._score_at("r8", row, v), i)
             a.add("r8", self.panel_bytes)
             if self.is_masked:
@@ -324,7 +329,7 @@ class _Head(heads.Head):
         self._fold(a, f"{name} largest", "vmaxps", rows)
         for row in range(rows):
             if self.is_masked:  # r9: behind the panels
-                a.vector("vsubps", row, row, At(base="r9"))
+                a.vector("vsubps", row, row, At(base="r9", distance=row * self.mask_step))
             a.store_vector(self._factor(row), row)
         a.load_vector(self.isa.vectors - 1, constants.at(LOWEST))
         a.move("r8", "r13")
