@@ -94,12 +94,12 @@ def asked() -> Iterator[tuple[Problem, Tensors]]:
     yield quantization(16 * 1024 + 5)
     yield from others()
     for case in (
-        attentions.Case(dtype="float32", fused=True, queries=19, width=32),
+        attentions.Case(dtype="float32", fused=True, queries=19, width=37),
         attentions.Case(dtype="float32", queries=7, keys=17, width=32, value_width=96,
                         mask=(2, 1, 1, 17)),
         attentions.Case(dtype="float32", n=1, queries=6, keys=5, width=32, mask=(1, 1, 1, 5),
                         mask_dtype="float32"),
-        attentions.Case(dtype="bfloat16", queries=33, keys=17, width=32, value_width=96,
+        attentions.Case(dtype="bfloat16", queries=33, keys=17, width=34, value_width=70,
                         mask=(2, 1, 1, 17)),
     ):  # fmt: skip
         problem, tensors = attentions.draw(case)

@@ -67,12 +67,12 @@ class Head:
             pitch=count * width * problem.output.itemsize,
             scale=channels**-0.5 if scale is None else float(scale),
             is_masked=mask is not None,
-            mask_step=0 if mask is None or mask.shape[2] == 1 else mask_bytes(keys),
+            mask_step=0 if mask is None or mask.shape[-2] == 1 else mask_bytes(keys),
         )
 
 
 def refusal(problem: Problem, dtype: str, width: int) -> str | None:
-    """Why heads of this element type and a multiple of so many channels are not what it asks."""
+    """Why heads of this element type and so many channels at least are not what it asks."""
     query, key, value = (problem[name] for name in ("query", "key", "value"))
     a, mask = problem.attrs, problem.get("attn_mask")
     if a["is_causal"] or a["enable_gqa"]:
@@ -92,8 +92,8 @@ def refusal(problem: Problem, dtype: str, width: int) -> str | None:
     if 0 in query.shape or 0 in value.shape:
         return "nothing to make"
     for channels in (query.shape[3], value.shape[3]):
-        if channels % width or channels > MOST_CHANNELS:
-            return f"a multiple of {width} channels a head, up to {MOST_CHANNELS}"
+        if not width <= channels <= MOST_CHANNELS:
+            return f"from {width} channels a head to {MOST_CHANNELS}"
     return None
 
 
@@ -103,19 +103,24 @@ def _mask_refusal(problem: Problem, mask: TensorMeta, dtype: str) -> str | None:
     of_keys = "a mask of keys, for each image or all, or a constant"
     images, heads, queries, _ = problem["query"].shape
     keys = problem["key"].shape[2]
-    if mask.dtype not in ("bool", "float32", dtype) or len(mask.shape) != 4:
+    if mask.dtype not in ("bool", "float32", dtype) or not 2 <= len(mask.shape) <= 4:
         return of_keys
     if mask.shape in {(n, 1, 1, keys) for n in (1, images)}:
         return None
-    some, *others = mask.shape
+    some, *others = _axes(mask)
     known = [size in (1, full) for size, full in zip(others, (heads, queries), strict=False)]
     if not (problem.is_constant("attn_mask") and all(known) and others[-1] == keys):
         return of_keys
     if 0 in mask.shape or images % some:
         return of_keys
-    if math.prod(mask.shape[:3]) * mask_bytes(keys) > MOST_MASK_BYTES:
+    if math.prod(mask.shape[:-1]) * mask_bytes(keys) > MOST_MASK_BYTES:
         return f"a mask whose rows take {MOST_MASK_BYTES} bytes at most"
     return None
+
+
+def _axes(mask: TensorMeta | torch.Tensor) -> tuple[int, ...]:
+    """How many images, heads, queries and keys a mask is for."""
+    return (1,) * (4 - len(mask.shape)) + tuple(mask.shape)
 
 
 def threads(problem: Problem) -> int:
@@ -222,7 +227,7 @@ def items(rows: Rows, mask: torch.Tensor | None) -> npt.NDArray[np.int64]:
         table[..., number] = (image * tensor.stride(0) + head * tensor.stride(1)) * tensor.itemsize
     table[..., 3] = (image * queries * heads + head) * value.shape[3] * value.itemsize
     if mask is not None:
-        some, own, each, keys = mask.shape
+        some, own, each, keys = _axes(mask)
         row = image % some * own + (head if own > 1 else 0)
         table[..., 4] = row * each * mask_bytes(keys)
     return table.reshape(-1, len(ITEM))
@@ -236,7 +241,9 @@ def mask_bytes(keys: int) -> int:
 
 
 def rows_of_mask(mask: torch.Tensor) -> torch.Tensor:
-    """``_rows`` of a mask that a call is given. All layers of a network mostly see one mask: what torch makes of it takes 11 µs, and 75 to 110
+    """``_rows`` of a mask that a call is given.
+
+    All layers of a network mostly see one mask: what torch makes of it takes 11 µs, and 75 to 110
     between the steps of a BERT, whose attention takes 150.
     """
     mask = mask.contiguous()
@@ -257,7 +264,7 @@ def _rows(mask: torch.Tensor, lanes: int) -> torch.Tensor:
     panels, and behind it a vector of what is subtracted from their largest: 0, or ``HIDDEN`` where
     no key is seen, beside which all are nothing then: the result is 0, as torch's.
     """
-    keys = mask.shape[3]
+    keys = mask.shape[-1]
     # the last panel is filled up with its last key, which must not count where it is hidden
     width, seen = mask_bytes(keys) // torch.float32.itemsize, mask.reshape(-1, keys)
     rows = torch.full((len(seen), width), HIDDEN, dtype=torch.float32, device="cpu")
@@ -284,8 +291,8 @@ def require_inside(table: npt.NDArray[np.int64], rows: Rows, mask: torch.Tensor 
     span, written = ((queries - 1) * heads + 1) * pixel, images * queries * heads * pixel
     code.require_inside("result", results, torch.full_like(results, span), written)
     if mask is not None:
-        row, whole = mask_bytes(mask.shape[3]), math.prod(mask.shape[:3])
-        spans = torch.full_like(masks, mask.shape[2] * row)
+        row, whole = mask_bytes(mask.shape[-1]), math.prod(mask.shape[:-1])
+        spans = torch.full_like(masks, mask.shape[-2] * row)
         code.require_inside("mask", masks, spans, whole * row)
 
 

@@ -4,7 +4,8 @@ values it packs once; of some queries at a time the scores never leave the first
 Keys are packed in panels of channels by keys, values in panels of keys by channels, so that both
 products read them in order: where heads lie side by side in a row of 9 kB, as behind one product
 for queries, keys and values, their rows would fall on four sets of the first cache. The result of
-all heads of a row lies together, as the layer behind reads it.
+all heads of a row lies together, as the layer behind reads it. Where channels do not fill the last
+vectors, these begin earlier, and some are computed twice, to the same numbers.
 
 Source: the softmax of a few rows at a time, as Dao et al., "FlashAttention" (2022), without their
 running maximum: a CPU's cache holds the scores of whole rows.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tessella.core.integers import ceil_div
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.device.x86.code import CACHE_LINE
@@ -55,8 +57,7 @@ AHEAD = 8  # rows: what is read of other layers' results is asked for so long be
 
 
 def fits(problem: Problem) -> str | None:
-    width = VECTORS * code.require_instructions().lanes
-    if why := heads.refusal(problem, "float32", width):
+    if why := heads.refusal(problem, "float32", code.require_instructions().lanes):
         return why
     if _Head.of(problem).part_bytes > heads.MOST_PART_BYTES:
         return f"keys and values of a head in {heads.MOST_PART_BYTES} bytes"
@@ -109,6 +110,15 @@ class _Head(heads.Head):
         return math.ceil(self.keys / self.panel)
 
     @property
+    def _value_panels(self) -> int:
+        return math.ceil(self.width / self.panel)
+
+    def _columns(self, channels: int, vectors: int) -> list[int]:
+        """The first channel of each vector."""
+        lanes = self.isa.lanes
+        return [min(v * lanes, channels - lanes) for v in range(vectors)]
+
+    @property
     def rounds(self) -> int:
         """Of the loop over the keys and their values, those behind the last of which are 0."""
         return math.ceil(self.keys / UNROLLED)
@@ -124,11 +134,11 @@ class _Head(heads.Head):
 
     @property
     def _queries(self) -> int:
-        return self._values + self.width // self.panel * self._value_panel
+        return self._values + self._value_panels * self._value_panel
 
     @property
     def _scores(self) -> int:
-        return self._queries + self.rows * self.channels * WORD
+        return self._queries + ceil_div(self.rows * self.channels * WORD, CACHE_LINE) * CACHE_LINE
 
     @property
     def _row(self) -> int:
@@ -141,7 +151,7 @@ class _Head(heads.Head):
 
     @property
     def part_bytes(self) -> int:
-        return -(-(self._factors + self.rows * self.vector) // CACHE_LINE) * CACHE_LINE
+        return ceil_div(self._factors + self.rows * self.vector, CACHE_LINE) * CACHE_LINE
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
@@ -226,13 +236,14 @@ class _Head(heads.Head):
         a.add("rcx", self._values)
         places = [
             v // VECTORS * self._value_panel + v % VECTORS * self.vector
-            for v in range(self.width // self.isa.lanes)
+            for v in range(self._value_panels * VECTORS)
         ]
+        columns = self._columns(self.width, len(places))
         a.set("r11", self.keys)
         with a.counted("values", "r11"):
             self._ask_for(a, self.width)
-            for v, place in enumerate(places):
-                a.load_vector(v % 12, At(base="r8", distance=v * self.vector))
+            for v, (place, column) in enumerate(zip(places, columns, strict=True)):
+                a.load_vector(v % 12, At(base="r8", distance=column * WORD))
                 a.store_vector(At(base="rcx", distance=place), v % 12)
             a.add("rcx", self.panel_bytes)
             a.add("r8", "r9")
@@ -255,11 +266,11 @@ class _Head(heads.Head):
         """The next queries, times the scale."""
         a.load_vector(self.isa.vectors - 1, constants.at(self.scale))
         for row in range(rows):
-            for v in range(self.channels // self.isa.lanes):
-                a.vector(
-                    "vmulps", v % 12, self.isa.vectors - 1, At(base="r12", distance=v * self.vector)
-                )
-                place = self._queries + row * self.channels * WORD + v * self.vector
+            vectors = ceil_div(self.channels, self.isa.lanes)
+            for v, column in enumerate(self._columns(self.channels, vectors)):
+                read = At(base="r12", distance=column * WORD)
+                a.vector("vmulps", v % 12, self.isa.vectors - 1, read)
+                place = self._queries + (row * self.channels + column) * WORD
                 a.store_vector(At(base="r13", distance=place), v % 12)
             a.add("r12", "r14")
         a.move("r8", "r12")
@@ -417,7 +428,8 @@ class _Head(heads.Head):
         """rcx: a row of a panel of values; rdx: the distance of its key's score."""
         a.move("rcx", "r13")
         a.add("rcx", self._values)
-        for panel in range(self.width // self.panel):
+        columns = self._columns(self.width, self._value_panels * VECTORS)
+        for panel in range(self._value_panels):
             self._zero(a, rows)
             a.set("rdx", 0)
             end = self.rounds * UNROLLED * WORD
@@ -431,5 +443,5 @@ class _Head(heads.Head):
                 for v in range(VECTORS):
                     i = row * VECTORS + v
                     a.vector("vmulps", i, i, self._factor(row))
-                    place = row * self.pitch + (panel * VECTORS + v) * self.vector
+                    place = row * self.pitch + columns[panel * VECTORS + v] * WORD
                     a.store_vector(At(base="rbp", distance=place), i)
