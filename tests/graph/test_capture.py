@@ -277,6 +277,12 @@ def test_two_inputs_share_the_batch() -> None:
     torch.testing.assert_close(got, Two()(a, b))
 
 
+def test_a_batch_that_no_memory_holds_is_refused() -> None:
+    many = DimRange(min=10**14, opt=10**14, max=10**14)
+    with pytest.raises(UsageError, match="not enough memory for one batch"):
+        capture(nn.Linear(3, 2), [TensorSpec(name="a", dtype="float32", shape=(many, 3))])
+
+
 def test_half_precision_and_embeddings() -> None:
     module = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)).half().eval()
     spec = TensorSpec(name="image", dtype="int64", shape=(BATCH, 5))

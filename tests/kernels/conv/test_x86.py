@@ -381,5 +381,11 @@ def test_what_it_leaves_to_others() -> None:
         narrow = problem((2, 48, 8, 8), 3 * groups, groups=groups)
         assert "some together in a vector" in str(row().refusal(narrow))
     assert "channels at least" in str(row().refusal(problem((2, 16, 8, 8), 7)))
+    plain = problem((2, 16, 8, 8), 32, residual=True)
+    given = replace(plain, constant=(0, 1, 2))
+    assert row().refusal(given) == "its input is a constant"
+    apart = replace(plain.output, shape=(2, 48, 8, 8)).part(1, 32)
+    summed = replace(plain, inputs=(*plain.inputs[:3], apart), dying=(3,))
+    assert row("_sum").refusal(summed) == "the residual's pixels lie as the result's"
     wide = problem((2, 9, 8, 8), 32, "bfloat16")
     assert "input by 4 bytes" in str(x86.fits(wide)) or not x86.code.has_bfloat16()

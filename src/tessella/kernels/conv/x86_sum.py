@@ -30,6 +30,9 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def fits(problem: Problem) -> str | None:
     if why := onednn_sum.refusal(problem) or x86.fits(problem):
         return why
+    residual = problem.epilogue.residual
+    if residual is None or residual.pixel_pitch != problem.output.pixel_pitch:
+        return "the residual's pixels lie as the result's"
     if not configs(problem):
         return f"channels by {code.require_instructions().lanes}"
     return None

@@ -51,6 +51,8 @@ MOST_ADDED = 2**10
 
 
 def fits(problem: Problem) -> str | None:
+    if problem.is_constant("input"):
+        return "its input is a constant"
     if why := _adaptive_refusal(problem):
         return why
     problem = _with_windows(problem)

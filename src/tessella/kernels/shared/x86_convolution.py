@@ -31,6 +31,7 @@ from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     Constants,
     activate,
+    activation_refusal,
     load_order,
     pack_int8,
     store_int8,
@@ -118,11 +119,15 @@ def refusal(problem: Problem) -> str | None:
     """Why no convolution of ours in machine code takes a problem, whatever its groups."""
     x, y = problem["input"], problem.output
     epilogue, residual = problem.epilogue, problem.epilogue.residual
+    if problem.is_constant("input"):
+        return "its input is a constant"
     bias = () if epilogue.bias is None else ("bias",)
     if not all(map(problem.is_constant, ("weight", *bias))):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
+    if why := activation_refusal(epilogue.activation):
+        return why
     if {t.dtype for t in (*problem.inputs, y) if t is not None} not in ({"float32"}, {"bfloat16"}):
         return "float32 or bfloat16 throughout"
     if x.dtype == "bfloat16" and not code.has_bfloat16():
