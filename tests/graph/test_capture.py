@@ -159,6 +159,10 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = 
     "rsub": (lambda x: 2 - x, {"neg", "add"}),
     "reciprocal": (lambda x: 2 / (x + 5), {"add", "reciprocal", "mul"}),
     "power": (lambda x: x.square() + x.pow(3), {"mul", "pow", "add"}),
+    "a product and a quotient are added": (
+        lambda x: torch.addcmul(x, x[:, :1], x, value=3).addcdiv(x, x.exp(), value=0.5),
+        {"slice", "mul", "exp", "div", "add"},
+    ),
     "bounds": (lambda x: F.relu6(x) + x.clamp(min=0), {"relu6", "clamp", "add"}),
     "softmax in double": (lambda x: F.softmax(x, -1, dtype=torch.float64), {"softmax"}),
     "movedim": (
