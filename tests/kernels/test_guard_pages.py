@@ -104,6 +104,10 @@ def asked() -> Iterator[tuple[Problem, Tensors]]:
     ):  # fmt: skip
         problem, tensors = attentions.draw(case)
         yield problem, [*tensors]
+        if case.mask is not None and case.queries > 1:  # and a constant with a row for each query
+            rows = replace(case, mask=(1, case.heads, case.queries, case.keys))
+            problem, tensors = attentions.draw(rows)
+            yield replace(problem, constant=(3,)), [*tensors]
     for op, attrs in recurrent.ATTRS.items():
         for ways, samples in ((1, 1), (2, 5)):
             row = operation(op)

@@ -4,7 +4,8 @@ values it packs once as tiles read them; of 32 queries at a time the scores stay
 Keys lie in panels of 16 beside each other, two channels of each in 32 bits; values in panels of 16
 channels, of two keys in 32 bits. Queries are read where they lie; where less than 32 are left, a
 block begins earlier, and some are computed twice, to the same numbers, as are channels of values.
-So do the last 32 channels of queries, whose keys are 0 where they were multiplied before. Scores
+So do the last 32 channels of queries, whose keys are 0 where they were multiplied before (an
+infinite query makes a NaN there, where a score could be minus infinity). Scores
 are float32 until they are rounded powers; the sums are those of powers before they are rounded.
 
 Source: the softmax of whole rows at a time, after Dao et al., "FlashAttention" (2022).

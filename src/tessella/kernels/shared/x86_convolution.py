@@ -9,7 +9,8 @@ asked for when the tile begins, and is there when it ends; oneDNN waits for it. 
 a panel are more than the first cache holds, some channels of all pixels may be multiplied before
 the next ones: sums then wait in the result. Where channels do not fill the last vectors, these
 begin earlier, and some channels are computed twice, to the same numbers. Groups of fewer channels
-than a vector has lanes are multiplied some together, with weights of zero for what is another's.
+than a vector has lanes are multiplied some together, with weights of zero for what is another's: a
+number that is not finite reaches the groups beside its own.
 
 Source: the table is the indirection buffer of Dukhan, "The Indirect Convolution Algorithm" (2019).
 """
