@@ -137,7 +137,7 @@ def images() -> Iterator[Problem]:
         ((1, 32, 6, 7), 37, {}),
         ((1, 64, 5, 21), 33, {**three, "stride": (2, 1)}),
         ((2, 40, 9, 7), 40, {**three, "groups": 40}),
-        ((1, 12, 9, 7), 72, {**three, "groups": 3}),
+        ((1, 48, 9, 7), 72, {**three, "groups": 3}),
         ((1, 24, 11, 6), 24, {**three, "groups": 24, "stride": (2, 2)}),
     ):
         p = convolution(shape, channels, activation="silu", **window)

@@ -229,7 +229,7 @@ def _weight(weight: torch.Tensor, panels: Panels, depth: int, some: int) -> torc
     taps = math.prod(weight.shape[2:])
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        w = _together(w, panels.own, some)
+        w = together(w, panels.own, some)
         if w.shape[1] % inside:
             w = torch.cat((w[:, :-1], w[:, -1:] / 2, w[:, -1:] / 2), 1)
         passes = w.shape[1] // (depth * inside)
@@ -240,7 +240,7 @@ def _weight(weight: torch.Tensor, panels: Panels, depth: int, some: int) -> torc
     return packed(weight, ("conv2d.x86", panels, depth, some), pack)
 
 
-def _together(weight: torch.Tensor, own: int, some: int) -> torch.Tensor:
+def together(weight: torch.Tensor, own: int, some: int) -> torch.Tensor:
     """[K, C, R, S] of narrow groups → [K, some · C, R, S] of ``own`` channels, with zeros."""
     if some == 1:
         return weight
