@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -152,6 +153,14 @@ def test_the_lists_are_those_of_the_compiler_and_the_zoo() -> None:
 def test_what_cannot_be_is_refused(settings: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         BuildRequest(**{"source": "runs/x", **settings})
+
+
+def test_a_plan_is_not_written_over_what_it_is_made_of(tmp_path: Path) -> None:
+    network = tmp_path / "net.onnx"
+    network.write_bytes(b"a network")
+    with pytest.raises(UsageError, match="over what it is made of"):
+        BuildRequest(source=str(network), out=str(network)).require_files()
+    BuildRequest(source=str(network), out=str(tmp_path / "net.plan")).require_files()
 
 
 @pytest.mark.parametrize("text", ["1,8", "8, 1, 32", "", "²", "0", "9" * 5_000, "1;8"])

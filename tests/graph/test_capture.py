@@ -159,6 +159,10 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = 
     "rsub": (lambda x: 2 - x, {"neg", "add"}),
     "reciprocal": (lambda x: 2 / (x + 5), {"add", "reciprocal", "mul"}),
     "power": (lambda x: x.square() + x.pow(3), {"mul", "pow", "add"}),
+    "a product and a quotient are added": (
+        lambda x: torch.addcmul(x, x[:, :1], x, value=3).addcdiv(x, x.exp(), value=0.5),
+        {"slice", "mul", "exp", "div", "add"},
+    ),
     "bounds": (lambda x: F.relu6(x) + x.clamp(min=0), {"relu6", "clamp", "add"}),
     "softmax in double": (lambda x: F.softmax(x, -1, dtype=torch.float64), {"softmax"}),
     "movedim": (
@@ -275,6 +279,12 @@ def test_two_inputs_share_the_batch() -> None:
     a, b = torch.randn(4, 3), torch.arange(8).reshape(4, 2)
     got = interpret(graph, {"a": a, "b": b})["output"]
     torch.testing.assert_close(got, Two()(a, b))
+
+
+def test_a_batch_that_no_memory_holds_is_refused() -> None:
+    many = DimRange(min=10**14, opt=10**14, max=10**14)
+    with pytest.raises(UsageError, match="not enough memory for one batch"):
+        capture(nn.Linear(3, 2), [TensorSpec(name="a", dtype="float32", shape=(many, 3))])
 
 
 def test_half_precision_and_embeddings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,9 @@ CASES = {
     "an odd rest": replace(BFLOAT16, queries=63, keys=45, value_width=96),
     "as a ViT's": replace(BFLOAT16, n=1, heads=3, queries=197, fused=True, width=64),
     "as a BERT's": replace(BFLOAT16, queries=128, keys=128, width=64, mask=(2, 1, 1, 128)),
+    "channels by no tile": replace(BFLOAT16, queries=33, keys=19, width=34, value_width=65),
+    "channels by half a step": replace(BFLOAT16, width=80, value_width=48, fused=False),
+    "as a MobileViT's": replace(BFLOAT16, queries=64, keys=64, width=36, fused=True),
     "negative scale": replace(BFLOAT16, keys=23, scale=-0.7),
     "large numbers": replace(BFLOAT16, keys=40, scale=30.0),
     "nothing but the mean": replace(BFLOAT16, keys=20, scale=0.0),
@@ -46,9 +50,9 @@ CASES = {
 }
 
 
-def bound(problem: Problem) -> Any:
+def bound(problem: Problem, constants: Mapping[int, torch.Tensor] = {}) -> Any:
     """The kernel, in a workspace of NaNs beside which nothing is written."""
-    call, needed = ROW.load().bind(problem, {}), ROW.workspace_bytes(problem, {})
+    call, needed = ROW.load().bind(problem, constants), ROW.workspace_bytes(problem, {})
     whole = torch.full((needed + 2 * GUARD,), 255, dtype=torch.uint8)
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
@@ -58,6 +62,29 @@ def bound(problem: Problem) -> Any:
         return made
 
     return run
+
+
+CONSTANT_MASKS = {
+    "by window": replace(BFLOAT16, n=6, queries=49, keys=45, mask=(3, 1, 49, 45)),
+    "by window and head": replace(
+        BFLOAT16, n=6, queries=70, keys=45, mask=(2, 2, 70, 45), mask_dtype="float32"
+    ),
+    "by head": replace(
+        BFLOAT16, mask=(1, 2, 32, 32), mask_dtype="bfloat16", lowest=-3.3e38, hidden="end"
+    ),
+    "by image and head": replace(BFLOAT16, queries=33, mask=(2, 2, 1, 32), mask_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_MASKS)
+def test_constant_masks_agree_with_float64(name: str) -> None:
+    case = CONSTANT_MASKS[name]
+    problem, inputs = draw(case)
+    assert "or a constant" in (ROW.refusal(problem) or "")
+    problem, mask = replace(problem, constant=(3,)), {3: inputs[3]}
+    assert ROW.refusal(problem) is None
+    made = bound(problem, mask)(*inputs[:3]).double()
+    torch.testing.assert_close(made, exact(problem, inputs), rtol=2**-8, atol=6e-3)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -147,7 +174,8 @@ def test_tensors_that_were_not_promised_are_refused() -> None:
         ({"mask": (2, 1, 32, 32)}, "a mask of keys"),
         ({"dtype": "float16"}, "bfloat16 throughout"),
         ({"queries": 31}, "32 queries at least"),
-        ({"width": 48}, "a multiple of 32"),
+        ({"width": 30}, "from 32 channels a head"),
+        ({"width": 35}, "an even number"),
         ({"keys": 9000, "width": 128}, "keys and values of a head in"),
     ],
 )

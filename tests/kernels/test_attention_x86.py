@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ CASES = {
     "a panel and one": Case(queries=7, keys=17, value_width=64),
     "as a ViT's": Case(n=1, heads=3, queries=197, fused=True, width=64),
     "wide values": Case(queries=13, keys=50, width=16, value_width=80),
+    "channels by no vector": Case(queries=13, width=17, value_width=27),
+    "channels by half a panel": Case(queries=5, keys=33, width=24, value_width=9, fused=False),
     "negative scale": Case(queries=11, keys=23, scale=-0.7),
     "large numbers": Case(queries=9, keys=40, scale=30.0),
     "nothing but the mean": Case(queries=5, keys=20, scale=0.0),
@@ -51,9 +54,9 @@ def row() -> catalog.Kernel:
     return catalog.kernel(f"scaled_dot_product_attention.{name}")
 
 
-def bound(problem: Problem) -> Any:
+def bound(problem: Problem, constants: Mapping[int, torch.Tensor] = {}) -> Any:
     """The kernel, in a workspace of NaNs beside which nothing is written."""
-    call, needed = row().load().bind(problem, {}), row().workspace_bytes(problem, {})
+    call, needed = row().load().bind(problem, constants), row().workspace_bytes(problem, {})
     whole = torch.full((needed + 2 * GUARD,), 255, dtype=torch.uint8)
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
@@ -63,6 +66,28 @@ def bound(problem: Problem) -> Any:
         return made
 
     return run
+
+
+# constants: for some images each head has one, or all heads, or all images; for queries or all
+CONSTANT_MASKS = {
+    "by window": Case(n=6, mask=(3, 1, 50, 45)),
+    "by window and head": Case(n=6, mask=(2, 2, 50, 45), mask_dtype="float32"),
+    "by head": Case(mask=(1, 2, 50, 45), mask_dtype="float32", lowest=-3.4e38),
+    "by query": Case(n=3, queries=13, keys=33, mask=(1, 1, 13, 33), hidden="end"),
+    "of three axes": Case(mask=(2, 50, 45), mask_dtype="float32"),
+    "by image and head": Case(mask=(2, 2, 1, 45), mask_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_MASKS)
+def test_constant_masks_agree_with_float64(name: str) -> None:
+    case = CONSTANT_MASKS[name]
+    problem, inputs = draw(replace(case, dtype="float32"))
+    assert "or a constant" in (row().refusal(problem) or "")
+    problem, mask = replace(problem, constant=(3,)), {3: inputs[3]}
+    assert row().refusal(problem) is None
+    made = bound(problem, mask)(*inputs[:3]).double()
+    torch.testing.assert_close(made, exact(problem, inputs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,8 +192,8 @@ def test_tensors_that_were_not_promised_are_refused() -> None:
         (Case(gamma=5.0), "gamma"),
         (Case(format="contiguous"), "side by side"),
         (Case(batched=False), "images, heads, rows"),
-        (Case(width=24), "a multiple of"),
-        (Case(width=272), "a multiple of"),
+        (Case(width=7), "channels a head to 256"),
+        (Case(width=272), "channels a head to 256"),
         (Case(keys=8000, queries=1, width=64), "keys and values of a head in"),
     ],
 )

@@ -94,16 +94,20 @@ def asked() -> Iterator[tuple[Problem, Tensors]]:
     yield quantization(16 * 1024 + 5)
     yield from others()
     for case in (
-        attentions.Case(dtype="float32", fused=True, queries=19, width=32),
+        attentions.Case(dtype="float32", fused=True, queries=19, width=37),
         attentions.Case(dtype="float32", queries=7, keys=17, width=32, value_width=96,
                         mask=(2, 1, 1, 17)),
         attentions.Case(dtype="float32", n=1, queries=6, keys=5, width=32, mask=(1, 1, 1, 5),
                         mask_dtype="float32"),
-        attentions.Case(dtype="bfloat16", queries=33, keys=17, width=32, value_width=96,
+        attentions.Case(dtype="bfloat16", queries=33, keys=17, width=34, value_width=70,
                         mask=(2, 1, 1, 17)),
     ):  # fmt: skip
         problem, tensors = attentions.draw(case)
         yield problem, [*tensors]
+        if case.mask is not None and case.queries > 1:  # and a constant with a row for each query
+            rows = replace(case, mask=(1, case.heads, case.queries, case.keys))
+            problem, tensors = attentions.draw(rows)
+            yield replace(problem, constant=(3,)), [*tensors]
     for op, attrs in recurrent.ATTRS.items():
         for ways, samples in ((1, 1), (2, 5)):
             row = operation(op)
@@ -129,9 +133,11 @@ def images() -> Iterator[Problem]:
         ((1, 32, 9, 10), 48, three),
         ((1, 32, 9, 10), 24, three),
         ((1, 64, 3, 3), 67, {}),
+        ((2, 21, 3, 3), 5, {}),
         ((1, 32, 6, 7), 37, {}),
         ((1, 64, 5, 21), 33, {**three, "stride": (2, 1)}),
         ((2, 40, 9, 7), 40, {**three, "groups": 40}),
+        ((1, 48, 9, 7), 72, {**three, "groups": 3}),
         ((1, 24, 11, 6), 24, {**three, "groups": 24, "stride": (2, 2)}),
     ):
         p = convolution(shape, channels, activation="silu", **window)

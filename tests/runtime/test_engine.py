@@ -114,6 +114,8 @@ def test_strides_and_gradients_of_the_caller_do_not_matter(engine: Engine) -> No
     right = engine(x)["scores"]
     turned = x.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(engine(turned)["scores"], right)
+    for _ in range(3):  # a sign that is only noted
+        assert torch.equal(engine(torch._neg_view(-x))["scores"], right)
     made = engine(x.clone().requires_grad_())["scores"]
     assert torch.equal(made, right)
     assert not made.is_inference()
@@ -169,6 +171,8 @@ def _two_inputs(module: nn.Module) -> Engine:
         ({"image": images(1)[:0]}, "wrong shape"),
         ({"image": images(1).double()}, "wrong element type"),
         ({"image": images(1).numpy().astype(">f4")}, "wrong element type"),
+        ({"image": images(1).to_sparse()}, "no numbers that lie"),
+        ({"image": images(1).to("meta")}, "no numbers that lie"),
         ({"image": [[1.0]]}, "neither a NumPy array nor a torch tensor"),
     ],
 )

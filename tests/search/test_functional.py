@@ -123,6 +123,10 @@ def test_the_search_is_held_once(own_cache: Path, monkeypatch: pytest.MonkeyPatc
         (lambda t: kernels.conv2d(t(1, 3, 5, 5), t(4, 3, 3)), "as many as its weight"),
         (lambda t: kernels.conv2d(t(1, 3, 5, 5), t(4, 3, 3, 3), stride=0), "at least 1"),
         (lambda t: kernels.conv2d(t(1, 3, 5, 5), t(4, 3, 3, 3), stride=(1, 1, 1)), "stride"),
+        (lambda t: kernels.conv2d(t(1, 3, 5, 5), t(4, 3, 3, 3), padding="same"), "one integer"),
+        (lambda t: kernels.conv2d(t(1, 3, 5, 5), t(4, 3, 3, 3), padding=1.0), "one integer"),
+        (lambda t: kernels.conv2d(t(1, 3, 5, 5).numpy(), t(4, 3, 3, 3)), "dense tensors of torch"),
+        (lambda t: kernels.matmul(t(2, 3), t(3, 2).to_sparse()), "dense tensors of torch"),
         (
             lambda t: kernels.conv2d(t(1, 3, 5, 5), t(4, 3, 3, 3), t(3)),
             "bias has the shape 3, not 4",
@@ -217,6 +221,14 @@ def test_the_folder_of_timings_may_be_missing_broken_or_forbidden(
     assert TimingCache(own_cache / "timings.jsonl").get("", "", "", 1) is None
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert tuning._cache_folder().name.startswith("tessella-")
+    # a path that a user names must be a cache's
+    for path in (own_cache, own_cache / "timings.jsonl"):
+        with pytest.raises(UsageError, match="no timing cache"):
+            tuning.require_cache(path)
+    tuning.require_cache(own_cache / "new.jsonl")
+    written = TimingCache(own_cache / "new.jsonl")
+    written.put("cpu", "a problem", 1, tuning.Trial(kernel="add.aten", time_us=1.0))
+    tuning.require_cache(own_cache / "new.jsonl")
 
 
 def test_the_file_of_timings_is_read_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

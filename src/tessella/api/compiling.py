@@ -36,6 +36,7 @@ from tessella.core.preprocess import Preprocess, denormalize
 from tessella.core.reporter import reported
 from tessella.core.spec import TensorSpec
 from tessella.graph import onnx
+from tessella.search.tuning import require_cache
 
 
 def compile(
@@ -303,6 +304,8 @@ def _open(call: CompileCall, emit: Emit) -> Opened:
 
 def _measuring(call: CompileCall) -> compiler.Measuring:
     request, lock = call.request, call.arguments.get("lock")
+    if request.cache is not None:
+        require_cache(Path(request.cache))
     return compiler.Measuring(
         cache=None if request.cache is None else Path(request.cache),
         lock=None if lock is None else locks.lines_of(lock),

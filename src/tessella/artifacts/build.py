@@ -241,6 +241,7 @@ class BuildRequest:
             )
         if self.out is not None:
             require_place(Path(self.out))
+            self._require_other(Path(self.out))
         if not in_memory(self.source):
             _require_source(self.source)
         for name in ("calibration", "data"):
@@ -255,6 +256,17 @@ class BuildRequest:
             raise UsageError("there is no lock here", seen=self.lock, fix="give a plan or its lock")
         if Path(self.calibration or "").is_file():
             self._refuse_details(f"the saved calibration {self.calibration}")
+
+    def _require_other(self, out: Path) -> None:
+        """Refuse a plan that would be written over what it is made of."""
+        for given in (self.source, self.data, self.calibration):
+            file = Path(str(given).split(":", 1)[0]) if isinstance(given, str) else given
+            if isinstance(file, Path) and out.exists() and file.exists() and out.samefile(file):
+                raise UsageError(
+                    "the plan would be written over what it is made of",
+                    seen=f"{out}",
+                    fix=f"another place: {out.with_suffix('.plan').name}",
+                )
 
     def _given(self) -> dict[str, Any]:
         """The fields that differ from their defaults, and those of ``ALWAYS_WRITTEN``."""

@@ -480,7 +480,8 @@ def _check_program(
         raise wrong(0, f"batches {batches[:20]}")
     for bucket in program.buckets:
         specs = (*manifest.inputs, *manifest.outputs)
-        if reason := impossible(program, bucket, specs, weights):
+        target = manifest.fingerprint.target
+        if reason := impossible(program, bucket, specs, weights, target):
             raise wrong(bucket.batch, reason)
     _check_imports(manifest, program, where)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tessella.core.architectures import is_gpu
 from tessella.core.dtype import DTYPES
 from tessella.core.record import canonical_json, same_json
 from tessella.core.spec import TensorSpec
@@ -19,7 +20,7 @@ ALIGNMENT = 64  # bytes: of buffers in the arena, and of members in the file
 MAX_ARENA_BYTES = 1 << 40
 MAX_BATCH = 1 << 13  # the runtime tabulates how each batch up to the largest is cut
 MAX_AXES = 16
-SLICE_ALIGNMENT = 16  # bytes: what a Hopper GPU's bulk copies ask of every address
+SLICE_ALIGNMENT = 16  # bytes on a GPU: what Hopper's bulk copies ask of every address
 # Inside a program there may also be what torch's operators hand to each other (an FFT).
 ITEMSIZES = {name: d.itemsize for name, d in DTYPES.items()} | {"complex64": 8, "complex128": 16}
 Format = Literal["contiguous", "channels_last", "strided"]
@@ -129,8 +130,9 @@ def wrong(
     bucket: Bucket,
     specs: Sequence[TensorSpec],
     weights: Mapping[str, object],
+    target: str,
 ) -> str | None:
-    """Why one bucket of a program cannot be run, or None.
+    """Why one bucket of a program cannot be run on a target, or None.
 
     Args:
         specs: descriptions of the program's inputs and outputs.
@@ -138,7 +140,7 @@ def wrong(
     """
     return (
         _sizes(bucket)
-        or _slices(bucket)
+        or _slices(bucket, target)
         or _names(program, bucket, specs, weights)
         or _steps(program, bucket, weights)
         or _programs(bucket)
@@ -170,7 +172,17 @@ def _sizes(bucket: Bucket) -> str | None:
     return None
 
 
-def _slices(bucket: Bucket) -> str | None:
+def begins_aligned(nbytes: int, target: str) -> bool:
+    """Whether every kernel of a target can read and write what begins so many bytes behind a
+    buffer's begin.
+
+    >>> begins_aligned(12, "cpu"), begins_aligned(12, "sm_90"), begins_aligned(32, "sm_90")
+    (True, False, True)
+    """
+    return not is_gpu(target) or nbytes % SLICE_ALIGNMENT == 0
+
+
+def _slices(bucket: Bucket, target: str) -> str | None:
     """Why a buffer's slice of another buffer is impossible, or None."""
     buffers = {b.name: b for b in bucket.buffers}
     for buffer in bucket.buffers:
@@ -189,7 +201,7 @@ def _slices(bucket: Bucket) -> str | None:
             return f"{buffer.name} with shape {buffer.shape} is no slice of {whole.shape}"
         if not 0 <= place.start <= whole.shape[axis] - size:
             return f"{buffer.name} reaches out of {place.of}"
-        if place.start * inner_bytes(whole, axis) % SLICE_ALIGNMENT:
+        if not begins_aligned(place.start * inner_bytes(whole, axis), target):
             return f"{buffer.name} begins at no multiple of {SLICE_ALIGNMENT} bytes"
     return None
 

@@ -350,6 +350,18 @@ def _square(call: OperatorCall, build: Builder) -> Result:
     return build.one("mul", [call.input, call.input])
 
 
+def _add_of(op: str) -> Callable[[OperatorCall, Builder], Result]:
+    """addcmul and addcdiv: a product or quotient is added, times a number."""
+
+    def translated(call: OperatorCall, build: Builder) -> Result:
+        one, other, value = (call.arguments[name] for name in ("tensor1", "tensor2", "value"))
+        if not is_attribute(value) or len({v.dtype for v in (call.input, one, other)}) > 1:
+            return None
+        return build.one("add", [call.input, build.one(op, [one, other])], alpha=value)
+
+    return translated
+
+
 def _max_pool_with_indices(call: OperatorCall, build: Builder) -> Result:
     if call.read - {0}:
         return None
@@ -444,6 +456,8 @@ TRANSLATORS: dict[str, Translator] = _table(
     ("rsub.Scalar rsub.Tensor", _rsub),
     ("clamp.default clamp_min.default clamp_max.default hardtanh.default", _clamp),
     ("square.default", _square),
+    ("addcmul.default", _add_of("mul")),
+    ("addcdiv.default", _add_of("div")),
     ("selu.default celu.default", _scaled_elu),
     ("__and__.Tensor __or__.Tensor __xor__.Tensor", _bitwise),
     ("max_pool2d_with_indices.default", _max_pool_with_indices),

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from tessella.core.errors import CompileError, TessellaError, UsageError
+from tessella.core.memory import is_out_of_memory
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph.aten import TRANSLATORS, dtype_name, translate
 from tessella.graph.build import Builder
@@ -111,10 +112,20 @@ def _export(
     # up to 2 torch sees one size, for 1 is special, and calls that of each input by another name
     most = max(most, _LEAST_RANGE)
     some = _example_batch(inputs, least, most)
-    example = tuple(
-        torch.zeros(s.at(some if d else s.batch.opt), dtype=getattr(torch, s.dtype), device=device)
-        for s, d in zip(inputs, dynamic, strict=True)
-    )
+    shapes_of = [s.at(some if d else s.batch.opt) for s, d in zip(inputs, dynamic, strict=True)]
+    try:
+        example = tuple(
+            torch.zeros(shape, dtype=getattr(torch, s.dtype), device=device)
+            for s, shape in zip(inputs, shapes_of, strict=True)
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            "there is not enough memory for one batch of inputs",
+            seen=f"inputs {', '.join(map(str, shapes_of))}",
+            fix="ask for a smaller batch",
+        ) from error
     batch = ExportDim("batch", min=least, max=most) if ranges else None
     shapes = tuple({0: batch} if d else {} for d in dynamic)
     with _evaluation_mode(module), torch.no_grad(), traced(module), warnings.catch_warnings():

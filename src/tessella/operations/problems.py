@@ -472,10 +472,16 @@ def _window(
 
 
 def _sizes(sizes: Sizes, axes: int, name: str) -> tuple[int, ...]:
-    made = (sizes,) * axes if isinstance(sizes, int) else tuple(int(s) for s in sizes)
+    made = (sizes,) * axes if isinstance(sizes, int) else tuple(sizes) if _are(sizes) else ()
     if len(made) != axes:
-        raise UsageError(f"{name} needs one number an axis", seen=made, fix=f"give {axes}")
+        fix = f"give an integer, or {axes}"
+        raise UsageError(f"{name} needs one integer an axis", seen=repr(sizes), fix=fix)
     return made
+
+
+def _are(sizes: object) -> bool:
+    """Whether these are integers."""
+    return isinstance(sizes, Sequence) and all(isinstance(size, int) for size in sizes)
 
 
 def _out_sizes(

@@ -377,6 +377,12 @@ class Engine:
                 seen=type(array).__name__,
                 fix="convert it with numpy.asarray",
             )
+        if array.layout != torch.strided or array.is_meta:
+            raise InputError(
+                f"input {spec.name!r} has no numbers that lie as a shape says",
+                seen="a meta tensor" if array.is_meta else f"{array.layout}",
+                fix="give a dense tensor: tensor.to_dense()",
+            )
         key = spec.name, array.shape, array.dtype
         strides = self._fits.get(key)
         if strides is None:
@@ -386,6 +392,8 @@ class Engine:
             strides = self._fits[key] = _plain_strides(array.shape)
         if array.requires_grad:
             array = array.detach()
+        if array.is_neg():  # the sign is only noted, and machine code reads memory
+            array = array.resolve_neg()
         if self._turns is None and not array.is_cpu:
             array = array.cpu()
         if array.stride() != strides:

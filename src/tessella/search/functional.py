@@ -283,7 +283,9 @@ def _choose(problem: Problem, inputs: list[Tensor], target: str, algorithm: str 
         )[0]
     except CompileError as error:
         raise KernelError(
-            f"{algorithm or 'no kernel'} cannot carry out this {problem.op} on {target}",
+            f"no kernel can carry out this {problem.op} on {target}"
+            if algorithm is None
+            else f"{algorithm} cannot carry out this {problem.op} on {target}",
             seen=error.seen,
             fix="choose another algorithm: kernels.find lists those that fit",
         ) from error
@@ -331,13 +333,23 @@ def _is_free(out: Tensor, inputs: Sequence[Tensor]) -> bool:
     return not shared and out.data_ptr() % ALIGNMENT == 0
 
 
+def _require_tensor(given: object) -> None:
+    """Refuse what is no tensor whose numbers lie in memory as its strides say."""
+    if not isinstance(given, Tensor) or given.layout != torch.strided:
+        seen = f"{given.layout} tensor" if isinstance(given, Tensor) else type(given).__name__
+        fix = "give a dense torch.Tensor: torch.as_tensor(array), or tensor.to_dense()"
+        raise UsageError("kernels compute with dense tensors of torch", seen=seen, fix=fix)
+
+
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy of one whose strides no kernel knows."""
+    _require_tensor(tensor)
     return _aligned(tensor if meta_of(tensor).format != "strided" else tensor.contiguous())
 
 
 def _untransposed(tensor: Tensor) -> tuple[Tensor, bool]:
     """A matrix as it lies in memory, and whether the caller's view of it is transposed."""
+    _require_tensor(tensor)
     if tensor.dim() >= 2 and not tensor.is_contiguous() and tensor.mT.is_contiguous():
         return _aligned(tensor.mT), True
     return _aligned(tensor.contiguous()), False

@@ -100,12 +100,31 @@ def require_one(trials: Sequence[Trial], op: str, target: str) -> None:
         )
 
 
+_BEGIN = b'{"device":'  # of each line of a cache
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Line:
     device: str
     problem: str
     version: int
     trial: Trial
+
+
+def require_cache(path: Path) -> None:
+    """Refuse a path that a user names where lies what no cache is: lines would be added to it.
+
+    Raises:
+        UsageError: a folder, or a file that begins otherwise.
+    """
+    seen = f"the folder {path}" if path.is_dir() else None
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            begins = file.read(len(_BEGIN))
+        seen = None if begins == _BEGIN else f"{path}, which begins with {begins!r}"
+    if seen is not None:
+        fix = "name a file that is not there yet, or one that a build has written"
+        raise UsageError("this is no timing cache", seen=seen, fix=fix)
 
 
 class TimingCache:

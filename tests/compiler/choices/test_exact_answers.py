@@ -35,7 +35,7 @@ def test_each_problem_of_a_network_has_an_answer_in_float64(name: str, precision
     lowered, formats = with_layout(lowered, layout)
     concrete = lowered.at_batch(2)
     constants = {v.name: t for v, t in concrete.constants.items()}
-    slices, seen = views(concrete, formats), set()
+    slices, seen = views(concrete, formats, "sm_90"), set()
     for node in concrete.nodes:
         problem = problem_of(concrete, node, formats, slices)
         if problem.key in seen or problem.op == "fallback":

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Forward, tuple[int, ...], int]] = {
         lambda x: torch.cat([torch.cat([x.exp(), x.tanh()], 1), x.neg()], 1).relu(), (4, 3, 3), 4
     ),
     "rows": (lambda x: torch.cat([x.exp(), x.tanh()], 2).relu(), (3, 4, 8), 2),
-    "not aligned": (lambda x: torch.cat([x[:, :3].exp(), x.tanh()], 1), (5, 1, 3), 1),
+    "by no vector": (lambda x: torch.cat([x[:, :3].exp(), x.tanh()], 1), (5, 1, 3), 2),
     "DenseNet": (dense_block, (4, 3, 4), 6),
     "a split of it": (
         lambda x: torch.cat([p.exp() for p in torch.cat([x.tanh(), x], 1).split(4, 1)], 1),

@@ -251,7 +251,7 @@ def test_readers_of_channels_get_no_copy_of_their_part() -> None:
     assert len(graph.nodes) == nodes + 1  # the image itself
     split = next(n for n in graph.nodes if n.op == "split")
     concrete = graph.at_batch(2)
-    places = choose_kernels.views(concrete, formats)
+    places = choose_kernels.views(concrete, formats, "sm_90")
     # 4, 2 and 5 channels of float32: the third begins at 24 bytes, which no GPU reads as a tile
     assert [places[v.name].start if v.name in places else None for v in split.outputs] == [
         0, 4, None
@@ -323,7 +323,7 @@ def test_layers_on_codes_are_siblings_too(name: str, kind: str, target: str) -> 
     torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
     laid_out, formats = variants.with_layout(fused, "channels_last")
     concrete = laid_out.at_batch(3)
-    places = choose_kernels.views(concrete, formats)
+    places = choose_kernels.views(concrete, formats, "sm_90")
     hopper = {
         "conv2d": "conv2d.implicit_gemm.sm90", "linear": "linear.wgmma.sm90",
         "scaled_dot_product_attention": "scaled_dot_product_attention.flash.sm90",

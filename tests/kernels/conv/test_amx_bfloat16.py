@@ -98,6 +98,29 @@ def test_any_filter_beside_float64(window: str, residual: bool) -> None:
     assert ways, "no shape was taken"
 
 
+# a block each, less than one each, two and eight in one block, several panels each
+GROUPS = [(2, 64, 64), (3, 48, 72), (4, 64, 64), (32, 128, 128), (2, 64, 160)]
+
+
+@pytest.mark.parametrize(("groups", "read", "made"), GROUPS)
+def test_groups_beside_float64(groups: int, read: int, made: int) -> None:
+    for window in ("1×1", "1×1, by two", "3×3", "3×3, by two", "2×3, askew"):
+        kernel, attrs = WINDOWS[window]
+        p = problem(
+            (2, read, 13, 11),
+            made,
+            "bfloat16",
+            kernel=kernel,
+            groups=groups,
+            residual=True,
+            **attrs,
+        )
+        assert ROW.refusal(p) is None
+        given, constants = drawn(p)
+        for config in ROW.configs(p):
+            near(run(p, given, constants, config), exact(p, given, constants))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_each_activation_beside_float64(activation: str) -> None:
     for kernel in ((1, 1), (3, 3)):
@@ -254,7 +277,7 @@ def test_what_a_plan_may_not_say() -> None:
     ("changes", "why"),
     [
         ({"dtype": "float32"}, "bfloat16"),
-        ({"groups": 2}, "one group"),
+        ({"groups": 64}, "16 channels at least, 16 of the input"),
         ({"channels": 15}, "16 channels at least"),
         ({"shape": (1, 12, 9, 9)}, "16 of the input"),
         ({"shape": (1, 32, 5, 5)}, "32 pixels at least"),

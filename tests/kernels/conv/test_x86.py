@@ -137,6 +137,58 @@ def test_any_filter_beside_float64(window: str, residual: bool, dtype: str) -> N
             near(x86.bind(p, constants, **config)(*given, out=out), right)
 
 
+# a vector each, several panels, panels that overlap, an odd number to read, some in one vector
+GROUPS = [(4, 64, 64), (3, 96, 288), (5, 120, 120), (4, 20, 68), (32, 128, 128), (4, 12, 32)]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("groups", "read", "made"), GROUPS)
+def test_groups_beside_float64(
+    groups: int, read: int, made: int, residual: bool, dtype: str
+) -> None:
+    for window in ("1×1, by two", "3×3, by two", "2×3, askew"):
+        kernel, attrs = WINDOWS[window]
+        shape = (2, read, 9, 11)
+        p = problem(shape, made, dtype, kernel=kernel, groups=groups, residual=residual, **attrs)
+        assert row().refusal(p) is None
+        given, constants = drawn(p)
+        for config in x86.configs(p):
+            out = p.output.empty(CPU).fill_(torch.nan)
+            near(x86.bind(p, constants, **config)(*given, out=out), exact(p, given, constants))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_few_channels_beside_float64(
+    activation: str | None, dtype: str, isa: InstructionSet
+) -> None:
+    """1×1, whole and between other channels of a wider image, which stay."""
+    for shape, channels in (
+        ((2, 501, 1, 1), isa.lanes - 1),
+        ((1, 32, 9, 31), 2),
+        ((3, 3, 5, 1), 1),
+    ):
+        p = problem(shape, channels, dtype, activation=activation)
+        (x,), constants = drawn(p)
+        wide_x, wide_y = (
+            replace(m, shape=(m.shape[0], m.shape[1] + 32, *m.shape[2:]))
+            for m in (p["input"], p.output)
+        )
+        parts = wide_x.part(1, shape[1]), wide_y.part(1, channels)
+        sliced = replace(p, inputs=(parts[0], *p.inputs[1:]), outputs=(parts[1],))
+        image, made = wide_x.empty(CPU).fill_(torch.nan), wide_y.empty(CPU).fill_(3)
+        image[:, 16:-16] = x
+        for asked, given, out in (
+            (p, x, p.output.empty(CPU)),
+            (sliced, image[:, 16:-16], made[:, 16:-16]),
+        ):
+            assert row("_few").refusal(asked) is None
+            row("_few").load().bind(asked, constants)(given, out=out)
+            near(out, exact(p, [x], constants))
+        assert (made[:, :16] == 3).all()
+        assert (made[:, -16:] == 3).all()
+    assert "1×1" in str(row("_few").refusal(problem((1, 8, 5, 5), 4, kernel=(3, 3))))
+
+
 def test_any_number_of_channels_beside_float64(dtype: str) -> None:
     window = {"kernel": (7, 7), "stride": (2, 2), "padding": (3, 3)}
     for channels in (1, 2, 3, 5, 6, 7):
@@ -322,18 +374,18 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"gamma": 2.0}, "no scale, alpha, beta or gamma"),
-        ({"groups": 2}, "one group"),
-    ],
-)
-def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:
-    assert row().refusal(problem((2, 16, 8, 8), 32, **changes)) == why
-
-
-def test_sizes_that_it_leaves_to_others() -> None:
+def test_what_it_leaves_to_others() -> None:
+    gamma = problem((2, 16, 8, 8), 32, gamma=2.0)
+    assert row().refusal(gamma) == "no scale, alpha, beta or gamma"
+    for groups in (2, 16):  # of too few channels, and an odd number of them
+        narrow = problem((2, 48, 8, 8), 3 * groups, groups=groups)
+        assert "some together in a vector" in str(row().refusal(narrow))
     assert "channels at least" in str(row().refusal(problem((2, 16, 8, 8), 7)))
+    plain = problem((2, 16, 8, 8), 32, residual=True)
+    given = replace(plain, constant=(0, 1, 2))
+    assert row().refusal(given) == "its input is a constant"
+    apart = replace(plain.output, shape=(2, 48, 8, 8)).part(1, 32)
+    summed = replace(plain, inputs=(*plain.inputs[:3], apart), dying=(3,))
+    assert row("_sum").refusal(summed) == "the residual's pixels lie as the result's"
     wide = problem((2, 9, 8, 8), 32, "bfloat16")
     assert "input by 4 bytes" in str(x86.fits(wide)) or not x86.code.has_bfloat16()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tessella.artifacts.program import SLICE_ALIGNMENT, Slice, in_place
+from tessella.artifacts.program import Slice, begins_aligned, in_place
 from tessella.compiler.problems import problem_of
 from tessella.compiler.rewrites.assign_layout import Formats
 from tessella.core.device import fingerprint
@@ -131,7 +131,7 @@ def apply(
     choices: list[Choice] = []
     taken_us = 0.0
     known: dict[str, tuple[Trial, ...]] = {}
-    slices = views(graph, formats) | (joined or {})
+    slices = views(graph, formats, tuner.target) | (joined or {})
     problems = problems_of(graph, formats, tuner.math, slices)
     measured = [as_measured(problem) for problem in problems]
     prefetch = None
@@ -207,7 +207,7 @@ def trials(
     )
 
 
-def views(graph: Graph, formats: Formats) -> Slices:
+def views(graph: Graph, formats: Formats, target: str) -> Slices:
     """The results of ``split`` that are slices of a dense value: their strides are known."""
     made = {value for node in graph.nodes for value in node.outputs}
     slices: Slices = {}
@@ -218,16 +218,15 @@ def views(graph: Graph, formats: Formats) -> Slices:
         for value, size in zip(node.outputs, node.attrs["sizes"], strict=True):
             place = Slice(of=whole.name, axis=axis, start=start)
             strides = None if meta.format == "strided" else meta.part(axis, int(size)).strides
-            if strides is not None and begins_aligned(meta, place):
+            if strides is not None and is_aligned(meta, place, target):
                 slices[value.name] = place
             start += int(size)
     return slices
 
 
-def begins_aligned(whole: TensorMeta, place: Slice) -> bool:
+def is_aligned(whole: TensorMeta, place: Slice, target: str) -> bool:
     """Whether a slice begins where every kernel can read and write it."""
-    itemsize = int(getattr(torch, whole.dtype).itemsize)
-    return place.start * whole.dense_strides[place.axis] * itemsize % SLICE_ALIGNMENT == 0
+    return begins_aligned(place.start * whole.dense_strides[place.axis] * whole.itemsize, target)
 
 
 def _meta(graph: Graph, value: Value, formats: Formats) -> TensorMeta:

@@ -18,7 +18,7 @@ from tessella.compiler.choices.choose_kernels import (
     Slices,
     Tuner,
     as_measured,
-    begins_aligned,
+    is_aligned,
     lying,
     trials,
 )
@@ -162,7 +162,8 @@ class _Program:
             )
             alike = (meta.format, meta.dtype) == (dense.format, dense.dtype)
             once = choice.node.inputs.count(value) == 1
-            if made and alike and once and self._free(value) and begins_aligned(dense, place):
+            aligned = is_aligned(dense, place, self._tuner.target)
+            if made and alike and once and aligned and self._free(value):
                 parts.append(_Part(value, place))
         return parts
 

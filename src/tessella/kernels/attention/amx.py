@@ -3,8 +3,10 @@ values it packs once as tiles read them; of 32 queries at a time the scores stay
 
 Keys lie in panels of 16 beside each other, two channels of each in 32 bits; values in panels of 16
 channels, of two keys in 32 bits. Queries are read where they lie; where less than 32 are left, a
-block begins earlier, and some are computed twice, to the same numbers. Scores are float32 until
-they are rounded powers; the sums are those of powers before they are rounded.
+block begins earlier, and some are computed twice, to the same numbers, as are channels of values.
+So do the last 32 channels of queries, whose keys are 0 where they were multiplied before (an
+infinite query makes a NaN there, where a score could be minus infinity). Scores
+are float32 until they are rounded powers; the sums are those of powers before they are rounded.
 
 Source: the softmax of whole rows at a time, after Dao et al., "FlashAttention" (2022).
 """
@@ -66,6 +68,8 @@ ROUNDING, FACTOR, LEAST = 29, 30, 31
 def fits(problem: Problem) -> str | None:
     if why := heads.refusal(problem, "bfloat16", STEP):
         return why
+    if problem["query"].shape[3] % 2:
+        return "an even number of channels"
     if problem["query"].shape[2] < ROWS:
         return f"{ROWS} queries at least"
     if _Head.of(problem).part_bytes > heads.MOST_PART_BYTES:
@@ -78,9 +82,8 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    problem.require_constants(constants)
     head = _Head.of(problem)
-    return heads.bound(problem, _machine_code(head), head.part_bytes)
+    return heads.bound(problem, constants, _machine_code(head), head.part_bytes)
 
 
 @functools.lru_cache(64)
@@ -102,7 +105,17 @@ class _Head(heads.Head):
     @property
     def _panel(self) -> int:
         """Bytes of 16 keys."""
-        return self.channels // STEP * TILE_BYTES
+        return len(self._reads) * TILE_BYTES
+
+    @property
+    def _reads(self) -> list[int]:
+        """The first channel that each product with keys takes."""
+        return [min(i, self.channels - STEP) for i in range(0, self.channels, STEP)]
+
+    @property
+    def _writes(self) -> list[int]:
+        """The first channel of each two panels of values."""
+        return [min(i, self.width - STEP) for i in range(0, self.width, STEP)]
 
     # what lies in a thread's part, one behind the other
     @property
@@ -116,7 +129,7 @@ class _Head(heads.Head):
 
     @property
     def _scores(self) -> int:
-        return self._values + self.width // HALF * self._value_panel
+        return self._values + 2 * len(self._writes) * self._value_panel
 
     @property
     def _row(self) -> int:
@@ -146,8 +159,13 @@ class _Head(heads.Head):
         return self._factors + ROWS * CACHE_LINE
 
     @property
-    def part_bytes(self) -> int:
+    def _mask_at(self) -> int:
+        """Where what is added for the block's first query lies."""
         return self._kept + CONFIGURATION_BYTES
+
+    @property
+    def part_bytes(self) -> int:
+        return self._mask_at + CACHE_LINE
 
     def written(self, constants: Constants, tiles: torch.Tensor) -> TileAssembler:
         """The code.
@@ -171,6 +189,10 @@ class _Head(heads.Head):
         self._row_of(a, "r12", QUERIES, OF_QUERIES)
         a.load("r14", QUERY_STEP)
         self._row_of(a, "rbp", RESULT, OF_RESULT)
+        mask = At(base="r13", distance=self._mask_at)
+        if self.is_masked:
+            self._row_of(a, "rax", MASK, OF_MASK)
+            a.store(mask, "rax")
         whole, rest = divmod(self.queries, ROWS)
         a.set("rbx", whole + (rest > 0))
         with a.counted("rows", "rbx"):
@@ -181,6 +203,8 @@ class _Head(heads.Head):
                 a.multiply("rax", ROWS - rest)
                 a.subtract("r12", "rax")
                 a.subtract("rbp", (ROWS - rest) * self.pitch)
+                if self.mask_step:
+                    a.add_to_stored(mask, -(ROWS - rest) * self.mask_step)
                 a.label("whole block")
             self._score(a)
             self._exponentiate(a, constants)
@@ -189,6 +213,8 @@ class _Head(heads.Head):
             a.multiply("rax", ROWS)
             a.add("r12", "rax")
             a.add("rbp", ROWS * self.pitch)
+            if self.mask_step:
+                a.add_to_stored(mask, ROWS * self.mask_step)
 
     def _row_of(self, a: TileAssembler, register: str, base: At, distance: int) -> None:
         a.load(register, base)
@@ -219,9 +245,14 @@ class _Head(heads.Head):
     def _keys(self, a: TileAssembler, name: str, count: int, *, moves: bool = True) -> None:
         a.set("r11", count)
         with a.counted(name, "r11"):
-            for pair in range(self.channels // 2):
-                a.load_short("rdx", At(base="r8", distance=pair * WORD))
-                a.store_short(At(base="rcx", distance=pair * CACHE_LINE), "rdx")
+            for step, first in enumerate(self._reads):
+                for pair in range(STEP // 2):
+                    to = At(base="rcx", distance=step * TILE_BYTES + pair * CACHE_LINE)
+                    if first + 2 * pair < step * STEP:  # multiplied before
+                        a.set("rdx", 0)
+                    else:
+                        a.load_short("rdx", At(base="r8", distance=first * SIZE + pair * WORD))
+                    a.store_short(to, "rdx")
             a.add("rcx", WORD)
             if moves:
                 a.add("r8", "r9")
@@ -245,14 +276,15 @@ class _Head(heads.Head):
             a.vector("vxorps", 0, 0, 0)
             a.set("r11", none)
             with a.counted("no values", "r11"):
-                for panel in range(self.width // HALF):
+                for panel in range(2 * len(self._writes)):
                     a.store_vector(At(base="rcx", distance=panel * self._value_panel), 0)
                 a.add("rcx", CACHE_LINE)
 
     def _pair(self, a: TileAssembler, *, second: bool) -> None:
         """Of two values: each channel of one and the other, or of one and 0."""
-        for panel in range(self.width // HALF):
-            x, y, distance = panel % 8, 8 + panel % 8, panel * HALF * SIZE
+        for panel in range(2 * len(self._writes)):
+            first = self._writes[panel // 2] + panel % 2 * HALF
+            x, y, distance = panel % 8, 8 + panel % 8, first * SIZE
             a.load_words(x, At(base="r8", distance=distance))
             if second:
                 a.load_bfloat16(y, At(base="r8", index="rdx", distance=distance))
@@ -277,8 +309,8 @@ class _Head(heads.Head):
         with a.counted("score", "r11"):
             for tile in range(4):
                 a.zero_tile(tile)
-            for step in range(self.channels // STEP):
-                queries, keys = step * CACHE_LINE, step * TILE_BYTES
+            for step, first in enumerate(self._reads):
+                queries, keys = first * SIZE, step * TILE_BYTES
                 a.load_tile(4, At(base="r12", index="rax", distance=queries))
                 a.load_tile(6, At(base="rcx", index="rsi", distance=keys))
                 a.multiply_tiles("tdpbf16ps", 0, 4, 6)
@@ -308,7 +340,7 @@ class _Head(heads.Head):
             a.move(register, "r13")
             a.add(register, place)
         if self.is_masked:
-            self._row_of(a, "rcx", MASK, OF_MASK)
+            a.load("rcx", At(base="r13", distance=self._mask_at))
         a.set("rax", ROWS // TOGETHER)
         with a.counted("powers", "rax"):
             self._scale(a, constants)
@@ -332,27 +364,33 @@ class _Head(heads.Head):
             a.add("r8", TOGETHER * self._row)
             a.add("r9", TOGETHER * self._power_row)
             a.add("r11", TOGETHER * CACHE_LINE)
+            if self.mask_step:
+                a.add("rcx", TOGETHER * self.mask_step)
 
     def _scale(self, a: TileAssembler, constants: Constants) -> None:
         """The scores times their factor, and what is added to them; and the largest of each row."""
+        rows_of_mask = TOGETHER if self.mask_step else int(self.is_masked)
         for row in range(TOGETHER):
             a.load_vector(EXTREMES + row, constants.at(-math.inf))
         a.set("rdx", 0)
         with a.stepped("scale", "rdx", CACHE_LINE, self.steps * 2 * CACHE_LINE):
-            if self.is_masked:
-                a.load_vector(SUMS, At(base="rcx", index="rdx"))
-                a.vector("vmulps", SUMS, SUMS, constants.at(LOG2E))
+            for row in range(rows_of_mask):
+                a.load_vector(SUMS + row, self._of_mask(row))
+                a.vector("vmulps", SUMS + row, SUMS + row, constants.at(LOG2E))
             for row in range(TOGETHER):
                 x, place = SPARE + row, At(base="r8", index="rdx", distance=row * self._row)
                 a.vector("vmulps", x, FACTOR, place)
                 if self.is_masked:
-                    a.vector("vaddps", x, x, SUMS)
+                    a.vector("vaddps", x, x, SUMS + row % rows_of_mask)
                 a.store_vector(place, x)
                 a.vector("vmaxps", EXTREMES + row, x, EXTREMES + row)
         self._across(a, "vmaxps", EXTREMES)
         if self.is_masked:
             for row in range(TOGETHER):
-                a.vector("vsubps", EXTREMES + row, EXTREMES + row, At(base="rcx", index="rdx"))
+                a.vector("vsubps", EXTREMES + row, EXTREMES + row, self._of_mask(row))
+
+    def _of_mask(self, row: int) -> At:
+        return At(base="rcx", index="rdx", distance=row * self.mask_step)
 
     def _across(self, a: TileAssembler, name: str, first: int) -> None:
         """The lanes of each row's vector combined, in all of them."""
@@ -400,7 +438,7 @@ class _Head(heads.Head):
         a.set("rdx", self._power_row)
         a.set("rsi", CACHE_LINE)
         a.set("rax", 2 * CACHE_LINE)
-        for pair in range(self.width // (2 * HALF)):
+        for pair, first in enumerate(self._writes):
             a.move("r8", "r13")
             a.add("r8", self._powers)
             a.move("rcx", "r13")
@@ -431,5 +469,5 @@ class _Head(heads.Head):
                     distance = self._made + (2 * row + v) * CACHE_LINE
                     a.vector("vmulps", x + v, SPARE + row % 8, At(base="r13", distance=distance))
                 a.vector("vcvtne2ps2bf16", x, x + 1, x)
-                place = row * self.pitch + pair * STEP * SIZE
+                place = row * self.pitch + first * SIZE
                 a.store_vector(At(base="rbp", distance=place), x)

@@ -4,7 +4,8 @@ values it packs once; of some queries at a time the scores never leave the first
 Keys are packed in panels of channels by keys, values in panels of keys by channels, so that both
 products read them in order: where heads lie side by side in a row of 9 kB, as behind one product
 for queries, keys and values, their rows would fall on four sets of the first cache. The result of
-all heads of a row lies together, as the layer behind reads it.
+all heads of a row lies together, as the layer behind reads it. Where channels do not fill the last
+vectors, these begin earlier, and some are computed twice, to the same numbers.
 
 Source: the softmax of a few rows at a time, as Dao et al., "FlashAttention" (2022), without their
 running maximum: a CPU's cache holds the scores of whole rows.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tessella.core.integers import ceil_div
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.device.x86.code import CACHE_LINE
@@ -55,8 +57,7 @@ AHEAD = 8  # rows: what is read of other layers' results is asked for so long be
 
 
 def fits(problem: Problem) -> str | None:
-    width = VECTORS * code.require_instructions().lanes
-    if why := heads.refusal(problem, "float32", width):
+    if why := heads.refusal(problem, "float32", code.require_instructions().lanes):
         return why
     if _Head.of(problem).part_bytes > heads.MOST_PART_BYTES:
         return f"keys and values of a head in {heads.MOST_PART_BYTES} bytes"
@@ -68,9 +69,8 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    problem.require_constants(constants)
     head = _Head.of(problem)
-    return heads.bound(problem, _machine_code(head), head.part_bytes)
+    return heads.bound(problem, constants, _machine_code(head), head.part_bytes)
 
 
 @functools.lru_cache(64)
@@ -110,6 +110,15 @@ class _Head(heads.Head):
         return math.ceil(self.keys / self.panel)
 
     @property
+    def _value_panels(self) -> int:
+        return math.ceil(self.width / self.panel)
+
+    def _columns(self, channels: int, vectors: int) -> list[int]:
+        """The first channel of each vector."""
+        lanes = self.isa.lanes
+        return [min(v * lanes, channels - lanes) for v in range(vectors)]
+
+    @property
     def rounds(self) -> int:
         """Of the loop over the keys and their values, those behind the last of which are 0."""
         return math.ceil(self.keys / UNROLLED)
@@ -125,11 +134,11 @@ class _Head(heads.Head):
 
     @property
     def _queries(self) -> int:
-        return self._values + self.width // self.panel * self._value_panel
+        return self._values + self._value_panels * self._value_panel
 
     @property
     def _scores(self) -> int:
-        return self._queries + self.rows * self.channels * WORD
+        return self._queries + ceil_div(self.rows * self.channels * WORD, CACHE_LINE) * CACHE_LINE
 
     @property
     def _row(self) -> int:
@@ -142,13 +151,14 @@ class _Head(heads.Head):
 
     @property
     def part_bytes(self) -> int:
-        return -(-(self._factors + self.rows * self.vector) // CACHE_LINE) * CACHE_LINE
+        return ceil_div(self._factors + self.rows * self.vector, CACHE_LINE) * CACHE_LINE
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
 
         rdi: the call; r15: the item; r13: the thread's part; rax: the constants; r12, r14: the
-        queries and the step between them; rbp: where their results go.
+        queries and the step between them; rbp: where their results go; rsi: what of the mask is
+        added to the scores of the first.
         """
         a = Assembler(self.isa)
         with a.function():
@@ -164,6 +174,8 @@ class _Head(heads.Head):
         self._row_of(a, "r12", QUERIES, OF_QUERIES)
         a.load("r14", QUERY_STEP)
         self._row_of(a, "rbp", RESULT, OF_RESULT)
+        if self.is_masked:
+            self._row_of(a, "rsi", MASK, OF_MASK)
         whole, rest = divmod(self.queries, self.rows)
         if whole:
             a.set("rbx", whole)
@@ -224,13 +236,14 @@ class _Head(heads.Head):
         a.add("rcx", self._values)
         places = [
             v // VECTORS * self._value_panel + v % VECTORS * self.vector
-            for v in range(self.width // self.isa.lanes)
+            for v in range(self._value_panels * VECTORS)
         ]
+        columns = self._columns(self.width, len(places))
         a.set("r11", self.keys)
         with a.counted("values", "r11"):
             self._ask_for(a, self.width)
-            for v, place in enumerate(places):
-                a.load_vector(v % 12, At(base="r8", distance=v * self.vector))
+            for v, (place, column) in enumerate(zip(places, columns, strict=True)):
+                a.load_vector(v % 12, At(base="r8", distance=column * WORD))
                 a.store_vector(At(base="rcx", distance=place), v % 12)
             a.add("rcx", self.panel_bytes)
             a.add("r8", "r9")
@@ -246,16 +259,18 @@ class _Head(heads.Head):
         self._exponentiate(a, name, rows, constants)
         self._add_values(a, name, rows)
         a.add("rbp", rows * self.pitch)
+        if self.mask_step:
+            a.add("rsi", rows * self.mask_step)
 
     def _take_queries(self, a: Assembler, rows: int, constants: Constants) -> None:
         """The next queries, times the scale."""
         a.load_vector(self.isa.vectors - 1, constants.at(self.scale))
         for row in range(rows):
-            for v in range(self.channels // self.isa.lanes):
-                a.vector(
-                    "vmulps", v % 12, self.isa.vectors - 1, At(base="r12", distance=v * self.vector)
-                )
-                place = self._queries + row * self.channels * WORD + v * self.vector
+            vectors = ceil_div(self.channels, self.isa.lanes)
+            for v, column in enumerate(self._columns(self.channels, vectors)):
+                read = At(base="r12", distance=column * WORD)
+                a.vector("vmulps", v % 12, self.isa.vectors - 1, read)
+                place = self._queries + (row * self.channels + column) * WORD
                 a.store_vector(At(base="r13", distance=place), v % 12)
             a.add("r12", "r14")
         a.move("r8", "r12")
@@ -272,7 +287,7 @@ class _Head(heads.Head):
         a.move("rcx", "r13")
         a.move("r8", "r13")
         if self.is_masked:
-            self._row_of(a, "r9", MASK, OF_MASK)
+            a.move("r9", "rsi")
         a.set("r10", self.panels)
         with a.counted(f"{name} panels", "r10"):
             self._zero(a, rows)
@@ -289,7 +304,8 @@ class _Head(heads.Head):
                 for v in range(VECTORS):
                     i = row * VECTORS + v
                     if self.is_masked:
-                        a.vector("vaddps", i, i, At(base="r9", distance=v * self.vector))
+                        distance = row * self.mask_step + v * self.vector
+                        a.vector("vaddps", i, i, At(base="r9", distance=distance))
                     a.store_vector(self._score_at("r8", row, v), i)
             a.add("r8", self.panel_bytes)
             if self.is_masked:
@@ -324,7 +340,7 @@ class _Head(heads.Head):
         self._fold(a, f"{name} largest", "vmaxps", rows)
         for row in range(rows):
             if self.is_masked:  # r9: behind the panels
-                a.vector("vsubps", row, row, At(base="r9"))
+                a.vector("vsubps", row, row, At(base="r9", distance=row * self.mask_step))
             a.store_vector(self._factor(row), row)
         a.load_vector(self.isa.vectors - 1, constants.at(LOWEST))
         a.move("r8", "r13")
@@ -412,7 +428,8 @@ class _Head(heads.Head):
         """rcx: a row of a panel of values; rdx: the distance of its key's score."""
         a.move("rcx", "r13")
         a.add("rcx", self._values)
-        for panel in range(self.width // self.panel):
+        columns = self._columns(self.width, self._value_panels * VECTORS)
+        for panel in range(self._value_panels):
             self._zero(a, rows)
             a.set("rdx", 0)
             end = self.rounds * UNROLLED * WORD
@@ -426,5 +443,5 @@ class _Head(heads.Head):
                 for v in range(VECTORS):
                     i = row * VECTORS + v
                     a.vector("vmulps", i, i, self._factor(row))
-                    place = row * self.pitch + (panel * VECTORS + v) * self.vector
+                    place = row * self.pitch + columns[panel * VECTORS + v] * WORD
                     a.store_vector(At(base="rbp", distance=place), i)

@@ -22,7 +22,7 @@ from tessella.operations.problem import Problem
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles whose panels do not overlap, since nothing may be added twice; and no passes, since
     sums cannot wait where the residual lies."""
-    isa, channels = code.require_instructions(), problem["weight"].shape[0]
+    isa, channels = code.require_instructions(), x86.own_channels(problem)
     wide = [vectors for vectors in x86_tiles.PIXELS[isa] if channels % (vectors * isa.lanes) == 0]
     return tuple({"vectors": vectors} for vectors in wide[:2])
 
@@ -30,6 +30,9 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 def fits(problem: Problem) -> str | None:
     if why := onednn_sum.refusal(problem) or x86.fits(problem):
         return why
+    residual = problem.epilogue.residual
+    if residual is None or residual.pixel_pitch != problem.output.pixel_pitch:
+        return "the residual's pixels lie as the result's"
     if not configs(problem):
         return f"channels by {code.require_instructions().lanes}"
     return None
@@ -38,7 +41,7 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> Call:
     config = config or dict(configs(problem)[0])
     lanes = code.require_instructions().lanes
-    if problem["weight"].shape[0] % (config["vectors"] * lanes) or "depth" in config:
+    if x86.own_channels(problem) % (config["vectors"] * lanes) or "depth" in config:
         raise KernelError(
             "a residual would be added twice where panels overlap or sums wait",
             seen=config,

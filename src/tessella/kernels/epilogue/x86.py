@@ -81,6 +81,11 @@ class Constants:
         return At(base=self.pointer, distance=place * self._isa.vector_bytes)
 
 
+def activation_refusal(name: str | None) -> str | None:
+    """Why ``activate`` cannot write an activation, or None."""
+    return None if name is None or name in WRITTEN else f"machine code has no {name}"
+
+
 def activate(
     a: Assembler,
     name: str | None,

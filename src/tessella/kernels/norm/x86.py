@@ -34,6 +34,8 @@ ITEM = OF_ROWS, COUNT = 0, code.NUMBER
 
 def fits(problem: Problem) -> str | None:
     x, y = problem["input"], problem.output
+    if problem.is_constant("input"):
+        return "its input is a constant"
     if (x.dtype, y.dtype) != ("float32", "float32") and (
         (x.dtype, y.dtype) != ("bfloat16", "bfloat16") or not code.has_bfloat16()
     ):

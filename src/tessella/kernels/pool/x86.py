@@ -32,6 +32,7 @@ ALONE_BYTES = 2**15  # so little is not worth waking a thread
 SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
 SCALE = NAN  # of a sum, which needs no mark of what is no number
 SEEN = TOGETHER  # AVX2's vectors of where a NaN was, behind the maxima
+SUMS = TOGETHER  # a window's, where each of its rows has its own
 ALL, REST = 5, 6  # masks; the first ones are of float32's numbers that were ordered
 
 # the instruction for a type, and 32 bits of the number that all others are at least
@@ -45,10 +46,13 @@ MAXIMUM = {
 
 
 SUM = ("vaddps", 0)
-MOST_ADDED = 2**10  # numbers of a mean, one after another, of which each rounds
+# numbers of a mean, one after another, of which each rounds; of more, each row has its own sum
+MOST_ADDED = 2**10
 
 
 def fits(problem: Problem) -> str | None:
+    if problem.is_constant("input"):
+        return "its input is a constant"
     if why := _adaptive_refusal(problem):
         return why
     problem = _with_windows(problem)
@@ -99,6 +103,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         dtype=x.dtype,
         is_widened=_is_widened(problem),
         divisor=_divisor(problem),
+        by_rows=math.prod(problem.attrs["kernel_size"]) > MOST_ADDED,
         channel_bytes=x.shape[1] * x.itemsize,
         row=_strides(x)[2] * down,
         pixel=_strides(x)[3] * along,
@@ -120,8 +125,8 @@ def _adaptive_refusal(problem: Problem) -> str | None:
     sizes, made = problem["input"].shape[2:], problem.output.shape[2:]
     if 0 in made or any(size % count for size, count in zip(sizes, made, strict=True)):
         return "windows of different sizes"
-    if math.prod(_window(problem)) > MOST_ADDED:
-        return f"adds at most {MOST_ADDED} numbers"
+    if max(_window(problem)) > MOST_ADDED:
+        return f"adds at most {MOST_ADDED} numbers of a row, and rows"
     return None
 
 
@@ -167,6 +172,7 @@ class _Pool:
     Attributes:
         is_widened: float32 is made of bfloat16.
         divisor: of a sum; None: the maximum.
+        by_rows: of a window's sum, each row is summed first.
         row, pixel: from one to the next of a window; ``out_pixel`` of the result.
         columns: of a row of results.
     """
@@ -175,6 +181,7 @@ class _Pool:
     dtype: str
     is_widened: bool
     divisor: int | None
+    by_rows: bool
     channel_bytes: int
     row: int
     pixel: int
@@ -254,8 +261,11 @@ class _Pool:
             masks[-1] = REST
         elif rest:
             places[-1] -= vector - rest
+        is_summed_twice = self.by_rows and self.divisor is not None
         for i in range(vectors):
             a.copy_vector(i, SMALLEST)
+            if is_summed_twice:
+                a.copy_vector(SUMS + i, SMALLEST)
             if has_nan and has_masks:
                 a.copy_mask(1 + i, ALL)
             elif has_nan:
@@ -275,6 +285,9 @@ class _Pool:
                         a.compare_lanes("vcmpunordps", TAKEN, TAKEN, TAKEN)
                         a.vector("vorps", SEEN + i, SEEN + i, TAKEN)
                 a.add("rax", self.pixel)
+            for i in range(vectors if is_summed_twice else 0):
+                a.vector("vaddps", SUMS + i, SUMS + i, i)
+                a.copy_vector(i, SMALLEST)
             a.add("rsi", self.row)
         for i, (place, mask) in enumerate(zip(places, masks, strict=True)):
             made = i
@@ -285,7 +298,7 @@ class _Pool:
             elif has_nan:
                 a.vector("vorps", i, i, SEEN + i)  # all bits set are a NaN
             elif self.divisor is not None:
-                a.vector("vmulps", i, i, SCALE)
+                a.vector("vmulps", i, SUMS + i if is_summed_twice else i, SCALE)
             store(At(base="r12", distance=place), made, mask)
 
 

@@ -40,6 +40,8 @@ def fits(problem: Problem) -> str | None:
         return f"makes {types[1]} of {types[0]}"
     if problem.get("zero_point") is not None or math.prod(scale.shape) != 1:
         return "one scale, and no zero point"
+    if problem.is_constant("input"):
+        return "its input is a constant"
     if not problem.is_constant("scale"):
         return "scale must be constant"
     if "strided" in (x.format, y.format) or not x.has(y.format):

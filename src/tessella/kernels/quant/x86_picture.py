@@ -30,6 +30,8 @@ def fits(problem: Problem) -> str | None:
         return "makes int8 of float32"
     if problem.get("zero_point") is not None or math.prod(scale.shape) != 1:
         return "one scale, and no zero point"
+    if problem.is_constant("input"):
+        return "its input is a constant"
     if not problem.is_constant("scale"):
         return "scale must be constant"
     return planes.refusal(problem, code.require_instructions().lanes, (CHANNELS,))

@@ -13,7 +13,9 @@ cache, where residual and activation are done to them; they begin as the bias.
 Weights are packed as tiles read them: two channels of the image side by side for each channel of
 the result. Where the last pixels or channels are less than a block, it begins earlier, and some of
 them are computed twice, to the same numbers; of less than 32 channels the second tile's begin
-earlier, down to 16 channels in all.
+earlier, down to 16 channels in all. A panel is of one group; groups of less than 32 channels are
+multiplied some together, with weights of zero for what is another's: a number that is not finite
+reaches the groups beside its own.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from tessella.core.errors import KernelError
 from tessella.device.packing import packed
@@ -65,6 +68,7 @@ FEW_CHANNELS = 16  # of the image: copies fill them up to 32 with zeros
 MOST_SPREAD, MOST_LINES = 4, 16  # channels, and lines of a filter, which are spread
 SOME_THREADS = 16  # have a part of the workspace in any case; more if it stays so small
 MOST_BYTES = 2**24
+MOST_TOGETHER = 8  # narrow groups
 
 
 def fits(problem: Problem) -> str | None:
@@ -73,9 +77,10 @@ def fits(problem: Problem) -> str | None:
     x, weight, y = problem["input"], problem["weight"], problem.output
     if x.dtype != "bfloat16":
         return "bfloat16"
-    if problem.attrs["groups"] != 1:
-        return "one group"
-    if weight.shape[0] < LANES or (x.shape[1] < FEW_CHANNELS and not may_be_spread(problem)):
+    some = _together(problem)
+    groups, read = problem.attrs["groups"] // some, some * weight.shape[1]
+    few = read < FEW_CHANNELS and not may_be_spread(problem)
+    if weight.shape[0] // groups < LANES or few:
         return f"{LANES} channels at least, {FEW_CHANNELS} of the input"
     if _pixels(problem) < ROWS:
         return f"{ROWS} pixels at least"
@@ -83,6 +88,19 @@ def fits(problem: Problem) -> str | None:
     if max(m.extent for m in images if m is not None) > MAX_BYTES:
         return "distances have 32 bits"
     return None
+
+
+def _together(problem: Problem) -> int:
+    """How many groups are multiplied together: so many that they fill a block, where they can."""
+    groups = int(problem.attrs["groups"])
+    own = problem["weight"].shape[0] // groups
+    some = math.ceil(WIDTH / own) if groups > 1 else 1
+    return some if some <= MOST_TOGETHER and groups % some == 0 else 1
+
+
+def _read(problem: Problem) -> int:
+    """The channels of the image that a group of blocks reads."""
+    return _together(problem) * problem["weight"].shape[1]
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -112,9 +130,9 @@ def former_configs(problem: Problem) -> tuple[Config, ...]:
 
 def may_be_direct(problem: Problem) -> bool:
     """Whether a result sees one pixel of whole steps, and the next result the next one."""
-    x, a = problem["input"], problem.attrs
+    a = problem.attrs
     still = tuple(a["stride"]) == (1, 1) and tuple(a["padding"]) == (0, 0)
-    return still and problem["weight"].shape[2:] == (1, 1) and x.shape[1] % STEP == 0
+    return still and problem["weight"].shape[2:] == (1, 1) and _read(problem) % STEP == 0
 
 
 def may_be_framed(problem: Problem) -> bool:
@@ -168,8 +186,8 @@ def _line(problem: Problem) -> int:
 
 def _row_bytes(problem: Problem) -> int:
     """What the filter sees, with zeros behind each pixel's channels."""
-    _, channels, *filters = problem["weight"].shape
-    return math.prod(filters) * math.ceil(channels / STEP) * CACHE_LINE
+    filters = problem["weight"].shape[2:]
+    return math.prod(filters) * math.ceil(_read(problem) / STEP) * CACHE_LINE
 
 
 def _pixels(problem: Problem) -> int:
@@ -194,11 +212,12 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     config = config or configs(problem)[0]
     filters, dilation = problem["weight"].shape[2:], problem.attrs["dilation"]
     added = None if residual is None else pixel_bytes(residual)
-    panels, way, line = Panels(channels=y.shape[1], vectors=2, lanes=LANES), config["way"], 0
+    groups, way, line = problem.attrs["groups"] // _together(problem), config["way"], 0
+    panels = Panels(channels=y.shape[1], vectors=2, lanes=LANES, groups=groups)
     offered = {
         FRAMED: may_be_framed(problem),
         DIRECT: may_be_direct(problem),
-        COPIED: x.shape[1] >= FEW_CHANNELS,
+        COPIED: _read(problem) >= FEW_CHANNELS,
         SPREAD: may_be_spread(problem),
     }
     if (
@@ -217,7 +236,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
     down, along = (range(0, n * int(d), int(d)) for n, d in zip(filters, dilation, strict=True))
     rows = y.shape[2] * line if way == FRAMED else _pixels(problem)
     items = math.ceil(rows / config["rows"]) * (y.shape[0] if way == FRAMED else 1)
-    seen, taps = x.shape[1] * SIZE, tuple(r * line + s for r in down for s in along)
+    seen, taps = _read(problem) * SIZE, tuple(r * line + s for r in down for s in along)
     spread = _spread(problem) if way == SPREAD else None
     step = int(problem.attrs["stride"][1])
     if spread is not None:
@@ -268,7 +287,7 @@ def begins(problem: Problem, blocks: Blocks) -> list[tuple[int, int, int]]:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:
     problem.require_constants(constants)
     blocks = blocks_of(problem, config)
-    weight, bias = _weight(constants[1], blocks), constants.get(2)
+    weight, bias = _weight(constants[1], blocks, _together(problem)), constants.get(2)
     if bias is None:
         bias = torch.zeros(problem.output.shape[1], dtype=torch.float32)
     bias = blocks.panels.laid_out(bias.float()).contiguous()
@@ -294,13 +313,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
     )
 
 
-def _weight(weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def _weight(weight: torch.Tensor, blocks: Blocks, some: int) -> torch.Tensor:
     """[K, C, R, S] → [panels, steps, 2 tiles, 16, 16, 2]: pairs of what the filter sees, for 16
-    channels each."""
+    channels each.
+
+    Args:
+        some: groups that are multiplied together.
+    """
     panels, spread = blocks.panels, blocks.way == SPREAD
 
     def pack(w: torch.Tensor) -> torch.Tensor:
-        filled, fill = w.permute(0, 2, 3, 1), torch.nn.functional.pad
+        filled, fill = x86.together(w, panels.own, some).permute(0, 2, 3, 1), functional.pad
         if spread:  # a line of the filter is a step
             filled = fill(filled, (0, MOST_SPREAD - w.shape[1])).flatten(2)
         filled = fill(filled, (0, -filled.shape[-1] % STEP))
@@ -308,7 +331,7 @@ def _weight(weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         shape = (len(panels.begins), 2, WIDTH // 2, rows.shape[1] // STEP, STEP // 2, 2)
         return rows.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
 
-    return packed(weight, ("conv2d.amx_bf16", panels, spread), pack)
+    return packed(weight, ("conv2d.amx_bf16", panels, spread, some), pack)
 
 
 def _places(problem: Problem, blocks: Blocks, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -380,8 +403,10 @@ def make_items(
 
     A row: distances of image, result and residual; addresses of weight, bias and of the places of
     what is copied and of results; how many panels, and blocks of rows; how many rows the last block
-    begins earlier; how many pixels are copied; and a number for the rows, from 1.
+    begins earlier; how many pixels are copied; and a number for the rows of a group, from 1.
     """
+    groups = blocks.panels.groups
+    each = len(blocks.panels.begins) // groups
     x, y = problem["input"], problem.output
     of_x, of_y, of_residual = blocks.pitches
     table = []
@@ -403,9 +428,9 @@ def make_items(
             copies = count + max(blocks.taps)
         many = math.ceil(count / ROWS)
         for panel, some in blocks.groups:
-            column = blocks.panels.begins[panel] * SIZE
+            column, group = blocks.panels.begins[panel] * SIZE, panel // each
             table.append((
-                first_x,
+                first_x + group * blocks.seen,
                 first * of_y + column,
                 first * (of_residual or 0) + column,
                 weight[panel].data_ptr(),
@@ -416,7 +441,7 @@ def make_items(
                 many,
                 many * ROWS - count,
                 copies,
-                number + 1,
+                number * groups + group + 1,
             ))  # fmt: skip
     return np.array(table, np.int64)
 

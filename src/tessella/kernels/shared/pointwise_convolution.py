@@ -16,17 +16,25 @@ from tessella.operations.tensor_meta import TensorMeta
 
 def refusal(problem: Problem) -> str | None:
     """Why a convolution is no matrix product of its tensors as they lie, or None."""
-    x, weight, a = problem["input"], problem["weight"], problem.attrs
-    if len(x.shape) != 4 or weight.shape[2:] != (1, 1):
-        return "1×1 filters only"
-    if tuple(a["stride"]) != (1, 1) or tuple(a["padding"]) != (0, 0) or a["groups"] != 1:
-        return "no stride, padding or groups: they are no part of a matrix product"
+    x, weight = problem["input"], problem["weight"]
+    if why := window_refusal(problem):
+        return why
     pixels = (x, problem.output, problem.epilogue.residual)
     if not all(meta is None or meta.has("channels_last") for meta in pixels):
         return "input, output and residual must be channels_last"
     if weight.format == "strided":
         return "the weight must be dense"
     return "empty" if 0 in x.shape else None
+
+
+def window_refusal(problem: Problem) -> str | None:
+    """Why a result's pixel is not made of the one pixel at the same place, or None."""
+    a = problem.attrs
+    if len(problem["input"].shape) != 4 or problem["weight"].shape[2:] != (1, 1):
+        return "1×1 filters only"
+    if tuple(a["stride"]) != (1, 1) or tuple(a["padding"]) != (0, 0) or a["groups"] != 1:
+        return "no stride, padding or groups: they are no part of a matrix product"
+    return None
 
 
 def linear_of(problem: Problem) -> Problem:

@@ -8,7 +8,9 @@ and dilation is the same code; beside the image it points to zeros. What is read
 asked for when the tile begins, and is there when it ends; oneDNN waits for it. Where the weights of
 a panel are more than the first cache holds, some channels of all pixels may be multiplied before
 the next ones: sums then wait in the result. Where channels do not fill the last vectors, these
-begin earlier, and some channels are computed twice, to the same numbers.
+begin earlier, and some channels are computed twice, to the same numbers. Groups of fewer channels
+than a vector has lanes are multiplied some together, with weights of zero for what is another's: a
+number that is not finite reaches the groups beside its own.
 
 Source: the table is the indirection buffer of Dukhan, "The Indirect Convolution Algorithm" (2019).
 """
@@ -30,6 +32,7 @@ from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     Constants,
     activate,
+    activation_refusal,
     load_order,
     pack_int8,
     store_int8,
@@ -72,6 +75,7 @@ AHEAD = Ahead(
 AHEAD_BYTES = {AVX512: 2**19, AVX2: 2**17}
 AHEAD_LINES = {AVX512: 2, AVX2: 1}  # in a round, which reads 16 and 6 at most
 KEPT_BYTES = (len(STACK) + 2) * code.NUMBER
+MOST_TOGETHER = 4  # narrow groups
 MIN_DEPTH = 32  # words of a pass; fewer are not worth reading and writing sums for
 
 
@@ -83,12 +87,22 @@ def fits(problem: Problem) -> str | None:
         problem = _not_rounded(problem)
     if why := refusal(problem):
         return why
-    if problem.attrs["groups"] != 1:
-        return "one group"
-    halves = weight.shape[1] * x.itemsize % WORD and weight.shape[1] > MOST_HALVES
-    if weight.shape[0] < isa.lanes or halves:
+    if (groups := _groups(problem)) is None:
+        return f"groups by {isa.lanes} channels, or some together in a vector"
+    depth = x.shape[1] // groups
+    if weight.shape[0] // groups < isa.lanes or (depth * x.itemsize % WORD and depth > MOST_HALVES):
         return f"{isa.lanes} channels at least, those of the input by {WORD} bytes"
     return None
+
+
+def _groups(problem: Problem) -> int | None:
+    """How many groups tiles know: the problem's, or fewer where some are multiplied together to
+    fill a vector; None where that multiplies more than ``MOST_TOGETHER`` times as much.
+    """
+    groups: int = problem.attrs["groups"]
+    own = problem["weight"].shape[0] // groups
+    some = math.ceil(code.require_instructions().lanes / own) if groups > 1 else 1
+    return groups // some if some <= MOST_TOGETHER and groups % some == 0 else None
 
 
 def rounds(problem: Problem) -> bool:
@@ -106,11 +120,15 @@ def refusal(problem: Problem) -> str | None:
     """Why no convolution of ours in machine code takes a problem, whatever its groups."""
     x, y = problem["input"], problem.output
     epilogue, residual = problem.epilogue, problem.epilogue.residual
+    if problem.is_constant("input"):
+        return "its input is a constant"
     bias = () if epilogue.bias is None else ("bias",)
     if not all(map(problem.is_constant, ("weight", *bias))):
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
+    if why := activation_refusal(epilogue.activation):
+        return why
     if {t.dtype for t in (*problem.inputs, y) if t is not None} not in ({"float32"}, {"bfloat16"}):
         return "float32 or bfloat16 throughout"
     if x.dtype == "bfloat16" and not code.has_bfloat16():
@@ -129,7 +147,7 @@ def refusal(problem: Problem) -> str | None:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Tiles of many channels and fewer pixels, or the other way around; at once or in passes."""
-    isa, channels = code.require_instructions(), problem["weight"].shape[0]
+    isa, channels = code.require_instructions(), own_channels(problem)
     wide = widths(channels, isa)
     depths = [
         (vectors, _depth(problem, vectors * isa.lanes))
@@ -140,6 +158,11 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         *({"vectors": vectors} for vectors in wide),
         *({"vectors": vectors, "depth": depth} for vectors, depth in depths if depth),
     )
+
+
+def own_channels(problem: Problem) -> int:
+    """The channels that a group of tiles makes."""
+    return problem["weight"].shape[0] // (_groups(problem) or 1)
 
 
 def widths(channels: int, isa: InstructionSet) -> list[int]:
@@ -155,7 +178,7 @@ def widths(channels: int, isa: InstructionSet) -> list[int]:
 def _depth(problem: Problem, width: int) -> int | None:
     """How many of a pixel's words a pass should take, None for all: sums are kept as float32."""
     x, taps = problem["input"], math.prod(problem["weight"].shape[2:])
-    words = x.shape[1]
+    words = x.shape[1] // (_groups(problem) or 1)
     if x.itemsize != WORD or rounds(problem):
         return None
     for limit in PASS_BYTES:
@@ -176,28 +199,37 @@ def bind(
     vectors = configs(problem)[0]["vectors"] if vectors is None else vectors
     problem.require_constants(constants)
     x = problem["input"]
-    words = math.ceil(x.shape[1] * x.itemsize / WORD)
+    groups = _groups(problem) or 1
+    of_pixel = x.shape[1] // groups * x.itemsize
+    words = math.ceil(of_pixel / WORD)
     depth = words if depth is None else depth
     gamma = float(problem.epilogue.gamma) if rounds(problem) else None
-    ends_half = x.shape[1] * x.itemsize % WORD != 0
-    tiles = _Tiles.of(problem, vectors, words=words, depth=depth, gamma=gamma, ends_half=ends_half)
+    ends_half = of_pixel % WORD != 0
+    tiles = _Tiles.of(
+        problem, vectors, groups=groups, words=words, depth=depth, gamma=gamma, ends_half=ends_half
+    )
     if (tiles.panels.overlap or gamma) and depth != words:
         raise KernelError(
             "sums of a pass cannot wait where another panel's are, or in int8",
             seen=f"{problem.output.shape[1]} channels by {vectors} vectors, {depth} words a pass",
             fix="leave out depth",
         )
-    return tiles.bound(problem, constants, _weight(constants[1], tiles.panels, depth))
+    some = problem.attrs["groups"] // groups
+    return tiles.bound(problem, constants, _weight(constants[1], tiles.panels, depth, some))
 
 
-def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:
+def _weight(weight: torch.Tensor, panels: Panels, depth: int, some: int) -> torch.Tensor:
     """[K, C, R, S] → [panels, passes, R·S, words of a pass, width, in a word]: as a tile reads
     it. The last of an odd number of channels in bfloat16 is read twice, with half its weight.
+
+    Args:
+        some: groups that are multiplied together.
     """
     inside = WORD // weight.itemsize
     taps = math.prod(weight.shape[2:])
 
     def pack(w: torch.Tensor) -> torch.Tensor:
+        w = together(w, panels.own, some)
         if w.shape[1] % inside:
             w = torch.cat((w[:, :-1], w[:, -1:] / 2, w[:, -1:] / 2), 1)
         passes = w.shape[1] // (depth * inside)
@@ -205,7 +237,19 @@ def _weight(weight: torch.Tensor, panels: Panels, depth: int) -> torch.Tensor:
         parts = panels.laid_out(w).reshape(shape)
         return parts.permute(0, 2, 5, 3, 1, 4).contiguous()
 
-    return packed(weight, ("conv2d.x86", panels, depth), pack)
+    return packed(weight, ("conv2d.x86", panels, depth, some), pack)
+
+
+def together(weight: torch.Tensor, own: int, some: int) -> torch.Tensor:
+    """[K, C, R, S] of narrow groups → [K, some · C, R, S] of ``own`` channels, with zeros."""
+    if some == 1:
+        return weight
+    channels, window = weight.shape[1], weight.shape[2:]
+    parts = weight.detach().reshape(-1, some, own // some, channels, *window)
+    made = parts.new_zeros(len(parts), some, own // some, some, channels, *window)
+    for i in range(some):
+        made[:, i, :, i] = parts[:, i]
+    return made.reshape(-1, some * channels, *window)
 
 
 @dataclass(frozen=True, kw_only=True)

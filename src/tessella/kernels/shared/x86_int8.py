@@ -32,6 +32,7 @@ from tessella.kernels.catalog import Config
 from tessella.kernels.epilogue.x86 import (
     Constants,
     activate,
+    activation_refusal,
     load_order,
     pack_int8,
     store_int8,
@@ -93,6 +94,10 @@ def refusal(problem: Problem) -> str | None:
     epilogue = problem.epilogue
     residual = epilogue.residual
     vectors = [name for name in ("bias", "scale") if problem.get(name) is not None]
+    if problem.is_constant("input"):
+        return "its input is a constant"
+    if why := activation_refusal(epilogue.activation):
+        return why
     if not all(map(problem.is_constant, ("weight", *vectors))):
         return "weight, bias and scale must be constants"
     if (x.dtype, weight.dtype) != ("int8", "int8"):

@@ -42,24 +42,33 @@ class Panels:
     """How channels are cut into panels, which begin earlier where too few are left.
 
     Attributes:
-        channels: of the result; as many as a vector has lanes at least.
+        channels: of the result.
         vectors: of a panel.
+        groups: that each read their own part of the image's channels; a group has as many channels
+            as a vector has lanes at least, and a panel is of one group.
     """
 
     channels: int
     vectors: int
     lanes: int
+    groups: int = 1
+
+    @property
+    def own(self) -> int:
+        """The channels of a group."""
+        return self.channels // self.groups
 
     @cached_property
     def span(self) -> int:
         """The channels from a panel's first to its last."""
-        return min(self.vectors * self.lanes, self.channels)
+        return min(self.vectors * self.lanes, self.own)
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
         """The first channel of each panel."""
-        count = math.ceil(self.channels / self.span)
-        return tuple(min(i * self.span, self.channels - self.span) for i in range(count))
+        ends = range(self.own, self.channels + 1, self.own)
+        inside = range(0, self.own, self.span)
+        return tuple(end - max(self.own - i, self.span) for end in ends for i in inside)
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
@@ -85,11 +94,13 @@ class Panels:
 
     def together(self, most: int) -> Iterator[tuple[int, int]]:
         """Panels for one item, as (first, how many): neighbours, and one that overlaps alone."""
-        alone = len(self.begins) - (self.channels % self.span != 0)
-        for first in range(0, alone, most):
-            yield first, min(most, alone - first)
-        for first in range(alone, len(self.begins)):
-            yield first, 1
+        each = len(self.begins) // self.groups
+        alone = each - (self.own % self.span != 0)
+        for group in range(0, len(self.begins), each):
+            for first in range(0, alone, most):
+                yield group + first, min(most, alone - first)
+            for first in range(alone, each):
+                yield group + first, 1
 
 
 def indirection(problem: Problem, weight: torch.Tensor, pixels: int) -> torch.Tensor:
@@ -158,13 +169,20 @@ class Tiles(ABC):
     activation: str | None
 
     @classmethod
-    def of(cls, problem: Problem, vectors: int, pixels: int | None = None, **more: Any) -> Self:
+    def of(
+        cls,
+        problem: Problem,
+        vectors: int,
+        pixels: int | None = None,
+        groups: int = 1,
+        **more: Any,
+    ) -> Self:
         """Tiles for a problem; of as many pixels as registers allow if that is not said."""
         isa, y, residual = code.require_instructions(), problem.output, problem.epilogue.residual
         pixels = pixels or PIXELS[isa][vectors]
         return cls(
             isa=isa,
-            panels=Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes),
+            panels=Panels(channels=y.shape[1], vectors=vectors, lanes=isa.lanes, groups=groups),
             pixels=pixels,
             rest=math.prod(y.shape[2:]) % pixels,
             size=y.itemsize,
@@ -234,7 +252,7 @@ class Tiles(ABC):
         panel_bytes = weight[0].nbytes
         some_tiles = BLOCK_PIXELS // self.pixels
         blocks = math.ceil(pixels / (some_tiles * self.pixels))
-        together = len(weight)
+        each = together = len(weight) // self.panels.groups
         if not self.DEPTHWISE:
             together = max(1, min(together, BLOCK_WEIGHT_BYTES // panel_bytes))
         wanted = max(FEW_ITEMS, 2 * torch.get_num_threads())
@@ -248,7 +266,7 @@ class Tiles(ABC):
         has_rest = begin + count * self.pixels < pixels
         has_rest[:-1] = False
         row = (
-            n * image + (column if self.DEPTHWISE else 0),
+            n * image + (column if self.DEPTHWISE else self._group_bytes(x) * (panel // each)),
             (n * pixels + begin) * result + column,
             (n * pixels + begin) * (residual or 0) + column,
             weight.data_ptr() + panel * panel_bytes,
@@ -261,9 +279,14 @@ class Tiles(ABC):
         table = np.empty((len(panel), len(n), blocks, len(row)), np.int64)
         for number, values in enumerate(row):
             table[..., number] = values
-        if self.DEPTHWISE or self._by_blocks(problem, weight, *table.shape[:3]):
+        is_grouped = self.DEPTHWISE or self.panels.groups > 1
+        if is_grouped or self._by_blocks(problem, weight, *table.shape[:3]):
             table = table.transpose(1, 2, 0, 3)
         return table.reshape(-1, len(row))
+
+    def _group_bytes(self, x: TensorMeta) -> int:
+        """Of the channels of a pixel that a group reads."""
+        return x.shape[1] // self.panels.groups * x.itemsize
 
     def _by_blocks(
         self, problem: Problem, weight: torch.Tensor, groups: int, images: int, blocks: int
@@ -290,7 +313,7 @@ class Tiles(ABC):
         x, y, added = problem["input"], problem.output, problem.epilogue.residual
         pixels = self._pixels(count, rest)
         written = ((panels - 1) * self.width + self.panels.span) * self.size
-        whole = torch.full_like(image, x.shape[1] * x.itemsize)
+        whole = torch.full_like(image, self._group_bytes(x))
         read = int(places.max()) + (written if self.DEPTHWISE else whole)
         code.require_inside("image", image, read, x.extent)
         code.require_inside("result", result, (pixels - 1) * pixel_bytes(y) + written, y.extent)

@@ -184,6 +184,7 @@ def _convolutions(gpu: bool) -> Named:
         yield from _fused_convolutions(n, main)
     else:
         yield "3x3 8 images", _conv((8, *image[1:]), filters, padding=1, dtype=main)
+        yield f"1x1 to 6 channels {main}", _conv((n, 144, 1, 1), (6, 144, 1, 1), dtype=main)
     for dtype in dict.fromkeys((main, "float32")):
         yield dtype, _conv((n, 64, 256), (64, 64, 3), padding=1, dtype=dtype)
         yield dtype, _conv((n, 16, 8, 28, 28), (32, 16, 3, 3, 3), padding=1, dtype=dtype)
