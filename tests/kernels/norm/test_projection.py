@@ -81,7 +81,8 @@ def test_values_and_gradients(deeps, channels, residual, relu, ways, dtype):
         assert off(of_residual, old.grad) < EPS[dtype]
 
 
-def test_what_does_not_run():
+def test_what_does_not_run(monkeypatch):
+    monkeypatch.setattr(projection, "TAKEN", {(16, 32)})
     x, weight = images(16, torch.float16), torch.zeros(32, 16, 1, 1)
     assert projection.runs(x, weight)
     assert not projection.runs(x.float(), weight)
@@ -89,10 +90,8 @@ def test_what_does_not_run():
     assert not projection.runs(x, weight.half())
     assert not projection.runs(x, weight[:, :8])
     assert not projection.runs(x[:1, :, :1, :1], weight)  # one value a channel has no variance
-    assert not projection.widens((16, 16, 1, 1))  # more would be read than is saved
-    assert not projection.widens((96, 16, 1, 1))
-    assert not projection.widens((1024, 256, 1, 1))
-    assert not projection.widens((64, 16, 3, 3))
+    assert not projection.widens((64, 16, 1, 1))
+    assert not projection.widens((32, 16, 3, 3))
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:

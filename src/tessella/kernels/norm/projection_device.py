@@ -50,6 +50,11 @@ def products_kernel(
         if bits_pointer is not None:
             bits = tl.load(bits_pointer + _offsets(row, eighths, A // 8), mask=there, other=0)
             a = tl.where(unpacked(bits), a, 0.0).to(a.dtype)
+        if second_pointer is None and bits_pointer is None:
+            # Through registers, as in the other cases: read where it was copied to, a has two
+            # places in Triton 3.6's pipeline of three stages, and the product that still runs
+            # reads the place that the next copy is written to.
+            a = tl.where(there, a, 0.0).to(a.dtype)
         if joined_pointer is not None:
             own_rows = tl.where(tl.program_id(2) == 0, rows, 0)
             tl.store(joined_pointer + at, a, mask=(row < own_rows)[:, None])
