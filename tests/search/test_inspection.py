@@ -1,7 +1,8 @@
-"""What counts as a kernel's right answer where results are rounded to eight bits."""
+"""What counts as a kernel's right answer where results are rounded to eight bits, or infinite."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -118,3 +119,16 @@ def test_of_many_images_some_tell_whether_a_kernel_is_right() -> None:
     assert too_far(error(slice(8)), problem) is None
     assert too_far(error(slice(7)), problem) is not None
     assert too_far(error(slice(8), 1.01), problem) is not None
+
+
+def test_infinities_that_should_be_there_are_no_error() -> None:
+    """A constant mask has them: each of its sums is infinite or what it was, in any kernel."""
+    problem = linear("float32")
+    exact = torch.tensor([2.0, -math.inf, math.inf, math.nan], dtype=torch.float64)
+    made = exact.float()
+    assert looked_at(problem, made, exact) is None
+    assert looked_at(problem, made[1:], exact[1:]) is None
+    for at, other in ((0, 3.0), (0, math.nan), (1, math.inf), (1, -2.0), (3, 0.0)):
+        wrong_there = made.clone()
+        wrong_there[at] = other
+        assert "deviates" in str(looked_at(problem, wrong_there, exact))

@@ -176,7 +176,15 @@ def _results(made: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference over the largest value; where few ties differ, over int8's."""
+    """The largest difference over the largest value; where few ties differ, over int8's.
+
+    NaN where a value that should be finite, infinite or NaN is not: a constant mask has infinities.
+    """
+    finite = exact.isfinite()
+    if not bool(finite.all()):
+        if not bool(made.double()[~finite].isclose(exact[~finite], equal_nan=True).all()):
+            return math.nan
+        made, exact = made[finite], exact[finite]
     largest = exact.abs().max() if exact.numel() else exact.sum()
     if largest and made.is_floating_point():  # below, a type's numbers have ever fewer bits
         largest = largest.clamp_min(torch.finfo(made.dtype).smallest_normal)
