@@ -111,6 +111,7 @@ def page() -> str:
         *_serving(),
         *_gpu_serving(),
         *_serving_parts(),
+        *_losses(),
         *_coverage(),
         *_catalog(),
     ]
@@ -509,6 +510,20 @@ def _gpu_serving() -> Iterator[str]:
     for number, run in enumerate(runs, 1):
         yield f"{number}. {_origin(run)}"
     yield ""
+
+
+def _losses() -> Iterator[str]:
+    """What clients that ask without a pause lose while a server changes, breaks or ends."""
+    yield "## Requests that are lost: `losses-sm_90.json`\n"
+    yield (
+        "*Server* counts acceptors; 0 is one process. *Other* answers than those of the two plans"
+        " are wrong, *503* are refused for now, *unsent* found no server behind its end.\n"
+    )
+    runs = _runs("losses-sm_90.json")
+    head = "server event requests_per_s first second other 503 lost unsent".split()
+    lines = [[*map(row.get, head), n] for n, run in enumerate(runs, 1) for row in run["rows"]]
+    yield markdown([*(name.replace("_per_", "/") for name in head), "run"], lines) + "\n"
+    yield from (f"{number}. {_origin(run)}\n" for number, run in enumerate(runs, 1))
 
 
 def _serving_parts() -> Iterator[str]:
