@@ -517,10 +517,10 @@ def _losses() -> Iterator[str]:
     yield "## Requests that are lost: `losses-sm_90.json`\n"
     yield (
         "*Server* counts acceptors; 0 is one process. *Other* answers than those of the two plans"
-        " are wrong, *503* are refused for now, *unsent* found no server behind its end.\n"
+        " are wrong, *503* are refused for now.\n"
     )
     runs = _runs("losses-sm_90.json")
-    head = "server event requests_per_s first second other 503 lost unsent".split()
+    head = ["server", "event", "requests_per_s", "first", "second", "other", "503", "lost"]
     lines = [[*map(row.get, head), n] for n, run in enumerate(runs, 1) for row in run["rows"]]
     yield markdown([*(name.replace("_per_", "/") for name in head), "run"], lines) + "\n"
     yield from (f"{number}. {_origin(run)}\n" for number, run in enumerate(runs, 1))
