@@ -418,6 +418,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("lstm gru rnn", "recurrent.steps", "steps", **_NEW),
     # boxes of a map
     *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
+    *_x86("deformable_attention", "{}", "detect.x86"),
     *_cpu("deformable_attention", "bags", "detect.summed_bags"),
     *_gpu("deformable_attention", "sampled", "detect.sampled", version=2),
     *_cpu("nms", "numpy", "detect.numpy_nms"),
