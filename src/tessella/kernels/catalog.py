@@ -471,6 +471,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("mean sum adaptive_avg_pool2d pointwise", "columns", "reduce.columns", version=3),
     # moving elements
     *_cpu("to", "avx512_planes", "transform.x86_planes", isa="avx512"),
+    *_x86("cat", "{}", "transform.x86_join", sliced_out=True),
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
     *_gpu("cat", "rows", "transform.join_rows"),

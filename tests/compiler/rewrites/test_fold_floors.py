@@ -37,7 +37,7 @@ class Learned(nn.Module):
         self.factor, self.term = nn.Parameter(factor), nn.Parameter(term)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.conv(x).relu()
+        y: torch.Tensor = self.conv(x).relu()
         return self.term + y * self.factor if self.turned else self.factor * y + self.term
 
 

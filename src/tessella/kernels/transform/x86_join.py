@@ -1,0 +1,132 @@
+"""``cat`` on a CPU with AVX-512 or AVX2: rows of bytes, each part's into its columns of the result.
+
+Parts that lie in the result already are not touched. A thread takes some rows of a part at a time;
+a row's last vector ends with it, and so may hold again what the one before wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+
+from tessella.device.x86 import code
+from tessella.device.x86.assembler import Assembler, At, InstructionSet
+from tessella.kernels.catalog import Call
+from tessella.kernels.shared.x86_tiles import pixel_bytes
+from tessella.operations.problem import Problem
+from tessella.operations.tensor_meta import TensorMeta
+
+BLOCK_BYTES = 2**15  # that one thread takes at a time
+ALONE_BYTES = 2**14  # so few are not worth waking a thread
+MOST_PARTS = 16
+# of an item: where in the call its part's address lies, distances, rows, bytes from a row to the
+# next, and where in a row its last vector begins
+PART, FROM, TO, ROWS, FROM_PITCH, TO_PITCH, LAST = (i * code.NUMBER for i in range(7))
+ITEM = 7
+
+
+def fits(problem: Problem) -> str | None:
+    parts, y = problem.given, problem.output
+    if problem.constant:
+        return "takes no constants"
+    if len({m.dtype for m in (*parts, y)}) > 1:
+        return "parts of one element type"
+    if len(parts) > MOST_PARTS or len(parts) == len(problem.in_place):
+        return f"up to {MOST_PARTS} parts, of which some are to be copied"
+    if 0 in y.shape:
+        return "nothing to make"
+    dim = problem.attrs["dim"] % len(y.shape)
+    if any(_pitch(m, dim) is None for m in (*parts, y)):
+        return "rows of channels in channels_last, or dense ones"
+    least = code.require_instructions().vector_bytes
+    if any(_row_bytes(m, dim) < least for m in _copied(problem).values()):
+        return f"rows of {least} bytes at least"
+    return None
+
+
+def _pitch(meta: TensorMeta, dim: int) -> int | None:
+    """Bytes from a row that is joined to the next."""
+    if dim == 1 and meta.pixel_pitch is not None:
+        return pixel_bytes(meta)
+    return _row_bytes(meta, dim) if meta.format == "contiguous" else None
+
+
+def _row_bytes(meta: TensorMeta, dim: int) -> int:
+    """Bytes that a tensor brings to a row of the result."""
+    numbers = meta.shape[1] if dim == 1 and meta.pixel_pitch else math.prod(meta.shape[dim:])
+    return numbers * meta.itemsize
+
+
+def _copied(problem: Problem) -> dict[int, TensorMeta]:
+    """The parts that do not lie in the result yet, by their positions."""
+    return {i: m for i, m in enumerate(problem.given) if i not in problem.in_place}
+
+
+def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
+    isa, y = code.require_instructions(), problem.output
+    dim = problem.attrs["dim"] % len(y.shape)
+    pitch, copied = _pitch(y, dim), _copied(problem)
+    assert pitch is not None, "asked for in spite of fits()"
+    rows, start, items = math.prod(y.shape) * y.itemsize // _row_bytes(y, dim), 0, []
+    for position, meta in enumerate(problem.given):
+        width, step = _row_bytes(meta, dim), _pitch(meta, dim)
+        assert step is not None, "asked for in spite of fits()"
+        some = max(1, BLOCK_BYTES // width)
+        items += [
+            (code.given(position).distance, row * step, row * pitch + start,
+             min(some, rows - row), step, pitch, width - isa.vector_bytes)
+            for row in range(0, rows if position in copied else 0, some)
+        ]  # fmt: skip
+        start += width
+
+    def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for t in tensors)
+
+    few = sum(_row_bytes(m, dim) for m in copied.values()) * rows <= ALONE_BYTES
+    return code.Launch(_machine_code(isa, len(problem.given)), code.Table(items), numbers, few=few)
+
+
+@functools.lru_cache(MOST_PARTS)
+def _machine_code(isa: InstructionSet, parts: int) -> code.MachineCode:
+    return code.MachineCode(_written(isa, parts).code())
+
+
+def _written(isa: InstructionSet, parts: int) -> Assembler:
+    """The code.
+
+    rdi: the call; rbx: the item; rsi, r9: a part's row and the result's; rcx: rows that are left;
+    rdx: how far in them; r10: where the last vector begins.
+    """
+    a, vector = Assembler(isa), isa.vector_bytes
+
+    def item(number: int) -> At:
+        return At(base="rbx", distance=number)
+
+    with a.function(), code.each_item(a, "rbx", ITEM):
+        a.load("rsi", item(PART))
+        a.add("rsi", "rdi")
+        a.load("rsi", At(base="rsi"))
+        a.add_stored("rsi", item(FROM))
+        a.load("r9", code.given(parts))
+        a.add_stored("r9", item(TO))
+        a.load("r10", item(LAST))
+        a.load("rcx", item(ROWS))
+        with a.counted("row", "rcx"):
+            a.set("rdx", 0)
+            a.label("vector")
+            a.compare("rdx", "r10")
+            a.jump_if("jge", "last")
+            a.load_vector(0, At(base="rsi", index="rdx"))
+            a.store_vector(At(base="r9", index="rdx"), 0)
+            a.add("rdx", vector)
+            a.jump("vector")
+            a.label("last")
+            a.move("rdx", "r10")
+            a.load_vector(0, At(base="rsi", index="rdx"))
+            a.store_vector(At(base="r9", index="rdx"), 0)
+            a.add_stored("rsi", item(FROM_PITCH))
+            a.add_stored("r9", item(TO_PITCH))
+    return a
