@@ -249,8 +249,8 @@ def quantization(count: int) -> tuple[Problem, Tensors]:
 
 
 def others() -> Iterator[tuple[Problem, Tensors]]:
-    """The way back, points around boxes, parts of a whole, a picture in planes, to int8 and to bfloat16, and a
-    picture's bytes.
+    """The way back, points around boxes, parts of a whole, a picture in planes, to int8 and to
+    bfloat16, and a picture's bytes.
     """
     p, (_, scale, _) = quantization(1029)
     back = replace(

@@ -62,5 +62,11 @@ def test_what_has_no_rows_of_vectors_is_left_to_others() -> None:
     assert "to be copied" in str(x86_join.fits(replace(problem, in_place=(0, 1, 2))))
     few = TensorMeta(shape=(2, 7, 3, 4), dtype="float32", format=LAST)
     assert "bytes at least" in str(x86_join.fits(asked(1, [few, few], LAST)))
-    rows = asked(2, [few, few], LAST)
-    assert "rows of channels" in str(x86_join.fits(rows))
+    wide = TensorMeta(shape=(2, 32, 3, 4), dtype="float32", format=LAST)
+    mixed = [wide, replace(wide, format="contiguous")]
+    for other in (
+        asked(2, [wide, wide], LAST),
+        asked(1, mixed, LAST),
+        asked(1, mixed, "contiguous"),
+    ):
+        assert "rows of channels" in str(x86_join.fits(other))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -38,26 +38,26 @@ def fits(problem: Problem) -> str | None:
         return f"up to {MOST_PARTS} parts, of which some are to be copied"
     if 0 in y.shape:
         return "nothing to make"
-    dim = problem.attrs["dim"] % len(y.shape)
-    if any(_pitch(m, dim) is None for m in (*parts, y)):
+    rows = _rows_of(problem)
+    if rows is None:
         return "rows of channels in channels_last, or dense ones"
     least = code.require_instructions().vector_bytes
-    if any(_row_bytes(m, dim) < least for m in _copied(problem).values()):
+    if any(rows(m)[0] < least for m in _copied(problem).values()):
         return f"rows of {least} bytes at least"
     return None
 
 
-def _pitch(meta: TensorMeta, dim: int) -> int | None:
-    """Bytes from a row that is joined to the next."""
-    if dim == 1 and meta.pixel_pitch is not None:
-        return pixel_bytes(meta)
-    return _row_bytes(meta, dim) if meta.format == "contiguous" else None
-
-
-def _row_bytes(meta: TensorMeta, dim: int) -> int:
-    """Bytes that a tensor brings to a row of the result."""
-    numbers = meta.shape[1] if dim == 1 and meta.pixel_pitch else math.prod(meta.shape[dim:])
-    return numbers * meta.itemsize
+def _rows_of(problem: Problem) -> Callable[[TensorMeta], tuple[int, int]] | None:
+    """What says of a tensor how many bytes of each row are its own, and how many lead to the next;
+    None where the parts and the result have no such rows in common.
+    """
+    metas = (*problem.given, problem.output)
+    dim = problem.attrs["dim"] % len(problem.output.shape)
+    if dim == 1 and all(m.pixel_pitch is not None for m in metas):
+        return lambda m: (m.shape[1] * m.itemsize, pixel_bytes(m))
+    if all(m.format == "contiguous" for m in metas):
+        return lambda m: (math.prod(m.shape[dim:]) * m.itemsize,) * 2
+    return None
 
 
 def _copied(problem: Problem) -> dict[int, TensorMeta]:
@@ -67,13 +67,12 @@ def _copied(problem: Problem) -> dict[int, TensorMeta]:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     isa, y = code.require_instructions(), problem.output
-    dim = problem.attrs["dim"] % len(y.shape)
-    pitch, copied = _pitch(y, dim), _copied(problem)
-    assert pitch is not None, "asked for in spite of fits()"
-    rows, start, items = math.prod(y.shape) * y.itemsize // _row_bytes(y, dim), 0, []
+    rows_of, copied = _rows_of(problem), _copied(problem)
+    assert rows_of is not None, "asked for in spite of fits()"
+    whole, pitch = rows_of(y)
+    rows, start, items = math.prod(y.shape) * y.itemsize // whole, 0, []
     for position, meta in enumerate(problem.given):
-        width, step = _row_bytes(meta, dim), _pitch(meta, dim)
-        assert step is not None, "asked for in spite of fits()"
+        width, step = rows_of(meta)
         some = max(1, BLOCK_BYTES // width)
         items += [
             (code.given(position).distance, row * step, row * pitch + start,
@@ -85,7 +84,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in tensors)
 
-    few = sum(_row_bytes(m, dim) for m in copied.values()) * rows <= ALONE_BYTES
+    few = sum(rows_of(m)[0] for m in copied.values()) * rows <= ALONE_BYTES
     return code.Launch(_machine_code(isa, len(problem.given)), code.Table(items), numbers, few=few)
 
 
