@@ -79,6 +79,10 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
              min(some, rows - row), step, pitch, width - isa.vector_bytes)
             for row in range(0, rows if position in copied else 0, some)
         ]  # fmt: skip
+        if position in copied:
+            for name, of, first, to_next in (("part", meta, 0, step), ("result", y, start, pitch)):
+                span = torch.tensor((rows - 1) * to_next + width)
+                code.require_inside(name, torch.tensor(first), span, of.extent)
         start += width
 
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
