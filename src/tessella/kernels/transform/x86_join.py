@@ -1,7 +1,7 @@
 """``cat`` on a CPU with AVX-512 or AVX2: rows of bytes, each part's into its columns of the result.
 
-Parts that lie in the result already are not touched. A thread takes some rows of a part at a time;
-a row's last vector ends with it, and so may hold again what the one before wrote.
+A thread takes some rows of a part at a time; a row's last vector ends with it, and so may hold
+again what the one before wrote.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def fits(problem: Problem) -> str | None:
         return "takes no constants"
     if len({m.dtype for m in (*parts, y)}) > 1:
         return "parts of one element type"
-    if len(parts) > MOST_PARTS or len(parts) == len(problem.in_place):
-        return f"up to {MOST_PARTS} parts, of which some are to be copied"
+    if problem.in_place:
+        return "parts lie in the result already"
+    if len(parts) > MOST_PARTS:
+        return f"up to {MOST_PARTS} parts"
     if 0 in y.shape:
         return "nothing to make"
     rows = _rows_of(problem)
     if rows is None:
         return "rows of channels in channels_last, or dense ones"
     least = code.require_instructions().vector_bytes
-    if any(rows(m)[0] < least for m in _copied(problem).values()):
+    if any(rows(m)[0] < least for m in parts):
         return f"rows of {least} bytes at least"
     return None
 
@@ -60,14 +62,9 @@ def _rows_of(problem: Problem) -> Callable[[TensorMeta], tuple[int, int]] | None
     return None
 
 
-def _copied(problem: Problem) -> dict[int, TensorMeta]:
-    """The parts that do not lie in the result yet, by their positions."""
-    return {i: m for i, m in enumerate(problem.given) if i not in problem.in_place}
-
-
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     isa, y = code.require_instructions(), problem.output
-    rows_of, copied = _rows_of(problem), _copied(problem)
+    rows_of = _rows_of(problem)
     assert rows_of is not None, "asked for in spite of fits()"
     whole, pitch = rows_of(y)
     rows, start, items = math.prod(y.shape) * y.itemsize // whole, 0, []
@@ -77,18 +74,17 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         items += [
             (code.given(position).distance, row * step, row * pitch + start,
              min(some, rows - row), step, pitch, width - isa.vector_bytes)
-            for row in range(0, rows if position in copied else 0, some)
+            for row in range(0, rows, some)
         ]  # fmt: skip
-        if position in copied:
-            for name, of, first, to_next in (("part", meta, 0, step), ("result", y, start, pitch)):
-                span = torch.tensor((rows - 1) * to_next + width)
-                code.require_inside(name, torch.tensor(first), span, of.extent)
+        for name, of, first, to_next in (("part", meta, 0, step), ("result", y, start, pitch)):
+            span = torch.tensor((rows - 1) * to_next + width)
+            code.require_inside(name, torch.tensor(first), span, of.extent)
         start += width
 
     def numbers(*tensors: torch.Tensor) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in tensors)
 
-    few = sum(rows_of(m)[0] for m in copied.values()) * rows <= ALONE_BYTES
+    few = rows * whole <= ALONE_BYTES
     return code.Launch(_machine_code(isa, len(problem.given)), code.Table(items), numbers, few=few)
 
 
