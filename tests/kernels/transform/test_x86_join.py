@@ -10,7 +10,6 @@ import torch
 from tessella.kernels.transform import x86_join
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta, meta_of
-from tests.kernels.transform.test_join_rows import asked
 
 LAST: Format = "channels_last"
 CASES: dict[str, tuple[int, Format, str, list[tuple[int, ...]]]] = {
@@ -21,6 +20,13 @@ CASES: dict[str, tuple[int, Format, str, list[tuple[int, ...]]]] = {
     "columns": (2, "contiguous", "float32", [(2, 3, 16), (2, 3, 27)]),
     "many": (1, LAST, "float32", [(1, 33, 40, 40), (1, 48, 40, 40)]),
 }
+
+
+def asked(dim: int, metas: list[TensorMeta], format: Format) -> Problem:
+    shape = list(metas[0].shape)
+    shape[dim] = sum(meta.shape[dim] for meta in metas)
+    made = replace(metas[0], shape=tuple(shape), format=format)
+    return Problem(op="cat", inputs=tuple(metas), outputs=(made,), attrs={"dim": dim})
 
 
 def drawn(name: str) -> tuple[Problem, list[torch.Tensor]]:
