@@ -50,6 +50,7 @@ class Learned(nn.Module):
         ([-1.0], [0.5], False),  # lower numbers would be the higher ones
         ([0.0], [0.5], False),
         ([1.5], [float("inf")], False),
+        ([1e38], [0.5], False),  # the weights would have no end
         ([[[1.5]], [[2.5]]] * 16, [0.5], False),  # a number for each channel
     ],
 )

@@ -13,7 +13,7 @@ from tessella.compiler.fitting import has_kernel
 from tessella.compiler.rewrites.fold_scales import scale
 from tessella.graph.graph import Graph, Node, Value
 
-FLOAT32 = torch.finfo(torch.float32)
+LARGEST = 2.0**32  # factor, 1 / factor and term: weights stay far from float32's ends
 
 
 def apply(graph: Graph, target: str) -> int:
@@ -41,7 +41,7 @@ def _fold(graph: Graph, layer: Node, target: str) -> bool:
     factor, term = _number(graph, times, layer.output), _number(graph, plus, times.output)
     if factor is None or term is None or plus.attrs.get("alpha", 1) != 1:
         return False
-    if not FLOAT32.tiny <= factor <= FLOAT32.max or not abs(term) <= FLOAT32.max:
+    if not 1 / LARGEST <= factor <= LARGEST or not abs(term) <= LARGEST:
         return False
     floored = Node(layer.op, layer.inputs, plus.outputs, {**layer.attrs, "floor": term})
     if not has_kernel(floored, target, graph.constants):
