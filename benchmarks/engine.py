@@ -299,6 +299,13 @@ def onnxruntime(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run
 
 
 def openvino(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
+    compiled = in_openvino(_onnx_in(module, inputs, precision), precision)
+    arrays = _arrays(inputs)
+    return lambda: compiled(arrays)
+
+
+def in_openvino(file: bytes, precision: str) -> Callable[[list[Any]], object]:
+    """The network of an ONNX file, compiled by OpenVINO."""
     import openvino as ov
 
     hints = {"fp32": "f32", "int8": "f32", "bf16": "bf16", "fp16": "f16"}  # of what is not int8
@@ -307,12 +314,12 @@ def openvino(module: torch.nn.Module, inputs: Tensors, precision: str) -> Run:
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
-    core, file = ov.Core(), _onnx_in(module, inputs, precision)
+    core = ov.Core()
     if precision == "int8":  # 2026.4.1 reads a null pointer where it compiles DenseNet-121's
         _try_apart(file, settings)
-    compiled = core.compile_model(core.read_model(io.BytesIO(file)), "CPU", settings)
-    arrays = _arrays(inputs)
-    return lambda: compiled(arrays)
+    made: Callable[[list[Any]], object]
+    made = core.compile_model(core.read_model(io.BytesIO(file)), "CPU", settings)
+    return made
 
 
 class PeerCrashes(Exception):

@@ -4,8 +4,8 @@ The time from pixels to the answer, what follows the network included, of a plan
 interleaved in one process, with weights that nobody trained: shapes are fixed, so that answers take
 as long as they would. All are given a float32 picture where they run, and answer in float32. Peers
 are eager PyTorch and torch.compile, on a GPU each replayed from a CUDA graph, and on a CPU ONNX
-Runtime with the file that ``tessella export`` writes. Names are the zoo's; the side of its pictures
-and its options may follow::
+Runtime and OpenVINO with the file that ``tessella export`` writes. Names are the zoo's; the side of
+its pictures and its options may follow::
 
     python -m benchmarks.masks --networks d_fine_s@640 segformer@512:backbone=mit_b0 \\
         mask_rcnn@320:backbone=resnet18,detections=20 --precisions fp16 --batches 1,32
@@ -31,6 +31,7 @@ from benchmarks import engine
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
+from tessella.compiler.rewrites import fold_constants
 from tessella.core.device import default_target, torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.spec import DimRange, TensorSpec
@@ -94,7 +95,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=256, help="of a picture's sides, if not @SIZE")
     parser.add_argument("--precisions", default="fp32")
     parser.add_argument("--batches", default="1")
-    parser.add_argument("--peers", help="eager,eager_nhwc,torch_compile; onnxruntime on a CPU")
+    parser.add_argument(
+        "--peers", help="eager,eager_nhwc,torch_compile; on a CPU onnxruntime,openvino"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each latency")
     parser.add_argument("--cache", type=Path, help="timings of kernels, read and added to")
     parser.add_argument("--budget", type=float, default=0.02, help="seconds to measure a step")
@@ -155,7 +158,7 @@ def prepared(asked: str, precision: str, batch: int, args: argparse.Namespace) -
     module = module.to(device)
     with torch.inference_mode():
         right = module(images)
-    usual = "eager,torch_compile" if device.type != "cpu" else "eager,onnxruntime"
+    usual = "eager,torch_compile" if device.type != "cpu" else "eager,onnxruntime,openvino"
     for peer in (args.peers or usual).split(","):
         try:
             runs[peer] = PEERS[peer](module, images, precision, graph)
@@ -302,23 +305,34 @@ def torch_compile(module: torch.nn.Module, images: Tensor, precision: str, _: Gr
     return graphed(torch.compile(peer), *engine._last((images,)))
 
 
-def onnxruntime(module: torch.nn.Module, images: Tensor, precision: str, graph: Graph) -> Run:
-    import onnxruntime as ort
-
+def onnx_of(graph: Graph) -> bytes:
+    """The file that ``tessella export`` writes, which all peers on a CPU read."""
+    graph = graph.copy()
+    fold_constants.apply(graph)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
         write_onnx(graph, path)
-        threads = ort.SessionOptions()
-        threads.intra_op_num_threads = torch.get_num_threads()
-        # by default its threads spin after a run, and steal the cores from whatever runs next
-        threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = ort.InferenceSession(path, threads, providers=["CPUExecutionProvider"])
+        return path.read_bytes()
+
+
+def onnxruntime(module: torch.nn.Module, images: Tensor, precision: str, graph: Graph) -> Run:
+    import onnxruntime as ort
+
+    threads = ort.SessionOptions()
+    threads.intra_op_num_threads = torch.get_num_threads()
+    # by default its threads spin after a run, and steal the cores from whatever runs next
+    threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = ort.InferenceSession(onnx_of(graph), threads, providers=["CPUExecutionProvider"])
     return partial(session.run, None, {"image": images.numpy()})
+
+
+def openvino(module: torch.nn.Module, images: Tensor, precision: str, graph: Graph) -> Run:
+    return partial(engine.in_openvino(onnx_of(graph), precision), [images.numpy()])
 
 
 PEERS: dict[str, Callable[[torch.nn.Module, Tensor, str, Graph], Run]] = {
     "eager": eager, "eager_nhwc": eager_nhwc, "torch_compile": torch_compile,
-    "onnxruntime": onnxruntime,
+    "onnxruntime": onnxruntime, "openvino": openvino,
 }  # fmt: skip
 
 

@@ -94,9 +94,9 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
 
     always = {"fuse_requantization", "fuse_rearrangements", "fuse_pointwise"}
     assert runs("reference", "fp32") == always
-    assert runs("cpu", "bf16") == always | {"lower_precision", "mark_non_negative"}
+    assert runs("cpu", "bf16") == always | {"fold_floors", "lower_precision", "mark_non_negative"}
     rounds = always | {"insert_quantization", "lower_quantization"}
-    assert runs("cpu", "int8") == rounds | {"mark_non_negative", "mark_wide_sums"}
+    assert runs("cpu", "int8") == rounds | {"fold_floors", "mark_non_negative", "mark_wide_sums"}
     gpu = {
         "pad_channels", "lower_precision", "keep_pixels", "split_group_norms", "widen_results",
         "mark_sparse_weights",

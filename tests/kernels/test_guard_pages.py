@@ -28,7 +28,7 @@ from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tessella.search.find import bind
 from tests.support.guard_pages import guarded
-from tests.support.problems import attentions, pools, recurrent
+from tests.support.problems import attentions, looks, pools, recurrent
 from tests.support.problems.direct_convolutions import problem as convolution
 
 CPU = torch.device("cpu")
@@ -249,13 +249,24 @@ def quantization(count: int) -> tuple[Problem, Tensors]:
 
 
 def others() -> Iterator[tuple[Problem, Tensors]]:
-    """The way back, a picture in planes, to int8 and to bfloat16, and a picture's bytes."""
+    """The way back, points around boxes, parts of a whole, a picture in planes, to int8 and to
+    bfloat16, and a picture's bytes.
+    """
     p, (_, scale, _) = quantization(1029)
     back = replace(
         p, op="dequantize", inputs=(p.output, *p.inputs[1:]), outputs=(p["input"],),
         attrs={"axis": 0, "dtype": "float32"},
     )  # fmt: skip
     yield back, [numbers(p.output), scale, None]
+    seen = looks.asked(images=2, queries=3, heads=2, depth=21, sizes=(3, 4, 2, 1), points=(5, 8))
+    yield seen, [*looks.drawn(seen)]
+    parts = [TensorMeta(shape=(2, c, 3, 5), dtype="float32", format="channels_last")
+             for c in (16, 23)]  # fmt: skip
+    joined = replace(parts[0], shape=(2, 39, 3, 5))
+    yield (
+        Problem(op="cat", inputs=tuple(parts), outputs=(joined,), attrs={"dim": 1}),
+        [numbers(m) for m in parts],
+    )
     vector, narrow = (TensorMeta(shape=(43,), dtype="float32"),
                       TensorMeta(shape=(5, 43), dtype="bfloat16"))  # fmt: skip
     program = (("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}), ("relu", (5,), {}))

@@ -41,7 +41,7 @@ from tessella.core.errors import CompileError, UsageError
 from tessella.core.record import same_json
 from tessella.device.machine import gpu_target
 from tessella.device.x86 import code
-from tessella.operations.epilogue import is_gamma
+from tessella.operations.epilogue import floor_refusal, is_gamma
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 
@@ -78,6 +78,7 @@ class Kernel:
         sliced_out: the result may be a slice of a larger buffer.
         in_place: ``out`` may be an input, whose numbers end there.
         gamma: it has the factor behind an epilogue's activation.
+        floor: its ReLU may raise lower numbers to another than 0.
         views: its output may share memory with its input, which must live as long.
         overwrites: the operand whose memory its result takes; nothing may need it afterwards
             (``Problem.is_dying``).
@@ -101,6 +102,7 @@ class Kernel:
     sliced_out: bool = False
     in_place: bool = False
     gamma: bool = False
+    floor: bool = False
     views: bool = False
     overwrites: str | None = None
     last_resort: bool = False
@@ -149,6 +151,10 @@ class Kernel:
             return f"gamma is a number above zero that float32 holds, not {gamma!r}"
         if gamma != 1 and not self.gamma:
             return "has no factor behind the activation (gamma)"
+        if reason := floor_refusal(problem.epilogue):
+            return reason
+        if problem.epilogue.floor != 0 and not self.floor:
+            return "its ReLU knows no floor but 0"
         if self.isa and (reason := code.refusal(self.isa)):
             return reason
         if (
@@ -283,6 +289,7 @@ def _aten(ops: str, module: str, algorithm: str = "aten", **flags: Any) -> tuple
 
 
 _NEW: dict[str, Any] = {"writes_out": False}
+_INTO: dict[str, Any] = {"sliced_out": True, "floor": True}
 _ADDS: dict[str, Any] = {
     "views": True,
     "overwrites": "residual",
@@ -297,12 +304,12 @@ _SUMS = "add sub mul div pow"
 KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
     *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", sliced_out=True),
-    *_x86("conv2d", "{}", "shared.x86_convolution", version=2, sliced_out=True, gamma=True),
-    *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", sliced_out=True),
-    *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", sliced_out=True),
+    *_x86("conv2d", "{}", "shared.x86_convolution", version=2, gamma=True, **_INTO),
+    *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", **_INTO),
+    *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", **_INTO),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_x86("conv2d", "{}_few", "shared.x86_few", sliced_out=True),
-    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", sliced_out=True),
+    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", **_INTO),
     *_int8("conv2d", "amx_int8", "shared.amx_int8", version=2, isa="amx_int8"),
     *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
     *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
@@ -418,6 +425,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("lstm gru rnn", "recurrent.steps", "steps", **_NEW),
     # boxes of a map
     *_cpu("peak_boxes", "numpy", "detect.numpy_peaks"),
+    *_x86("deformable_attention", "{}", "detect.x86"),
     *_cpu("deformable_attention", "bags", "detect.summed_bags"),
     *_gpu("deformable_attention", "sampled", "detect.sampled", version=2),
     *_cpu("nms", "numpy", "detect.numpy_nms"),
@@ -463,6 +471,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("mean sum adaptive_avg_pool2d pointwise", "columns", "reduce.columns", version=3),
     # moving elements
     *_cpu("to", "avx512_planes", "transform.x86_planes", isa="avx512"),
+    *_x86("cat", "{}", "transform.x86_join", sliced_out=True),
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
     *_gpu("cat", "rows", "transform.join_rows"),
@@ -495,6 +504,7 @@ KERNELS: tuple[Kernel, ...] = (
         last_resort=True,
         writes_out=False,
         gamma=True,
+        floor=True,
     ),
 )
 

@@ -21,6 +21,8 @@ class Epilogue(Generic[T]):
         residual: of the result's shape; None where there is none.
         activation: a name of ``ACTIVATIONS``, or None.
         beta: where it is 0 the residual is not read, whatever it holds.
+        floor: what ``relu`` makes of lower numbers: behind a ReLU a factor and a sum are the
+            weights', the bias' and this one.
         gamma: a number above zero: what a layer on quantized values divides by where no factor
             passes through its activation (1 / the result's scale, behind a GELU).
     """
@@ -32,6 +34,7 @@ class Epilogue(Generic[T]):
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 1.0
+    floor: float = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -62,6 +65,7 @@ class Epilogue(Generic[T]):
             alpha=self.alpha,
             beta=self.beta,
             gamma=self.gamma,
+            floor=self.floor,
         )
 
     def without(self, *fields: str) -> Epilogue[T]:
@@ -72,7 +76,9 @@ class Epilogue(Generic[T]):
 
 NOTHING = Epilogue[torch.Tensor]()
 TENSORS = ("bias", "residual", "scale")
-NUMBERS: Mapping[str, Any] = {"activation": None, "alpha": 1.0, "beta": 1.0, "gamma": 1.0}
+NUMBERS: Mapping[str, Any] = {
+    "activation": None, "alpha": 1.0, "beta": 1.0, "gamma": 1.0, "floor": 0.0
+}  # fmt: skip
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -125,6 +131,18 @@ def is_gamma(number: Any) -> bool:
     return bool(limits.tiny <= number <= limits.max)
 
 
+def floor_refusal(epilogue: Epilogue[T]) -> str | None:
+    """Why ``floor`` is none, or None. Plans come from strangers, as for ``is_gamma``."""
+    floor = epilogue.floor
+    if not isinstance(floor, int | float) or isinstance(floor, bool):
+        return f"floor is a number, not {floor!r}"
+    if floor == 0:
+        return None
+    if not abs(floor) <= torch.finfo(torch.float32).max:  # nor a NaN
+        return f"floor is a finite number in float32, not {floor!r}"
+    return None if epilogue.activation == "relu" else "only relu has a floor"
+
+
 def bias_inside(
     epilogue: Epilogue[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Epilogue[torch.Tensor]]:
@@ -151,7 +169,10 @@ def finish(
         x = x + _along(axis, epilogue.bias, x)
     if epilogue.residual is not None and epilogue.beta != 0:
         x = x + (epilogue.residual if epilogue.beta == 1 else epilogue.beta * epilogue.residual)
-    x = x if epilogue.activation is None else ACTIVATIONS[epilogue.activation](x)
+    if epilogue.floor != 0:
+        x = x.clamp(min=epilogue.floor)
+    elif epilogue.activation is not None:
+        x = ACTIVATIONS[epilogue.activation](x)
     return x if epilogue.gamma == 1 else x * epilogue.gamma
 
 
@@ -165,7 +186,9 @@ def finish_(x: torch.Tensor, epilogue: Epilogue[torch.Tensor], *, axis: int = -1
         x.add_(_along(axis, epilogue.bias, x))
     if epilogue.residual is not None and epilogue.beta != 0:
         x.add_(epilogue.residual, alpha=epilogue.beta)
-    if epilogue.activation is not None:
+    if epilogue.floor != 0:
+        x.clamp_(min=epilogue.floor)
+    elif epilogue.activation is not None:
         OUT[epilogue.activation](x, out=x)
     return x if epilogue.gamma == 1 else x.mul_(epilogue.gamma)
 

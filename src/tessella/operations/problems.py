@@ -348,10 +348,10 @@ def _given(epilogue: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "unknown activation", seen=activation, fix=f"use one of {', '.join(ACTIVATIONS)}"
         )
-    factors: dict[str, Any] = {n: epilogue[n] for n in ("alpha", "beta") if n in epilogue}
+    factors: dict[str, Any] = {n: epilogue[n] for n in ("alpha", "beta", "floor") if n in epilogue}
     if not all(map(isfinite, factors.values())):
         raise UsageError(
-            "alpha and beta are finite", seen=factors, fix="change the one that is not"
+            "alpha, beta and floor are finite", seen=factors, fix="change the one that is not"
         )
     if "gamma" in epilogue:
         if not is_gamma(epilogue["gamma"]):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tessella.kernels.detect import sampled, summed_bags
+from tessella.kernels.detect import sampled, summed_bags, x86
 from tessella.operations.problem import Problem
 from tessella.operations.reference.detect import deformable_attention
 from tessella.operations.tensor_meta import TensorMeta
@@ -22,11 +22,12 @@ from tests.support.problems.looks import asked, by_loops, drawn
 CASES: dict[str, dict[str, Any]] = {
     "levels of unequal points": {"heads": 2, "depth": 4, "sizes": (3, 5, 2, 2), "points": (3, 1)},
     "one pixel": {"heads": 1, "depth": 3, "sizes": (1, 1), "points": (2,)},
+    "more than a vector": {"heads": 2, "depth": 36, "sizes": (4, 3, 2, 2), "points": (9, 12)},
     "three levels": {"heads": 3, "depth": 5, "sizes": (7, 2, 3, 4, 1, 6), "points": (1, 2, 3)},
 }
 
 
-@pytest.mark.parametrize("module", [None, summed_bags, sampled])
+@pytest.mark.parametrize("module", [None, summed_bags, sampled, x86])
 @pytest.mark.parametrize("name", CASES)
 def test_points_are_seen_as_loops_see_them(name: str, module: ModuleType | None) -> None:
     """Boxes in the middle, at the edge and far outside of the picture."""
@@ -66,14 +67,27 @@ def test_rows_may_lie_apart_as_parts_of_one_product_do() -> None:
     assert "dense rows" in str(sampled.fits(apart))
 
 
+@pytest.mark.parametrize("module", [summed_bags, x86])
 @pytest.mark.parametrize("place", [torch.nan, torch.inf, -1e30])
-def test_a_place_that_is_none_reads_nobody_s_memory(place: float) -> None:
+def test_a_place_that_is_none_reads_nobody_s_memory(place: float, module: ModuleType) -> None:
     problem = asked(images=1, queries=3, **CASES["three levels"])
     tensors = drawn(problem)
     tensors[1][0, 1, :2] = place
     right = deformable_attention(*tensors, **problem.attrs)
-    made = summed_bags.bind(problem, {})(*tensors, out=torch.empty_like(right))
+    made = module.bind(problem, {})(*tensors, out=torch.empty_like(right))
     np.testing.assert_allclose(made[:, ::2], right[:, ::2], atol=3e-6)
+
+
+@pytest.mark.parametrize("score", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_scores_that_are_no_numbers_spread_in_their_head_alone(score: float) -> None:
+    """And a point whose score is infinitely low is not seen, whatever lies there."""
+    problem = asked(images=1, queries=3, **CASES["more than a vector"])
+    tensors = drawn(problem)
+    tensors[0] *= 1e37
+    tensors[3][0, 1, 18] = score
+    right = deformable_attention(*(t.double() for t in tensors), **problem.attrs)
+    made = x86.bind(problem, {})(*tensors, out=torch.empty(problem.output.shape))
+    torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=3e-6 * 1e37, equal_nan=True)
 
 
 def test_gradients_of_the_reference_are_those_of_differences() -> None:

@@ -27,7 +27,7 @@ def apply(graph: Graph) -> int:
             factor = None if found is None else _factor(graph.constants[other], node, found[1])
             last = graph.producer(value)
             if found is not None and factor is not None and last is not None:
-                _scale(graph, found[0], factor)
+                scale(graph, found[0], factor)
                 last.outputs = node.outputs
                 graph.nodes.remove(node)
                 folded += 1
@@ -69,7 +69,8 @@ def _factor(constant: torch.Tensor, node: Node, axis: int) -> torch.Tensor | Non
     return constant.double().flatten()
 
 
-def _scale(graph: Graph, layer: Node, factor: torch.Tensor) -> None:
+def scale(graph: Graph, layer: Node, factor: torch.Tensor) -> None:
+    """Multiply a layer's weight and bias, which are constants, by a factor, or one a channel."""
     weight, bias = graph.constants[layer["weight"]], graph.constant(layer.get("bias"))
     name = layer["weight"].name
     scaled = weight.double() * factor.reshape(-1, *[1] * (weight.ndim - 1))

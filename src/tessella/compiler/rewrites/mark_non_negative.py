@@ -30,7 +30,7 @@ def apply(graph: Graph) -> int:
 
 def _is_non_negative(graph: Graph, node: Node, found: set[Value]) -> bool:
     if node.op in ACTIVATIONS or node.attrs.get("activation") in ACTIVATIONS:
-        return True
+        return bool(node.attrs.get("floor", 0.0) >= 0)
     if node.op == "quantize":
         scale = graph.constant(node["scale"])
         around_zero = (

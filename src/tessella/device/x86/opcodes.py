@@ -18,6 +18,7 @@ VECTOR = {
     "vxorps": (NONE, M0F, 0x57),
     "vorps": (NONE, M0F, 0x56),
     "vpaddd": (X66, M0F, 0xFE),
+    "vpmulld": (X66, M0F38, 0x40),
     "vpaddw": (X66, M0F, 0xFD),
     "vpackssdw": (X66, M0F, 0x6B),
     "vpacksswb": (X66, M0F, 0x63),
@@ -40,8 +41,8 @@ VECTOR = {
 }
 ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps", "vscalefps")
 FIRST_AVX512 = ("vpdpbusd",)  # AVX2 had it later: ``objdump`` says which encoding it sees
-# name → what VCMPPS is told; unless ordered, also of a NaN: neither is one, one is, not less
-COMPARISONS = {"vcmpordps": 7, "vcmpunordps": 3, "vcmpnltps": 5}
+# name → what VCMPPS is told; unless ordered, also of a NaN: equal, neither is one, one is, not less
+COMPARISONS = {"vcmpeqps": 0, "vcmpordps": 7, "vcmpunordps": 3, "vcmpnltps": 5}
 # name → prefix, map, opcode; a vector from a vector or from memory
 CONVERSIONS = {
     "vcvtdq2ps": (NONE, M0F, 0x5B),

@@ -140,7 +140,7 @@ class _Tiles(x86_tiles.Tiles):
                         a.vector("vfmadd231ps", i, taken + v, taken + self.vectors)
                 a.add("rcx", self.vectors * vector)
             for i, (p, v) in enumerate(places):
-                activate(a, self.activation, constants, i, taken)
+                activate(a, self.activation, constants, i, taken, floor=self.floor)
                 self._store(a, At(base="r14", distance=p * self.pitches[0] + columns[v]), i)
             a.add("r9", self.width * x86_tiles.WORD)
             for register in ("rdx", "r14"):

@@ -85,6 +85,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], *, vectors: in
             taps=problem["weight"].shape[3],
             has_bias=bias is not None,
             activation=problem.epilogue.activation,
+            floor=float(problem.epilogue.floor),
         )
     )
 
@@ -226,6 +227,7 @@ class _Rows:
     taps: int
     has_bias: bool
     activation: str | None
+    floor: float
 
     def written(self, constants: Constants) -> Assembler:
         """The code.
@@ -292,7 +294,7 @@ class _Rows:
             a.add("rdx", weights * vector)
         a.label(f"{name}, made")
         for i, (p, v) in enumerate(sums):
-            activate(a, self.activation, constants, i, weight)
+            activate(a, self.activation, constants, i, weight, floor=self.floor)
             to = At(base="r14", distance=p * result + self.columns[v] * self.size)
             if self.size == WORD:
                 a.store_vector(to, i)

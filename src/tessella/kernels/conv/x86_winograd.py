@@ -243,6 +243,7 @@ class _Tiles:
     filters: int
     has_residual: bool
     activation: str | None
+    floor: float
 
     @classmethod
     def of(cls, problem: Problem, config: Mapping[str, int]) -> _Tiles:
@@ -253,6 +254,7 @@ class _Tiles:
             filters=filters,
             has_residual=problem.epilogue.residual is not None,
             activation=problem.epilogue.activation,
+            floor=float(problem.epilogue.floor),
             **(config or configs(problem)[0]),
         )
 
@@ -443,7 +445,7 @@ class _Tiles:
                         if self.has_residual:
                             a.load("rax", kept(ADDED + number))
                             a.vector("vaddps", made, made, At(base="rax", index="rdx"))
-                        activate(a, self.activation, constants, made, 0)
+                        activate(a, self.activation, constants, made, 0, floor=self.floor)
                         a.load("rax", kept(POINTERS + number))
                         a.store_vector(At(base="rax", index="rdx"), made)
 

@@ -94,14 +94,18 @@ def activate(
     first: int,
     *,
     coarse: bool = False,
+    floor: float = 0.0,
 ) -> None:
     """Change the numbers of vector ``x``; vectors ``first`` to ``first + 3`` are overwritten.
 
     Args:
         name: of ``ACTIVATIONS``, or None: nothing is done.
         coarse: they will be rounded to bfloat16 at once, and may be off by about as much.
+        floor: what ``relu`` makes of lower numbers.
     """
-    if name is not None:
+    if floor != 0:
+        _at_least(_Vector(a, constants, x, first), floor)
+    elif name is not None:
         written = {**WRITTEN, **COARSE} if coarse else WRITTEN
         written[name](_Vector(a, constants, x, first))
 
@@ -268,6 +272,12 @@ class _Vector:
 def _relu(v: _Vector) -> None:
     a = v.temporaries[0]
     v.zero(a)
+    v.do("vmaxps", v.x, a, v.x)
+
+
+def _at_least(v: _Vector, floor: float) -> None:
+    a = v.temporaries[0]
+    v.load(a, floor)
     v.do("vmaxps", v.x, a, v.x)
 
 

@@ -413,4 +413,4 @@ class _Tiles(Tiles):
         elif added is not None:
             a.load_bfloat16(self._taken + 1, added)
             a.vector("vaddps", sums, sums, self._taken + 1)
-        activate(a, self.activation, constants, sums, self._taken)
+        activate(a, self.activation, constants, sums, self._taken, floor=self.floor)

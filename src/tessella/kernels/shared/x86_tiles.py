@@ -167,6 +167,7 @@ class Tiles(ABC):
     pitches: tuple[int, int | None]
     has_bias: bool
     activation: str | None
+    floor: float
 
     @classmethod
     def of(
@@ -190,6 +191,7 @@ class Tiles(ABC):
             pitches=(pixel_bytes(y), None if residual is None else pixel_bytes(residual)),
             has_bias=problem.epilogue.bias is not None,
             activation=problem.epilogue.activation,
+            floor=float(problem.epilogue.floor),
             **more,
         )
 

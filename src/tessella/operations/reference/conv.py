@@ -283,7 +283,7 @@ def _products_of_gradient(shapes: Shapes, result: Shape, attrs: Attributes) -> i
 
 
 WINDOW = "stride padding dilation groups"
-FACTORS = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
+FACTORS = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0, "floor": 0.0}
 OF_QUANTIZED = {"dtype": None, "fast_accumulation": False, "sparsity": None}
 PRODUCT: dict[str, Any] = {  # facts of a row whose sums get an epilogue
     "defaults": {

@@ -1,0 +1,113 @@
+"""A factor and a sum behind a ReLU are the layer's: the same numbers, fewer steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tessella.compiler.rewrites import fold_floors, fuse_epilogue
+from tessella.core.spec import DimRange, TensorSpec
+from tessella.graph import capture, check, interpret
+from tessella.kernels import catalog
+from tessella.operations import problems
+from tessella.operations.tensor_meta import TensorMeta, meta_of
+from tessella.search.find import bind
+
+ONE = DimRange(min=1, opt=1, max=1)
+# convolutions of each kind that a CPU has machine code for: weight, window
+LAYERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "of pixels": ((37, 20, 1, 1), {}),
+    "of windows": ((32, 16, 3, 3), {"padding": (1, 1)}),
+    "by channel": ((20, 1, 5, 5), {"padding": (2, 2), "groups": 20}),
+}
+
+
+class Learned(nn.Module):
+    """A convolution, and behind its ReLU a factor and a sum that a network has learned."""
+
+    def __init__(self, factor: torch.Tensor, term: torch.Tensor, *, turned: bool = False) -> None:
+        super().__init__()
+        self.conv, self.turned = nn.Conv2d(3, 32, 3, padding=1), turned
+        self.factor, self.term = nn.Parameter(factor), nn.Parameter(term)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x).relu()
+        return self.term + y * self.factor if self.turned else self.factor * y + self.term
+
+
+@pytest.mark.parametrize(
+    ("factor", "term", "folds"),
+    [
+        ([1.5], [-0.25], True),
+        ([0.5], [0.75], True),
+        ([2.0], [0.0], True),
+        ([-1.0], [0.5], False),  # lower numbers would be the higher ones
+        ([0.0], [0.5], False),
+        ([1.5], [float("inf")], False),
+        ([1e38], [0.5], False),  # the weights would have no end
+        ([[[1.5]], [[2.5]]] * 16, [0.5], False),  # a number for each channel
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_numbers_stay(
+    factor: list[float], term: list[float], folds: bool, turned: bool
+) -> None:
+    torch.manual_seed(0)
+    module = Learned(torch.tensor(factor), torch.tensor(term), turned=turned).eval()
+    graph = capture(module, [TensorSpec(name="x", dtype="float32", shape=(ONE, 3, 7, 6))])
+    fuse_epilogue.apply(graph)
+    assert fold_floors.apply(graph, "cpu") == folds
+    check(graph)
+    assert [n.op for n in graph.nodes] == (["conv2d"] if folds else ["conv2d", "mul", "add"])
+    x = torch.randn(1, 3, 7, 6)
+    right = module.double()(x.double())
+    made = interpret(graph, {"x": x})[graph.outputs[0].name]
+    torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-5)
+    assert fold_floors.apply(graph, "cpu") == 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_kernel_that_knows_a_floor_raises_to_it(name: str) -> None:
+    shape, window = LAYERS[name]
+    torch.manual_seed(0)
+    channels = shape[1] * int(window.get("groups", 1))
+    x = torch.randn(2, channels, 9, 7).to(memory_format=torch.channels_last)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    wide = F.conv2d(x.double(), weight.double(), bias.double(), **window)
+    tried = 0
+    for row, floor in product(catalog.candidates("conv2d", "cpu"), (-0.5, 0.25)):
+        problem = problems.conv(
+            *map(meta_of, (x, weight, bias)), activation="relu", floor=floor, constant=(1, 2),
+            **window,
+        )  # fmt: skip
+        if row.refusal(problem) is not None:
+            continue
+        tried += row.isa is not None
+        call, buffers = bind(row, problem, {1: weight, 2: bias}, torch.device("cpu"))
+        made = call(x, **buffers)
+        torch.testing.assert_close(made.double(), wide.clamp(min=floor), rtol=1e-4, atol=1e-4)
+    assert tried
+
+
+@pytest.mark.parametrize(
+    ("floor", "activation", "what"),
+    [
+        (float("nan"), "relu", "a finite number"),
+        (1e39, "relu", "a finite number"),
+        ("0.5", "relu", "is a number"),
+        (0.5, "silu", "only relu"),
+    ],
+)
+def test_a_stranger_s_floor_is_refused(floor: object, activation: str, what: str) -> None:
+    image = TensorMeta(shape=(1, 16, 4, 4), dtype="float32", format="channels_last")
+    weight = TensorMeta(shape=(16, 16, 1, 1), dtype="float32")
+    asked = problems.conv(image, weight, activation=activation, constant=(1,))
+    asked = replace(asked, attrs={**asked.attrs, "floor": floor})
+    for row in catalog.candidates("conv2d", "cpu"):
+        assert row.isa or what in str(row.refusal(asked)), row.id
