@@ -73,6 +73,7 @@ def test_16_bit_values_are_more_passes() -> None:
         "lower_precision",
         "fuse_requantization",
         "fuse_rearrangements",
+        "fold_floors",
         "fuse_pointwise",
         "mark_non_negative",
         "assign_layout channels_last",
