@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,17 @@ pytestmark = pytest.mark.instructions
 NARROW = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT", "NO AVX")
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two of which wait for each other are as slow in float32 where other tests take the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    slow_precisions._ratio.cache_clear()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not NARROW, reason="this processor may have bfloat16: run again with AVX2")
 @pytest.mark.parametrize("op", ["conv2d", "linear"])
 def test_without_its_instructions_bfloat16_is_slower(op: str) -> None:
