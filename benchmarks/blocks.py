@@ -165,8 +165,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             torch._dynamo.reset()  # it would take the last one's graph for this one
             way, _, most = who.partition(" ") if who.startswith(OURS) else (who, "", "")
             deeps = [deep for deep in (64, 128, 256, 512) if most and deep <= int(most)]
-            taken = {(deep, 4 * deep) for deep in deeps} if most else projection.TAKEN
-            with patch.object(projection, "TAKEN", taken):
+            pairs = frozenset((deep, 4 * deep) for deep in deeps) if most else projection.TAKEN
+            with patch.object(projection, "TAKEN", pairs):
                 passes[who] = recorded(stage, args.batch, precision, way, pool)
             torch.cuda.empty_cache()
             seconds = time.perf_counter() - began
