@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +28,7 @@ from torchvision import models
 
 from benchmarks.intake import Row
 from benchmarks.report import RESULTS, document, markdown, write
-from benchmarks.steps import PEERS, forward_lines, kernels_of, turn
+from benchmarks.steps import PEERS, gathered, kernels_of, turn
 from tessella.artifacts.run import Precision
 from tessella.core.device import default_target
 from tessella.kernels.norm import projection
@@ -81,21 +77,7 @@ def main() -> None:
         for row in rows_of(args):
             print(json.dumps(row), flush=True)
         return
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        lines: queue.Queue[str | None] = queue.Queue()
-        processes = started(args, Path(folder))
-        for process in processes:
-            threading.Thread(
-                target=forward_lines, args=(process, lines, Path(folder)), daemon=True
-            ).start()
-        for line in chain.from_iterable(iter(lines.get, None) for _ in processes):
-            if not line.startswith('{"what"'):
-                print(line, end="", flush=True)
-                continue
-            rows.append(json.loads(line))
-            print(rows[-1], flush=True)
-            write(args.out, document(default_target(), rows))
+    rows = gathered(started, args)
     rows += sums(rows)
     write(args.out, document(default_target(), rows))
     head = ["what", "who", "ms", "share of the best peer"]

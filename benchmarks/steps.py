@@ -96,10 +96,24 @@ def main() -> None:
         for row in rows_of(args):
             print(json.dumps(row), flush=True)
         return
+    rows = gathered(started, args)
+    head = ["what", "who", "ms", "rate", "unit", "share of the best peer", "share of the peak"]
+    print(markdown(head, [[row.get(name) for name in head] for row in rows]))
+
+
+def gathered(
+    start: Callable[[argparse.Namespace, Path], list[subprocess.Popen[str]]],
+    args: argparse.Namespace,
+) -> list[Row]:
+    """The rows that processes print, told and written to ``args.out`` as they come.
+
+    Args:
+        start: begins them, in a folder where they wait for each other.
+    """
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         lines: queue.Queue[str | None] = queue.Queue()
-        processes = started(args, Path(folder))
+        processes = start(args, Path(folder))
         for process in processes:
             threading.Thread(
                 target=forward_lines, args=(process, lines, Path(folder)), daemon=True
@@ -111,8 +125,7 @@ def main() -> None:
             rows.append(json.loads(line))
             print(rows[-1], flush=True)
             write(args.out, document(default_target(), rows))
-    head = ["what", "who", "ms", "rate", "unit", "share of the best peer", "share of the peak"]
-    print(markdown(head, [[row.get(name) for name in head] for row in rows]))
+    return rows
 
 
 def started(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[str]]:
