@@ -91,19 +91,21 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        given = [
-            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
-        ]
-        if not given:
-            nothing: list[Any] = [None] * (4 + 3 * ctx.count)
-            return tuple(nothing)
-        bits, *saved = ctx.saved_tensors
-        tensors, statistics = saved[: 3 * ctx.count], saved[3 * ctx.count :]
-        made = call(
-            "normalize_backward", given, tensors, statistics, bits, ctx.joins, ctx.activation
-        )
-        joined = made.pop() if ctx.joins else None
-        return (None, None, None, joined, *made)
+        return _backward("normalize_backward", ctx, gradients, 3, ctx.activation)
+
+
+def _backward(
+    name: str, ctx: Any, gradients: Sequence[Tensor | None], width: int, *more: object
+) -> tuple[Any, ...]:
+    """What the backward pass of norms returns, of which each was given ``width`` tensors."""
+    given = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
+    count: int = width * ctx.count
+    if not given:
+        return (None,) * (4 + count)
+    bits, *saved = ctx.saved_tensors
+    made = call(name, given, saved[:count], saved[count:], bits, ctx.joins, *more)
+    joined = made.pop() if ctx.joins else None
+    return (None, None, None, joined, *made)
 
 
 def projected(
@@ -191,17 +193,7 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        given = [
-            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
-        ]
-        if not given:
-            nothing: list[Any] = [None] * (4 + 4 * ctx.count)
-            return tuple(nothing)
-        bits, *saved = ctx.saved_tensors
-        tensors, kept = saved[: 4 * ctx.count], saved[4 * ctx.count :]
-        made = call("project_backward", given, tensors, kept, bits, ctx.joins)
-        joined = made.pop() if ctx.joins else None
-        return (None, None, None, joined, *made)
+        return _backward("project_backward", ctx, gradients, 4)
 
 
 def pooled(
