@@ -96,7 +96,7 @@ needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("case", "tile"),
     [
-        (replace(LAYER, bias="float32", activation="relu"), (32, 64, 128, 1, 2, 4, 2, False, True)),
+        (replace(LAYER, bias="float32", activation="relu"), (32, 64, 128, 2, 2, 4, 2, False, True)),
         (
             replace(LAYER, x=(2, 64, 5, 6), w=(72, 64, 3, 3), residual=True),
             (32, 64, 64, 1, 2, 4, 1, False, False, 2),

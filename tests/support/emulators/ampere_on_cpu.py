@@ -43,8 +43,15 @@ template <int PENDING> void wait_for_copies() {
 }
 inline u32 read_word(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 inline void write_word(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
-inline u32 read_half(u32 at) { u16 x; memcpy(&x, memory + at, 2); return x; }
-inline void write_half(u32 at, u32 x) { memcpy(memory + at, &x, 2); }
+inline uint2 read_two(u32 at) {
+  if (at % 8) abort();
+  return {read_word(at), read_word(at + 4)};
+}
+inline void write_two(u32 at, u32 x, u32 y) {
+  if (at % 8) abort();
+  write_word(at, x);
+  write_word(at + 4, y);
+}
 inline uint4 read_four(u32 at) { uint4 x; memcpy(&x, memory + at, 16); return x; }
 inline void write_four(u32 at, u32 a, u32 b, u32 c, u32 d) {
   if (at % 16) abort();
@@ -61,6 +68,18 @@ inline u32 larger_halves(u32 x, u32 y) {
   return made;
 }
 inline u32 larger_bfloats(u32 x, u32 y) { return larger_halves(x, y); }
+inline float larger(float x, float y) { return x != x || x > y ? x : y; }
+inline u32 to_halves(float x, float y) { return to_half(x) | to_half(y) << 16; }
+inline u32 to_bfloats(float x, float y) { return to_bfloat(x) | to_bfloat(y) << 16; }
+inline float of_byte(u32 bits, int place) { return (signed char)(bits >> 8 * place ^ 128); }
+template <bool BELOW> u32 to_bytes(const float (&y)[4]) {
+  u32 made = 0;
+  for (int l = 0; l < 4; ++l) {
+    if (!BELOW && y[l] < 0) abort();
+    made |= to_byte(y[l]) << 8 * l;
+  }
+  return made;
+}
 u32 asked[256], left[256][4], right[256][2];
 inline void read_blocks(u32& a, u32& b, u32& c, u32& d, u32 at) {
   const int t = threadIdx.x, first = t / 32 * 32, lane = t % 32;

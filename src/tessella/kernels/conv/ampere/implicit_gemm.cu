@@ -11,7 +11,7 @@ constexpr int PATCH_BYTES = PATCH_ROWS * ROW_BYTES, PATCH_AT = STAGES * STAGE_BY
 constexpr int COUNT = PATCH ? PATCHES : 1, ZERO_AT = PATCH_AT + PATCHES * PATCH_BYTES;
 constexpr int OUT_AT = EARLY || PERSISTENT ? STAGES * STAGE_BYTES : 0;
 constexpr int OUT_VALUES = 16 / OUT_ITEM, OUT_CHUNKS = BN / OUT_VALUES;
-static_assert(BM % ROWS == 0 && BN % ROWS == 0 && ROWS % 8 == 0 && NI % 2 == 0 && DEEP % 2 == 0);
+static_assert(BM % ROWS == 0 && BN % ROWS == 0 && ROWS % 16 == 0 && NI % 2 == 0 && DEEP % 2 == 0);
 static_assert(!PATCH || (!PERSISTENT && !EARLY));
 static_assert(EARLY || !RESIDUAL || !PERSISTENT);
 static_assert(BM * OUT_CHUNKS % THREADS == 0 && OUT_CHUNKS % 4 == 0);
@@ -27,20 +27,28 @@ template <int KIND> __device__ __forceinline__ float number(const void* from, in
   else if constexpr (KIND == 2) return __uint_as_float((u32)((const u16*)from)[place] << 16);
   else return 0.0f;
 }
-// two neighbouring numbers of the result in shared memory
-__device__ __forceinline__ void read_pair(float (&y)[2], u32 at) {
-  const u32 bits = OUT_ITEM == 1 ? read_half(at) : read_word(at);
+// the same of a result: here eight rows ask for words, or four of them for pairs of words
+__device__ __forceinline__ int result_place(int row, int chunk) {
+  const int apart = OUT_CHUNKS % 8 == 0 ? (row & 3) << 1 | row >> 2 & 1 : row >> 1 & 3;
+  return 16 * (row * OUT_CHUNKS + (chunk ^ apart));
+}
+// four neighbouring numbers of the result in shared memory
+__device__ __forceinline__ void read_numbers(float (&y)[4], u32 at) {
+  uint2 words;
+  if constexpr (OUT_ITEM == 1) words.x = read_word(at) ^ 0x80808080;
+  else words = read_two(at);
   #pragma unroll
-  for (int l = 0; l < 2; ++l) {
-    if constexpr (OUT == 1) y[l] = of_half(bits >> 16 * l & 0xffff);
-    else if constexpr (OUT == 2) y[l] = __uint_as_float(bits >> 16 * l << 16);
-    else y[l] = (signed char)(bits >> 8 * l);
+  for (int l = 0; l < 4; ++l) {
+    const u32 bits = (l < 2 ? words.x : words.y) >> 16 * (l % 2);
+    if constexpr (OUT == 1) y[l] = of_half(bits & 0xffff);
+    else if constexpr (OUT == 2) y[l] = __uint_as_float(bits << 16);
+    else y[l] = of_byte(words.x, l);
   }
 }
-__device__ __forceinline__ void write_pair(u32 at, float x, float y) {
-  if constexpr (OUT == 1) write_word(at, to_half(x) | to_half(y) << 16);
-  else if constexpr (OUT == 2) write_word(at, to_bfloat(x) | to_bfloat(y) << 16);
-  else write_half(at, to_byte(x) | to_byte(y) << 8);
+__device__ __forceinline__ void write_numbers(u32 at, const float (&y)[4]) {
+  if constexpr (OUT == 1) write_two(at, to_halves(y[0], y[1]), to_halves(y[2], y[3]));
+  else if constexpr (OUT == 2) write_two(at, to_bfloats(y[0], y[1]), to_bfloats(y[2], y[3]));
+  else write_word(at, to_bytes<!RELU>(y));
 }
 
 struct Window {
@@ -61,6 +69,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   const u32 shared = address(memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int chunk = thread % CHUNKS, row = thread / CHUNKS;
+  // of sixteen filters, the one that lies in a row: so a thread's sums of two neighbouring products
+  // are four neighbours of the result
+  const int filter = row & ~15 | (row & 6) << 1 | row >> 2 & 2 | row & 1;
   const int warp_m = warp / WARPS_N * MI * 16, warp_k = warp % WARPS_N * NI * 8;
   constexpr int PIXELS = PATCH ? MI : LOADS_A;  // that a thread reads, from one memory or the other
   const int taps = taps_h * taps_w, depth = taps * channels, steps = (depth + BK - 1) / BK;
@@ -106,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     }
     used = 0;
     #pragma unroll
-    for (int i = 0; i < LOADS_B; ++i) used |= (u32)(k0 + row + i * ROWS < filters) << i;
-    from_w = (const char*)weight + ITEM * ((long long)(k0 + row) * depth + VALUES * chunk);
+    for (int i = 0; i < LOADS_B; ++i) used |= (u32)(k0 + filter + i * ROWS < filters) << i;
+    from_w = (const char*)weight + ITEM * ((long long)(k0 + filter) * depth + VALUES * chunk);
     c = d = VALUES * chunk;
     tap = r = s = 0;
     settle();
@@ -163,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
       const int j = thread + i * THREADS, line = j / OUT_CHUNKS, column = j % OUT_CHUNKS;
       const bool there = m0 + line < pixels && k0 + OUT_VALUES * column < filters;
       const long long place = (long long)(m0 + line) * filters + k0 + OUT_VALUES * column;
-      copy_16(shared + OUT_AT + 16 * (line * OUT_CHUNKS + turned<OUT_CHUNKS>(line, column)),
+      copy_16(shared + OUT_AT + result_place(line, column),
               (const char*)residual + (there ? OUT_ITEM * place : 0), there);
     }
   };
@@ -281,12 +292,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
 
     const int g = lane / 4, pair = lane % 4;
     #pragma unroll
-    for (int j = 0; j < NI; ++j) {
-      const int column = warp_k + j * 8 + 2 * pair, k = k0 + column;
-      float shift[2] = {0.0f, 0.0f}, factor[2] = {1.0f, 1.0f};
+    for (int j = 0; j < NI; j += 2) {
+      const int column = warp_k + j * 8 + 4 * pair, k = k0 + column;
+      float shift[4] = {}, factor[4] = {};
       if (k < filters) {
         #pragma unroll
-        for (int l = 0; l < 2; ++l) {
+        for (int l = 0; l < 4; ++l) {
           if constexpr (BIAS >= 0) shift[l] = number<BIAS>(bias, k + l);
           if constexpr (SCALE >= 0) factor[l] = number<SCALE>(scale, k + l);
         }
@@ -296,22 +307,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int line = warp_m + i * 16 + half * 8 + g;
-          const int place = turned<OUT_CHUNKS>(line, column / OUT_VALUES);
-          const u32 to = shared + OUT_AT + 16 * (line * OUT_CHUNKS + place)
+          const u32 to = shared + OUT_AT + result_place(line, column / OUT_VALUES)
                        + column % OUT_VALUES * OUT_ITEM;
-          float added[2], y[2];
-          if constexpr (RESIDUAL) read_pair(added, to);
+          float added[4], y[4];
+          if constexpr (RESIDUAL) read_numbers(added, to);
           #pragma unroll
-          for (int l = 0; l < 2; ++l) {
-            float sum = (float)sums[i][j][2 * half + l] * alpha;
+          for (int l = 0; l < 4; ++l) {
+            float sum = (float)sums[i][j + l / 2][2 * half + l % 2];
+            if constexpr (ALPHA) sum = sum * alpha;
             if constexpr (SCALE >= 0) sum = sum * factor[l];
             if constexpr (BIAS >= 0) sum = sum + shift[l];
-            if constexpr (RESIDUAL) sum = sum + added[l] * beta;
-            sum = activate(sum);
+            if constexpr (RESIDUAL) sum = sum + (BETA ? added[l] * beta : added[l]);
+            if constexpr (RELU) sum = larger(sum, 0.0f);
+            else sum = activate(sum);
             if constexpr (RESCALED) sum = sum * gamma;
             y[l] = sum;
           }
-          write_pair(to, y[0], y[1]);
+          write_numbers(to, y);
         }
     }
     __syncthreads();
@@ -319,8 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     for (int i = 0; i < BM * OUT_CHUNKS / THREADS; ++i) {
       const int j = thread + i * THREADS, line = j / OUT_CHUNKS, column = j % OUT_CHUNKS;
       if (m0 + line < pixels && k0 + OUT_VALUES * column < filters) {
-        const int place = turned<OUT_CHUNKS>(line, column);
-        const u32 from = shared + OUT_AT + 16 * (line * OUT_CHUNKS + place);
+        const u32 from = shared + OUT_AT + result_place(line, column);
         const long long to = (long long)(m0 + line) * out_pitch + k0 + OUT_VALUES * column;
         *(uint4*)((char*)out + OUT_ITEM * to) = read_four(from);
       }

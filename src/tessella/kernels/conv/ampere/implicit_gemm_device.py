@@ -113,6 +113,9 @@ def source(
         "PATCHES": tile.patches,
         "PATCH_ROWS": tile.pixels + beside if tile.patches else 0,
         "RESCALED": int(rescaled),
+        "ALPHA": int(epilogue.alpha != 1),
+        "BETA": int(epilogue.beta != 1),
+        "RELU": int(epilogue.activation == "relu"),
     }
     constants = "".join(f"constexpr int {name} = {value};\n" for name, value in settings.items())
     sums = "typedef int Sum;\n" if dtype == "int8" else "typedef float Sum;\n"
