@@ -177,7 +177,7 @@ def test_projections_are_taken_with_their_norms(compiler, monkeypatch):
         low = call(x)
     assert run == ["project"] * 3
     assert (low - net(x)).norm() < 2e-2 * low.norm()
-    monkeypatch.setattr(projection, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(projection, "_DTYPES", {torch.float32: "tf32_mma"})
     agree(net, x, rel=1e-4, compiler=compiler)
     assert run == ["project"] * 9
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessella.device.machine import aimed_at
 from tessella.kernels.norm import projection
 from tests.support.kernels.compile_only import compile_all
 
@@ -90,6 +91,9 @@ def test_what_does_not_run(monkeypatch):
     assert not projection.runs(x, weight.half())
     assert not projection.runs(x, weight[:, :8])
     assert not projection.runs(x[:1, :, :1, :1], weight)  # one value a channel has no variance
+    for target, runs in (("sm_75", False), ("sm_80", True)):  # sm_75 has no tensor cores that Triton knows
+        with aimed_at(target):
+            assert projection.runs(x, weight) == runs
     assert not projection.widens((64, 16, 1, 1))
     assert not projection.widens((32, 16, 3, 3))
 

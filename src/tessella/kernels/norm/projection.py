@@ -17,9 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
+from tessella.core.architectures import Feature, has
 from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
-from tessella.device.machine import multiprocessors
+from tessella.device.machine import gpu_target, multiprocessors
 from tessella.kernels.norm.projection_device import (
     fold_kernel,
     gradient_kernel,
@@ -30,7 +31,8 @@ from tessella.kernels.norm.projection_device import (
     total_kernel,
 )
 
-_DTYPES = (torch.float16, torch.bfloat16)
+# and what multiplies them; without it Triton's code keeps kilobytes a thread in memory (sm_75)
+_DTYPES: dict[torch.dtype, Feature] = {torch.float16: "fp16_mma", torch.bfloat16: "bf16_mma"}
 # Channels of x and of the result that are taken: those that an H200 showed right beside float64.
 # With (256, 1024) and (512, 2048) gradients of x lacked most of the norm's share there (Triton
 # 3.6), though not in the interpreter; results that are less wide gain less and were not compared.
@@ -84,10 +86,12 @@ def widens(shape: Sequence[int]) -> bool:
 
 def runs(x: Tensor, weight: Tensor) -> bool:
     """Whether a convolution without bias can run together with its norm: x [N, K, H, W] of 16 bits
-    in channels_last, where Triton runs, weight float32 [C, K, 1, 1]."""
+    in channels_last, where Triton runs and has tensor cores for them, weight float32
+    [C, K, 1, 1]."""
     return (
         x.dim() == 4
         and x.dtype in _DTYPES
+        and has(gpu_target(), _DTYPES[x.dtype])
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and widens(weight.shape)
