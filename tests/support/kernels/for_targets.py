@@ -3,7 +3,8 @@
 ``results()`` asks another process, whose Triton does not interpret, and which has a worker a core.
 Each kernel is met with a problem that a network has, in its first configuration and for the target
 ``IN_FULL`` in the one whose tile is smallest, on tensors without memory, as the search compiles
-ahead. By target and case there are the resources of every launch, or the error.
+ahead. By target and case there are the resources of every launch, or the error. ``every_case`` is
+more than CI has time for.
 """
 
 from __future__ import annotations
@@ -165,23 +166,34 @@ BESIDES = {
 }
 
 
+Asked = tuple[str, Kernel, list[Config]]
+
+
 def portable(target: str) -> list[Kernel]:
-    """The kernels in Triton that are for any GPU which has what they need: one of each module."""
-    found: dict[str, Kernel] = {}
+    """The kernels that are for any GPU which has what they need."""
     operations = {problem.op for problem in problems().values()}
-    for row in catalog.KERNELS:
-        ours = row.source == "tessella" and "gpu" in row.targets and "wgmma" not in row.needs
-        if ours and row.runs_on(target) and row.op in operations:
-            found.setdefault(row.module, row)
-    return list(found.values())
+    ours = (k for k in catalog.KERNELS if k.source == "tessella" and "gpu" in k.targets)
+    return [k for k in ours if "wgmma" not in k.needs and k.runs_on(target) and k.op in operations]
 
 
-def cases(target: str) -> Iterator[tuple[str, Kernel, list[Config]]]:
-    """The name of a problem, a kernel that takes it there, and its configurations."""
+def taken(row: Kernel) -> Iterator[str]:
+    """The names of the problems that a kernel takes."""
+    return (n for n, p in problems().items() if p.op == row.op and not row.refusal(p))
+
+
+def every_case(target: str) -> Iterator[Asked]:
+    """Every kernel with every problem that it takes, its first and its smallest configuration."""
     with aimed_at(target):
         for row in portable(target):
-            mine = (n for n, p in problems().items() if p.op == row.op and not row.refusal(p))
-            for name in itertools.islice(mine, 1):
+            for name in taken(row):
+                yield name, row, ends(row, problems()[name])
+
+
+def cases(target: str) -> Iterator[Asked]:
+    """The name of a problem, a kernel of each module that takes it, and its configurations."""
+    with aimed_at(target):
+        for row in {row.module: row for row in reversed(portable(target))}.values():
+            for name in itertools.islice(taken(row), 1):
                 yield name, row, ends(row, problems()[name])[: 2 if target == IN_FULL else 1]
         for name, kernel in BESIDES.items():
             row, problem = catalog.kernel(kernel), problems()[name]
@@ -218,25 +230,31 @@ def resources(target: str, problem: str, kernel: str, config: Config) -> Launche
 
 
 @functools.cache
-def results() -> dict[str, dict[str, Launches]]:
-    """By target, and by problem, kernel and configuration."""
+def results(*told: str) -> dict[str, dict[str, Launches]]:
+    """By target, and by problem, kernel and configuration.
+
+    Args:
+        told: ``--all``, for every case, and targets, if not for all but Hopper's.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    command = [sys.executable, "-m", "tests.support.kernels.for_targets"]
+    command = [sys.executable, "-m", "tests.support.kernels.for_targets", *told]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
+    told = sys.argv[1:]
+    # Hopper's own tests compile for it
+    targets = [t for t in GPU_TARGETS if (t in told if told[1:] else t != "sm_90")]
     context = get_context("forkserver")
     context.set_forkserver_preload(["triton.compiler", __spec__.name])
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as workers:
         asked = [
             (target, workers.submit(compiled, target, name, row.id, configs))
-            for target in GPU_TARGETS
-            if target != "sm_90"  # its own tests compile for it
-            for name, row, configs in cases(target)
+            for target in targets
+            for name, row, configs in (every_case if "--all" in told else cases)(target)
         ]
         found: dict[str, dict[str, Launches]] = {}
         for target, future in asked:
