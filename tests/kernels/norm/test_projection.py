@@ -91,7 +91,7 @@ def test_what_does_not_run(monkeypatch):
     assert not projection.runs(x, weight.half())
     assert not projection.runs(x, weight[:, :8])
     assert not projection.runs(x[:1, :, :1, :1], weight)  # one value a channel has no variance
-    for target, runs in (("sm_75", False), ("sm_80", True)):  # sm_75 has no tensor cores that Triton knows
+    for target, runs in (("sm_75", False), ("sm_80", True)):  # Triton knows no tensor cores of one
         with aimed_at(target):
             assert projection.runs(x, weight) == runs
     assert not projection.widens((64, 16, 1, 1))

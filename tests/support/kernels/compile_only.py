@@ -2,8 +2,8 @@
 
 ``compile_all("tests.kernels.test_x:cases")`` calls ``cases()`` in another process, one for all
 tests of this one. It yields (name, run) pairs; each ``run()`` launches kernels through ``launch``,
-and all of them must be such that a plan can carry them. What comes back are, by name, the resources
-and opcode counts of every launch.
+which must be such that a plan can carry them, and must not write where a product still reads
+(``overwritten``). What comes back are, by name, the resources and opcode counts of every launch.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def _compiler() -> subprocess.Popen[str]:
 def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
     from tessella.device.ahead_of_time import collecting
     from tessella.device.launch import Launched, compiling
+    from tests.support.kernels.overwritten import overwritten
 
     module, _, function = cases.partition(":")
     made_by: dict[str, list[Launched]] = {}
@@ -93,6 +94,7 @@ def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
             run()
         assert not made.left_out, "a plan could not carry it"
         assert made.compiled.wrong(target) is None, made.compiled.wrong(target)
+        assert not (places := [told for one in launches for told in overwritten(one)]), places
         made_by[name] = launches
     cubins = [one.compiled.asm["cubin"] for launches in made_by.values() for one in launches]
     counts = iter(opcodes(cubins, target))

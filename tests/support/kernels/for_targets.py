@@ -31,6 +31,7 @@ from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.search.compile_ahead import launch_without_memory
+from tests.support.kernels.overwritten import overwritten
 from tests.support.problems import (
     attentions,
     convolutions,
@@ -226,7 +227,10 @@ def resources(target: str, problem: str, kernel: str, config: Config) -> Launche
     except Exception as error:  # told to the test that asks
         return f"{type(error).__name__}: {str(error)[-500:]}"
     is_complete = not made.left_out and made.compiled.wrong(target) is None
-    return [{**asdict(one.resources()), "is_complete": is_complete} for one in launches]
+    return [
+        {**asdict(one.resources()), "is_complete": is_complete, "overwritten": overwritten(one)}
+        for one in launches
+    ]
 
 
 @functools.cache
