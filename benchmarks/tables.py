@@ -9,13 +9,23 @@ No number is typed: a test compares both files with what this module makes of th
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.report import RESULTS, markdown
+from benchmarks.runs import (
+    Key,
+    Row,
+    Run,
+    key_of,
+    ms_of,
+    optional,
+    origin_of,
+    origins_of,
+    peers_of,
+    runs_of,
+)
 from tessella.core.count import counted
 
 ROOT = Path(__file__).parent.parent
@@ -64,9 +74,6 @@ CHOSEN = (
     (EPYC, "resnet50", "bf16", 8),
     (XEON, "resnet50", "bf16", 8),
 )
-Run = Mapping[str, Any]  # one measurement: command, date, device, rows
-Row = Mapping[str, Any]
-Key = tuple[str, str, int]  # network, precision, batch
 
 INTRODUCTION = """\
 # Benchmarks
@@ -97,7 +104,8 @@ def page() -> str:
     """The text of docs/benchmarks.md."""
     parts = [INTRODUCTION, "## Whole networks\n"]
     for name, machine, about in PLANS:
-        parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(_runs(name))]
+        parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(runs_of(name))]
+    parts += _older_plans()
     parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
     parts += [
         *_training(),
@@ -134,9 +142,9 @@ def results() -> str:
 def _chosen(machine: str, network: str, precision: str, batch: int) -> tuple[object, ...]:
     name = next(name for name, short, _ in PLANS if short == machine)
     key = (network, precision, batch)
-    states = [row for run in _runs(name) for row in run["rows"] if _key(row) == key]
+    states = [row for run in runs_of(name) for row in run["rows"] if key_of(row) == key]
     row = max(states, key=lambda row: len(row["times"]))  # the newest with the most peers
-    return machine, *key, _ms(row, "plan"), _peers(row), f"{row['ratio']:.2f}"
+    return machine, *key, ms_of(row, "plan"), peers_of(row), f"{row['ratio']:.2f}"
 
 
 # --- whole networks -------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ def _plans(runs: Sequence[Run]) -> Iterator[str]:
     for number, run in enumerate(runs, 1):
         for row in run["rows"]:
             line = _plan_line(row, number)
-            if newest.setdefault(_key(row), line) is not line:
+            if newest.setdefault(key_of(row), line) is not line:
                 earlier.append(line)
     head = (
         "network", "precision", "batch", "plan", "samples/s", "peers", "ratio", "set-up", "load",
@@ -159,38 +167,44 @@ def _plans(runs: Sequence[Run]) -> Iterator[str]:
     if earlier:
         yield "Earlier states, kept because another peer stood beside them:\n"
         yield markdown(head, earlier) + "\n"
-    for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}"
-    yield ""
+    yield from origins_of(runs)
+
+
+def _older_plans() -> Iterator[str]:
+    """Code for an older GPU on the newer one that is here, its libraries and without them."""
+    yield f"### {H200}, code for an older GPU: `older-plans-*.json`\n"
+    yield (
+        "Kernels and configurations of the older target, written by Triton and nvrtc for its"
+        " instructions; ptxas and the libraries know the GPU that is here. *Ours alone* has no"
+        " library where a kernel of ours fits, and the last column is the time of this GPU's own"
+        " plan over its time. What the older chip itself takes is not known.\n"
+    )
+    runs = [
+        run for path in sorted(RESULTS.glob("older-plans-*.json")) for run in runs_of(path.name)
+    ]
+    lines = [
+        (run["device"]["target"], *key_of(row), ms_of(row, "plan"),
+         ms_of(row, "plan_own") if "plan_own" in row["times"] else "",
+         ms_of(row, "plan_here") if "plan_here" in row["times"] else "",
+         peers_of({"times": {n: t for n, t in row["times"].items() if not n.startswith("plan")}}),
+         f"{min(v for n, v in row['ratios'].items() if not n.startswith('plan')):.2f}",
+         optional(row["own_of_here"], "{:.3f}"), number)
+        for number, run in enumerate(runs, 1)
+        for row in run["rows"]
+    ]  # fmt: skip
+    head = ("target", "network", "precision", "batch", "plan", "ours alone", "this GPU's plan",
+            "peers", "ratio", "ours of this GPU's", "run")  # fmt: skip
+    yield markdown(head, lines) + "\n"
+    yield from origins_of(runs)
 
 
 def _plan_line(row: Row, run: int) -> tuple[object, ...]:
     rate = row.get("samples_per_s") or round(row["batch"] / row["times"]["plan"]["median_ms"] * 1e3)
     return (
-        *_key(row), _ms(row, "plan"), f"{rate:,}", _peers(row), f"{row['ratio']:.2f}",
-        _optional(row.get("setup_s"), "{} s"), _optional(row.get("load_s"), "{} s"),
-        _optional(row.get("steps"), "{}"), _optional(row.get("output_error"), "{:.1e}"), run,
+        *key_of(row), ms_of(row, "plan"), f"{rate:,}", peers_of(row), f"{row['ratio']:.2f}",
+        optional(row.get("setup_s"), "{} s"), optional(row.get("load_s"), "{} s"),
+        optional(row.get("steps"), "{}"), optional(row.get("output_error"), "{:.1e}"), run,
     )  # fmt: skip
-
-
-def _key(row: Row) -> Key:
-    return row["network"], row["precision"], row["batch"]
-
-
-def _ms(row: Row, name: str) -> str:
-    return f"{row['times'][name]['median_ms']:#.3g} ms".replace(". ", " ")
-
-
-def _peers(row: Row) -> str:
-    """The peers with their times, the fastest first."""
-    times = {n: t["median_ms"] for n, t in row["times"].items() if n != "plan"}
-    return ", ".join(
-        f"{n.replace('_', ' ')} {_ms(row, n)}" for n in sorted(times, key=times.__getitem__)
-    )
-
-
-def _optional(value: object, form: str) -> str:
-    return "" if value is None else form.format(value)
 
 
 # --- single kernels -------------------------------------------------------------------------------
@@ -198,7 +212,7 @@ def _optional(value: object, form: str) -> str:
 
 def _own_cpu_kernels() -> Iterator[str]:
     for name, machine in CPU_KERNELS:
-        (run,) = _runs(name)
+        (run,) = runs_of(name)
         yield f"### {machine}: `{name}`\n"
         yield (
             "The layers of ResNet-50 and GoogLeNet with bias, ReLU and, where they expand, a"
@@ -207,11 +221,11 @@ def _own_cpu_kernels() -> Iterator[str]:
             " fastest of oneDNN, MKL and torch.\n"
         )
         yield markdown(_FAMILY[:-1], [_family(*found)[:-1] for found in _families(run)]) + "\n"
-        yield f"1. {_origin(run)}\n"
+        yield f"1. {origin_of(run)}\n"
 
 
 def _own_gpu_kernels() -> Iterator[str]:
-    runs = _runs("kernels-sm_90.json")
+    runs = runs_of("kernels-sm_90.json")
     yield f"### {H200}: `kernels-sm_90.json`\n"
     yield (
         "Caches cold, except `gemm M <= 64`, which is timed in a chain of layers. cuDNN searches"
@@ -226,9 +240,7 @@ def _own_gpu_kernels() -> Iterator[str]:
         if not name.startswith(_PUBLISHED)
     ]
     yield markdown((*_FAMILY, "run"), lines) + "\n"
-    for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}"
-    yield ""
+    yield from origins_of(runs)
 
 
 _FAMILY = ("family", "shapes", "ratio (geometric mean)", "worst", "best", "refused", "beside")
@@ -260,11 +272,11 @@ def _published() -> Iterator[str]:
         " an older GPU: the two columns compare algorithms, not libraries.\n"
     )
     lines: list[tuple[object, ...]] = []
-    for row in (row for run in _runs("kernels-sm_90.json") for row in run["rows"]):
+    for row in (row for run in runs_of("kernels-sm_90.json") for row in run["rows"]):
         if not row["family"].startswith(_PUBLISHED):
             continue
         for found in (a for a in row["algorithms"] if a["time_us"]):
-            published = _optional(found.get("published_ms"), "{} ms")
+            published = optional(found.get("published_ms"), "{} ms")
             lines.append(
                 (row["name"], found["kernel"], f"{found['time_us'] / 1e3:.3f} ms", published)
             )
@@ -286,16 +298,14 @@ def _training() -> Iterator[str]:
         " took more than five minutes to compile). *Loading* and *training* read a dataset of"
         " pixels, of PNG files, or of the JPEG files as they are, which the GPU decodes.\n"
     )
-    runs = _runs("train-sm_90.json")
+    runs = runs_of("train-sm_90.json")
     lines = [
         (row["what"], row["who"], f"{row['images_per_s']:,.0f}", number)
         for number, run in enumerate(runs, 1)
         for row in run["rows"]
     ]
     yield markdown(("what", "who", "images/s", "run"), lines) + "\n"
-    for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}"
-    yield ""
+    yield from origins_of(runs)
 
 
 def _blocks() -> Iterator[str]:
@@ -307,7 +317,7 @@ def _blocks() -> Iterator[str]:
         " by call, torch.compile in its default mode, and ours, as a training calls it: *fused N*"
         " takes 1×1 convolutions of at most N channels together with the norm behind them.\n"
     )
-    runs = _runs("blocks-sm_90.json")
+    runs = runs_of("blocks-sm_90.json")
     lines = [
         (row["what"], row["who"], f"{row['ms']:.2f} ms", f"{row['share of the best peer']:.3f}",
          number)
@@ -316,9 +326,7 @@ def _blocks() -> Iterator[str]:
     ]  # fmt: skip
     head = ("what", "who", "forward and backward", "ratio to the best peer", "run")
     yield markdown(head, lines) + "\n"
-    for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}"
-    yield ""
+    yield from origins_of(runs)
 
 
 def _steps() -> Iterator[str]:
@@ -332,7 +340,7 @@ def _steps() -> Iterator[str]:
         " by torch's fastest. The peak is 989 TFLOPS; a step's operations are six for each weight"
         " and token, and those of attention.\n"
     )
-    runs = _runs("steps-sm_90.json")
+    runs = runs_of("steps-sm_90.json")
     lines = [
         (row["what"], row["who"], f"{row['ms']:.2f} ms", f"{row['rate']:,.0f}",
          f"{row['share of the best peer']:.3f}",
@@ -342,9 +350,7 @@ def _steps() -> Iterator[str]:
     ]  # fmt: skip
     head = ("what", "who", "step", "rows/s", "ratio to the best peer", "of the peak", "run")
     yield markdown(head, lines) + "\n"
-    for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}"
-    yield ""
+    yield from origins_of(runs)
 
 
 def _changes() -> Iterator[str]:
@@ -354,20 +360,20 @@ def _changes() -> Iterator[str]:
         "256 pictures of 500×375, uint8 on the GPU, to normalized ones of 224×224. torchvision's"
         " transforms draw once a call: one for each picture is what a training wants.\n"
     )
-    for number, run in enumerate(_runs("changes-sm_90.json"), 1):
+    for number, run in enumerate(runs_of("changes-sm_90.json"), 1):
         lines = [(row["what"], row["who"], f"{row['ms']:.2f} ms") for row in run["rows"]]
         yield markdown(("what", "who", "a batch"), lines) + "\n"
-        yield f"{number}. {_origin(run)}\n"
+        yield f"{number}. {origin_of(run)}\n"
 
 
 def _scattered() -> Iterator[str]:
     """Boxes and masks of digits on textures: what was learned in how many minutes."""
     yield "## Digits scattered on textures: `scattered-sm_90.json`, `scattered-cpu.json`\n"
     yield "Pictures of 96²; the digits that validation has are in no picture for training.\n"
-    runs = [*_runs("scattered-sm_90.json"), *_runs("scattered-cpu.json")]
+    runs = [*runs_of("scattered-sm_90.json"), *runs_of("scattered-cpu.json")]
     for number, run in enumerate(runs, 1):
         yield markdown(*scattered(run["rows"])) + "\n"
-        yield f"{number}. {_origin(run)}\n"
+        yield f"{number}. {origin_of(run)}\n"
 
 
 def scattered(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
@@ -388,7 +394,7 @@ def scattered(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[objec
 def _detection() -> Iterator[str]:
     """What a training reached, and the latency from pixels to boxes."""
     yield "## A detector from pixels to boxes: `detection-cpu.json`\n"
-    for number, run in enumerate(_runs("detection-cpu.json"), 1):
+    for number, run in enumerate(runs_of("detection-cpu.json"), 1):
         (trained,) = (row for row in run["rows"] if row["what"] == "training")
         threads = counted(run["torch_threads"], "thread")
         yield (
@@ -400,13 +406,13 @@ def _detection() -> Iterator[str]:
         )
         rows = [row for row in run["rows"] if row["what"] == "latency"]
         yield markdown(*detectors(rows)) + "\n"
-        yield f"{number}. {_origin(run)}\n"
+        yield f"{number}. {origin_of(run)}\n"
 
 
 def detectors(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
     """A line a precision: the plan and its peers, the fastest first."""
     lines: list[Sequence[object]] = [
-        (row["precision"], _ms(row, "plan"), _peers(row), f"{row['ratio']:.2f}", row["steps"],
+        (row["precision"], ms_of(row, "plan"), peers_of(row), f"{row['ratio']:.2f}", row["steps"],
          f"{row['box_error']:.1e}")
         for row in rows
     ]  # fmt: skip
@@ -422,14 +428,14 @@ def _boxes_and_masks() -> Iterator[str]:
         " replayed from a CUDA graph.\n"
     )
     lines, origins = [], []
-    for number, run in enumerate(_runs("masks-sm_90.json"), 1):
+    for number, run in enumerate(runs_of("masks-sm_90.json"), 1):
         lines += [
-            (row["network"], f"{row['size']}²", row["precision"], row["batch"], _ms(row, "plan"),
-             _peers(row), f"{row['ratio']:.2f}", row["steps"],
+            (row["network"], f"{row['size']}²", row["precision"], row["batch"], ms_of(row, "plan"),
+             peers_of(row), f"{row['ratio']:.2f}", row["steps"],
              f"{row['error'] / row['largest']:.1e}", number)
             for row in run["rows"]
         ]  # fmt: skip
-        origins.append(f"{number}. {_origin(run)}\n")
+        origins.append(f"{number}. {origin_of(run)}\n")
     head = (
         "network", "pictures", "precision", "batch", "plan", "peers", "ratio", "steps", "error",
         "run",
@@ -445,17 +451,17 @@ def _volumes() -> Iterator[str]:
         "A 3-D U-Net of five levels, 32 channels in the first, on crops that stay on the GPU: steps"
         " of training, forward, loss, backward and AdamW, and plans.\n"
     )
-    runs = _runs("volumes-sm_90.json")
+    runs = runs_of("volumes-sm_90.json")
     lines = [
         (row["part"], row["what"], row["who"], f"{row['ms']:.2f} ms",
-         _optional(row.get("crops/s"), "{}"), f"{row['share of the best peer']:.3f}", number)
+         optional(row.get("crops/s"), "{}"), f"{row['share of the best peer']:.3f}", number)
         for number, run in enumerate(runs, 1)
         for row in run["rows"]
     ]  # fmt: skip
     head = ("part", "what", "who", "time", "crops/s", "ratio to the best peer", "run")
     yield markdown(head, lines) + "\n"
     for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}\n"
+        yield f"{number}. {origin_of(run)}\n"
 
 
 # --- over HTTP ------------------------------------------------------------------------------------
@@ -470,10 +476,10 @@ def _serving() -> Iterator[str]:
         " without a network; the ratio is that of the requests a second to its. Medians over rounds"
         " in which all servers are asked in turn; in brackets the slowest and the fastest round.\n"
     )
-    (run,) = _runs("serving-cpu.json")
+    (run,) = runs_of("serving-cpu.json")
     head = ("clients", "server", "requests/s", "p50", "p99", "ratio")
     yield markdown(head, [_serving_line(row) for row in run["rows"]]) + "\n"
-    yield f"1. {_origin(run)}\n"
+    yield f"1. {origin_of(run)}\n"
 
 
 def _serving_line(row: Row) -> tuple[object, ...]:
@@ -492,7 +498,7 @@ def _gpu_serving() -> Iterator[str]:
         " over HTTP (*one*) and gRPC, JPEG files of 500×375 that the GPU decodes, and tensors in"
         " shared memory. The share is of the engine with NumPy arrays.\n"
     )
-    runs = _runs("serve-sm_90.json")
+    runs = runs_of("serve-sm_90.json")
     lines = [
         (
             row["server"],
@@ -507,9 +513,7 @@ def _gpu_serving() -> Iterator[str]:
         for row in run["rows"]
     ]
     yield markdown(("server", "work", "images/s", "share", "p50", "p99", "run"), lines) + "\n"
-    for number, run in enumerate(runs, 1):
-        yield f"{number}. {_origin(run)}"
-    yield ""
+    yield from origins_of(runs)
 
 
 def _losses() -> Iterator[str]:
@@ -519,11 +523,11 @@ def _losses() -> Iterator[str]:
         "*Server* counts acceptors; 0 is one process. *Other* answers than those of the two plans"
         " are wrong, *503* are refused for now.\n"
     )
-    runs = _runs("losses-sm_90.json")
+    runs = runs_of("losses-sm_90.json")
     head = ["server", "event", "requests_per_s", "first", "second", "other", "503", "lost"]
     lines = [[*map(row.get, head), n] for n, run in enumerate(runs, 1) for row in run["rows"]]
     yield markdown([*(name.replace("_per_", "/") for name in head), "run"], lines) + "\n"
-    yield from (f"{number}. {_origin(run)}\n" for number, run in enumerate(runs, 1))
+    yield from (f"{number}. {origin_of(run)}\n" for number, run in enumerate(runs, 1))
 
 
 def _serving_parts() -> Iterator[str]:
@@ -533,7 +537,7 @@ def _serving_parts() -> Iterator[str]:
         "What bounds a lone client and JPEG files, by scripts that ran the tree of before (*old*)"
         " and the new one in turns. A number is one reading, or a median where its run says so.\n"
     )
-    for number, run in enumerate(_runs("serve-parts-sm_90.json"), 1):
+    for number, run in enumerate(runs_of("serve-parts-sm_90.json"), 1):
         columns = list(run["rows"][0])
         yield f"{number}. {run['date']}, {run['device']}, {run['cores']} cores. {run['about']}\n"
         lines = [[row[name] for name in columns] for row in run["rows"]]
@@ -544,7 +548,7 @@ def _serving_parts() -> Iterator[str]:
 
 
 def _coverage() -> Iterator[str]:
-    (run,) = _runs("coverage-cpu.json")
+    (run,) = runs_of("coverage-cpu.json")
     rows = run["rows"]
     yield "## Networks that compile: `coverage-cpu.json`\n"
     yield (
@@ -558,7 +562,7 @@ def _coverage() -> Iterator[str]:
         lines.append((library, len(mine), agree, fallback, f"{max(r['error'] for r in mine):.1e}"))
     head = ("library", "networks", "agree", "fallback", "largest error")
     yield markdown(head, lines) + "\n"
-    yield f"1. {_origin(run)}\n"
+    yield f"1. {origin_of(run)}\n"
 
 
 def _catalog() -> Iterator[str]:
@@ -568,10 +572,10 @@ def _catalog() -> Iterator[str]:
         " fastest each kernel was, over all problems where both were timed. One that was never near"
         " is only tried where its algorithm is asked for by name.\n"
     )
-    (behind,) = _runs("behind-sm_90.json")
+    (behind,) = runs_of("behind-sm_90.json")
     lines = [(r["kernel"], r["problems"], r["at best"], r["median"]) for r in behind["rows"]]
     yield markdown(("kernel", "problems", "at best", "median"), lines) + "\n"
-    (beside,) = _runs("beside-conv2d.cudnn_graph-sm_90.json")
+    (beside,) = runs_of("beside-conv2d.cudnn_graph-sm_90.json")
     ratios = [row["ratio"] for row in beside["rows"]]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     yield (
@@ -579,21 +583,6 @@ def _catalog() -> Iterator[str]:
         f" same epilogue, {len(ratios)} layers of one build: {mean:.2f} in the geometric mean,"
         f" {min(ratios):.2f} to {max(ratios):.2f}.\n"
     )
-
-
-def _runs(name: str) -> Sequence[Run]:
-    """The measurements of a file, the newest first."""
-    document = json.loads((RESULTS / name).read_text())
-    runs: Sequence[Run] = document.get("runs", [document])
-    return runs
-
-
-def _origin(run: Run) -> str:
-    """Command, date and machine of a run."""
-    device = run["device"]
-    versions = ", ".join(f"{name} {version}" for name, version in device["libraries"].items())
-    about = f" {run['about'][:1].upper()}{run['about'][1:]}." if run.get("about") else ""
-    return f"{run['date']}, {device['name']}, {versions}: `{run['command']}`.{about}"
 
 
 if __name__ == "__main__":

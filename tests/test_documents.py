@@ -55,7 +55,7 @@ def test_benchmarks_are_what_the_json_files_say() -> None:
 
 
 def test_a_changed_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, measured = tables.page(), tables._runs
+    page, measured = tables.page(), tables.runs_of
 
     def changed(name: str) -> list[tables.Run]:
         runs = json.loads(json.dumps(measured(name)))
@@ -63,13 +63,13 @@ def test_a_changed_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             runs[0]["rows"][0]["times"]["plan"]["median_ms"] *= 2
         return runs
 
-    monkeypatch.setattr(tables, "_runs", changed)
+    monkeypatch.setattr(tables, "runs_of", changed)
     assert tables.page() != page
 
 
 def test_a_table_s_ratios_are_those_of_its_times() -> None:
     for name, _, _ in tables.PLANS:
-        for row in (row for run in tables._runs(name) for row in run["rows"]):
+        for row in (row for run in tables.runs_of(name) for row in run["rows"]):
             times = {n: t["median_ms"] for n, t in row["times"].items()}
             plan = times.pop("plan")
             assert row["ratio"] == pytest.approx(min(times.values()) / plan, abs=2e-3), row
@@ -82,7 +82,7 @@ def test_the_readme_is_short_and_its_sentences_hold() -> None:
     assert f"{sum(row['agrees'] for row in rows)} of torchvision" in readme
     assert "92 % of the node cases" in readme
     assert "to opset 21 pass (92." in (ROOT / "docs" / "onnx.md").read_text()
-    lenet = [r for r in tables._runs("engine-cpu.json")[0]["rows"] if r["network"] == "lenet"]
+    lenet = [r for r in tables.runs_of("engine-cpu.json")[0]["rows"] if r["network"] == "lenet"]
     assert any(abs(r["ratio"] - 0.5) < 0.05 and r["best_peer"] == "onnxruntime" for r in lenet)
 
 

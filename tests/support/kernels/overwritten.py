@@ -143,8 +143,10 @@ class _Run:
         state = [self.value(before) for _, before in pairs]
         inner = any(_RESULT.sub(r"\2", each.text).startswith("scf.for") for each in line.regions[0])
         for turn in range(OUTER_TURNS if inner else TURNS):
-            known = isinstance(first, int) and isinstance(step, int)
-            self.values[at] = first + turn * step if known else None
+            at_turn = None
+            if isinstance(first, int) and isinstance(step, int):
+                at_turn = first + turn * step
+            self.values[at] = at_turn
             self.values.update({name: v for (name, _), v in zip(pairs, state, strict=True)})
             state = self.all(line.regions[0]) or state
         return state
@@ -169,7 +171,7 @@ class _Run:
             places = [v for v in given[:2] if isinstance(v, Place)]
             self.running = [*self.running, (text, places)] if "isAsync = true" in text else []
         elif operation == "warp_group_dot_wait":
-            pending = int(re.search(r"pendings = (\d+)", text).group(1))
+            pending = int(text.partition("pendings = ")[2].partition(" ")[0])
             self.running = self.running[len(self.running) - pending :] if pending else []
             return given[0]
         elif operation in _COPIES:
@@ -179,8 +181,8 @@ class _Run:
                         self.found[f"{text[:90]} is written while {product[:70]} may read it"] = (
                             None
                         )
-        elif all(isinstance(v, int) for v in given) and given:
-            return self.number(operation, text, given)
+        elif given and len(known := [v for v in given if isinstance(v, int)]) == len(given):
+            return self.number(operation, text, known)
         return None
 
     def number(self, operation: str, text: str, given: list[int]) -> Value:
