@@ -60,11 +60,13 @@ with float64, times it beside torch's, and writes a file to send us: see
 | --- | --- | --- | --- | --- |
 """
 LIMITS = """
-Kernels in Hopper's own instructions need `wgmma` and `tma`. The portable ones are in Triton, which
-writes their products with `mma.sync`, on `sm_90` with `wgmma`, on `sm_100` with `tcgen05.mma`. For
-`sm_75` it writes none for tensor cores: there our products are in float32 only, and bfloat16 and
-FP8 are the libraries'. Plans for `sm_100` and `sm_120` carry no machine code: its second form is
-not checked yet, so kernels are compiled where such a plan is loaded.
+Kernels in Hopper's own instructions need `wgmma` and `tma`. Chains of 1×1 convolutions and products
+that normalize their rows are Hopper's alone: a chain takes 208 to 224 KB of shared memory, and for
+chips with 163 or 99 KB none was written or tried. The portable ones are in Triton, which writes
+their products with `mma.sync`, on `sm_90` with `wgmma`, on `sm_100` with `tcgen05.mma`. For `sm_75`
+it writes none for tensor cores: there our products are in float32 only, and bfloat16 and FP8 are
+the libraries'. Plans for `sm_100` and `sm_120` carry no machine code: its second form is not
+checked yet, so kernels are compiled where such a plan is loaded.
 
 `tessella compile` measures, so it needs the target's GPU. For one that is not here, `--untuned`
 lets a cost model choose, and `tessella tune` measures there: see [plans](plans.md).

@@ -102,10 +102,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
       const int m = m0 + (PATCH ? warp_m + lane % 16 + i * 16 : row + i * ROWS);
+      seen[i] = m < pixels;
+      if constexpr (SAME) {
+        at[i] = m * pitch;
+        continue;
+      }
       const int q = m % out_w, line = m / out_w, p = line % out_h, n = line / out_h;
       const int h = p * stride_h - padding_h, v = q * stride_w - padding_w;
       at[i] = ((n * height + h) * width + v) * pitch;
-      seen[i] = m < pixels;
       if constexpr (TAPS) {
         u32 columns = 0, all = 0;
         for (int t = 0; t < taps_w; ++t)

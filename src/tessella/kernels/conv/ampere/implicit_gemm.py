@@ -188,6 +188,7 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
     """The kernel's source."""
     epilogue, geometry = problem.epilogue, Geometry.of(problem)
     bias, residual, scale = (None if meta is None else meta.dtype for meta in _operands(problem))
+    taps = math.prod(geometry.filter) > 1 or any(geometry.padding)
     return source(
         tile if residual else replace(tile, early=False),
         problem["input"].dtype,
@@ -200,7 +201,8 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
             alpha=epilogue.alpha,
             beta=epilogue.beta,
         ),
-        taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
+        taps=taps,
+        same=not taps and {*geometry.stride} == {1},
         deeper=geometry.channels * problem["input"].itemsize < tile.depth,
         beside=_beside(problem),
         rescaled=problem.gamma is not None,

@@ -78,6 +78,7 @@ def source(
     epilogue: Epilogue[str],
     *,
     taps: bool,
+    same: bool,
     deeper: bool,
     beside: int,
     rescaled: bool,
@@ -87,6 +88,7 @@ def source(
 
     Args:
         taps: the filter has more than one tap, or reads beside the image.
+        same: each pixel of the result is made of that pixel alone.
         deeper: a stage is deeper than the channels, so that taps begin within it.
         beside: pixels that taps read beside those of a tile.
         rescaled: the activation's result is multiplied by ``gamma``.
@@ -109,6 +111,7 @@ def source(
         "EARLY": int(tile.early),
         "PERSISTENT": int(tile.persistent),
         "TAPS": int(taps),
+        "SAME": int(same),
         "DEEPER": int(deeper),
         "PATCHES": tile.patches,
         "PATCH_ROWS": tile.pixels + beside if tile.patches else 0,
