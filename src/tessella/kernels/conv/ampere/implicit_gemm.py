@@ -104,6 +104,8 @@ def configs(problem: Problem, most: int = TRIED) -> tuple[Config, ...]:
         steps = ceil_div(geometry.depth * problem["input"].itemsize, cut.depth) + LEAST_STAGES
         work = rounds * share * steps * cut.depth * cut.pixels * cut.filters
         ways = [cut, *([replace(cut, persistent=True)] if rounds > 1 else [])]
+        if rounds > 1 and problem.epilogue.residual is not None:
+            ways.append(replace(cut, persistent=True, early=True, ahead=True))
         if patches := _patches(problem, cut):
             ways.append(replace(cut, patches=patches))
         for tile in filter(None, (_fitted(way, problem) for way in ways)):
@@ -190,7 +192,7 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
     bias, residual, scale = (None if meta is None else meta.dtype for meta in _operands(problem))
     taps = math.prod(geometry.filter) > 1 or any(geometry.padding)
     return source(
-        tile if residual else replace(tile, early=False),
+        tile if residual else replace(tile, early=False, ahead=False),
         problem["input"].dtype,
         problem.output.dtype,
         Epilogue[str](

@@ -32,6 +32,7 @@ class Tile:
         stages: in shared memory.
         blocks: of a multiprocessor: so many must find registers.
         early: the residual has room of its own, and is loaded before the products.
+        ahead: so it is even a tile before, into a room of its own, and nothing is waited for.
         persistent: a block makes one tile after another, and loads the next one's first stages
             while it stores.
         patches: above 0 all taps read the same pixels in shared memory, which are so often there:
@@ -48,6 +49,7 @@ class Tile:
     early: bool = False
     persistent: bool = False
     patches: int = 0
+    ahead: bool = False
 
     @property
     def threads(self) -> int:
@@ -58,7 +60,7 @@ class Tile:
         return self.depth * ((0 if self.patches else self.pixels) + self.filters)
 
     def result_bytes(self, itemsize: int) -> int:
-        return itemsize * self.pixels * self.filters
+        return itemsize * self.pixels * self.filters * (1 + self.ahead)
 
     def patch_bytes(self, beside: int) -> int:
         """Of patches, with so many pixels that taps read beside a tile's, and of a row of zeros."""
@@ -110,6 +112,7 @@ def source(
         "RESIDUAL": int(epilogue.residual is not None),
         "EARLY": int(tile.early),
         "PERSISTENT": int(tile.persistent),
+        "AHEAD": int(tile.ahead),
         "TAPS": int(taps),
         "SAME": int(same),
         "DEEPER": int(deeper),
