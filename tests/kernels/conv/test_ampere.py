@@ -113,12 +113,12 @@ needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
             (32, 64, 64, 2, 1, 3, 1, False),
         ),
         (
-            Case(x=(1, 64, 13, 9), w=(96, 64, 1, 1), residual=True, scale=True, beta=0.5,
+            Case(x=(1, 80, 7, 9), w=(96, 80, 1, 1), residual=True, scale=True, beta=0.5,
                  bias="float32", dtype="int8", x_format=LAST),
-            (32, 64, 64, 1, 2, 4, 2, True, True, 0, True),
+            (32, 64, 64, 1, 2, 3, 2, True, True),
         ),
     ],
-    ids=["taps", "patches", "residual first", "int8, residual last", "int8, residual ahead"],
+    ids=["taps", "patches", "residual first", "int8, residual last", "int8, below zero"],
 )  # fmt: skip
 def test_its_text_on_a_processor(
     case: Case, tile: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

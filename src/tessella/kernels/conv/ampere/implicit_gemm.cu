@@ -10,12 +10,10 @@ constexpr int A_BYTES = PATCH ? 0 : BM * ROW_BYTES, STAGE_BYTES = A_BYTES + BN *
 constexpr int PATCH_BYTES = PATCH_ROWS * ROW_BYTES, PATCH_AT = STAGES * STAGE_BYTES;
 constexpr int COUNT = PATCH ? PATCHES : 1, ZERO_AT = PATCH_AT + PATCHES * PATCH_BYTES;
 constexpr int OUT_AT = EARLY || PERSISTENT ? STAGES * STAGE_BYTES : 0;
-constexpr int OUT_BYTES = BM * BN * OUT_ITEM;
 constexpr int OUT_VALUES = 16 / OUT_ITEM, OUT_CHUNKS = BN / OUT_VALUES;
 static_assert(BM % ROWS == 0 && BN % ROWS == 0 && ROWS % 16 == 0 && NI % 2 == 0 && DEEP % 2 == 0);
 static_assert(!PATCH || (!PERSISTENT && !EARLY));
 static_assert(EARLY || !RESIDUAL || !PERSISTENT);
-static_assert(!AHEAD || (EARLY && PERSISTENT));
 static_assert(BM * OUT_CHUNKS % THREADS == 0 && OUT_CHUNKS % 4 == 0);
 
 // where in a row of so many chunks one lies: eight rows never ask a bank for two of them
@@ -104,14 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
       const int m = m0 + (PATCH ? warp_m + lane % 16 + i * 16 : row + i * ROWS);
-      seen[i] = m < pixels;
-      if constexpr (SAME) {
-        at[i] = m * pitch;
-        continue;
-      }
       const int q = m % out_w, line = m / out_w, p = line % out_h, n = line / out_h;
       const int h = p * stride_h - padding_h, v = q * stride_w - padding_w;
       at[i] = ((n * height + h) * width + v) * pitch;
+      seen[i] = m < pixels;
       if constexpr (TAPS) {
         u32 columns = 0, all = 0;
         for (int t = 0; t < taps_w; ++t)
@@ -174,22 +168,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
               (const char*)x + (there ? ITEM * place : 0), there);
     }
   };
-  // where the residual comes, and the result is written over it; and the next tile's
-  u32 result = shared + OUT_AT, other = result + OUT_BYTES;
-  auto load_residual = [&](int tile, u32 to) {
-    const int m0 = tile / across * BM, k0 = tile % across * BN;
+  auto load_residual = [&](int m0, int k0) {
     #pragma unroll 2
     for (int i = 0; i < BM * OUT_CHUNKS / THREADS; ++i) {
       const int j = thread + i * THREADS, line = j / OUT_CHUNKS, column = j % OUT_CHUNKS;
       const bool there = m0 + line < pixels && k0 + OUT_VALUES * column < filters;
       const long long place = (long long)(m0 + line) * filters + k0 + OUT_VALUES * column;
-      copy_16(to + result_place(line, column),
+      copy_16(shared + OUT_AT + result_place(line, column),
               (const char*)residual + (there ? OUT_ITEM * place : 0), there);
     }
   };
 
   begin_tile(loading);
-  if constexpr (AHEAD) load_residual(blockIdx.x, result);
   if constexpr (PATCH) {
     if (thread < ROW_BYTES / 4) write_word(shared + ZERO_AT + 4 * thread, 0);
     load_patch(0);
@@ -248,9 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
   #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
     const int m0 = tile / across * BM, k0 = tile % across * BN;
-    // they belong to the next stage's copies
-    if constexpr (EARLY && !AHEAD) load_residual(tile, result);
-    if (AHEAD && tile + blocks < tiles) load_residual(tile + blocks, other);
+    if constexpr (EARLY) load_residual(m0, k0);  // they belong to the next stage's copies
     #pragma unroll
     for (int i = 0; i < MI; ++i)
       #pragma unroll
@@ -292,11 +280,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
       }
     }
     if constexpr (EARLY || !PERSISTENT) {
-      wait_for_copies<AHEAD>();  // one ahead, it came before the last stage
+      wait_for_copies<0>();
       __syncthreads();
     }
     if constexpr (RESIDUAL && !EARLY) {
-      load_residual(tile, result);
+      load_residual(m0, k0);
       end_copies();
       wait_for_copies<0>();
       __syncthreads();
@@ -319,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int line = warp_m + i * 16 + half * 8 + g;
-          const u32 to = result + result_place(line, column / OUT_VALUES)
+          const u32 to = shared + OUT_AT + result_place(line, column / OUT_VALUES)
                        + column % OUT_VALUES * OUT_ITEM;
           float added[4], y[4];
           if constexpr (RESIDUAL) read_numbers(added, to);
@@ -343,17 +331,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) conv_implicit_gemm
     for (int i = 0; i < BM * OUT_CHUNKS / THREADS; ++i) {
       const int j = thread + i * THREADS, line = j / OUT_CHUNKS, column = j % OUT_CHUNKS;
       if (m0 + line < pixels && k0 + OUT_VALUES * column < filters) {
-        const u32 from = result + result_place(line, column);
+        const u32 from = shared + OUT_AT + result_place(line, column);
         const long long to = (long long)(m0 + line) * out_pitch + k0 + OUT_VALUES * column;
         *(uint4*)((char*)out + OUT_ITEM * to) = read_four(from);
       }
     }
     if constexpr (!PERSISTENT) break;
     if constexpr (EARLY) __syncthreads();  // all have read the result, where the residual comes
-    if constexpr (AHEAD) {
-      const u32 next = other;
-      other = result;
-      result = next;
-    }
   }
 }

@@ -104,8 +104,6 @@ def configs(problem: Problem, most: int = TRIED) -> tuple[Config, ...]:
         steps = ceil_div(geometry.depth * problem["input"].itemsize, cut.depth) + LEAST_STAGES
         work = rounds * share * steps * cut.depth * cut.pixels * cut.filters
         ways = [cut, *([replace(cut, persistent=True)] if rounds > 1 else [])]
-        if rounds > 1 and problem.epilogue.residual is not None:
-            ways.append(replace(cut, persistent=True, early=True, ahead=True))
         if patches := _patches(problem, cut):
             ways.append(replace(cut, patches=patches))
         for tile in filter(None, (_fitted(way, problem) for way in ways)):
@@ -190,9 +188,8 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
     """The kernel's source."""
     epilogue, geometry = problem.epilogue, Geometry.of(problem)
     bias, residual, scale = (None if meta is None else meta.dtype for meta in _operands(problem))
-    taps = math.prod(geometry.filter) > 1 or any(geometry.padding)
     return source(
-        tile if residual else replace(tile, early=False, ahead=False),
+        tile if residual else replace(tile, early=False),
         problem["input"].dtype,
         problem.output.dtype,
         Epilogue[str](
@@ -203,8 +200,7 @@ def code_of(problem: Problem, tile: Tile, machine: str | None = None) -> str:
             alpha=epilogue.alpha,
             beta=epilogue.beta,
         ),
-        taps=taps,
-        same=not taps and {*geometry.stride} == {1},
+        taps=math.prod(geometry.filter) > 1 or any(geometry.padding),
         deeper=geometry.channels * problem["input"].itemsize < tile.depth,
         beside=_beside(problem),
         rescaled=problem.gamma is not None,

@@ -32,7 +32,6 @@ class Tile:
         stages: in shared memory.
         blocks: of a multiprocessor: so many must find registers.
         early: the residual has room of its own, and is loaded before the products.
-        ahead: so it is even a tile before, into a room of its own, and nothing is waited for.
         persistent: a block makes one tile after another, and loads the next one's first stages
             while it stores.
         patches: above 0 all taps read the same pixels in shared memory, which are so often there:
@@ -49,7 +48,6 @@ class Tile:
     early: bool = False
     persistent: bool = False
     patches: int = 0
-    ahead: bool = False
 
     @property
     def threads(self) -> int:
@@ -60,7 +58,7 @@ class Tile:
         return self.depth * ((0 if self.patches else self.pixels) + self.filters)
 
     def result_bytes(self, itemsize: int) -> int:
-        return itemsize * self.pixels * self.filters * (1 + self.ahead)
+        return itemsize * self.pixels * self.filters
 
     def patch_bytes(self, beside: int) -> int:
         """Of patches, with so many pixels that taps read beside a tile's, and of a row of zeros."""
@@ -80,7 +78,6 @@ def source(
     epilogue: Epilogue[str],
     *,
     taps: bool,
-    same: bool,
     deeper: bool,
     beside: int,
     rescaled: bool,
@@ -90,7 +87,6 @@ def source(
 
     Args:
         taps: the filter has more than one tap, or reads beside the image.
-        same: each pixel of the result is made of that pixel alone.
         deeper: a stage is deeper than the channels, so that taps begin within it.
         beside: pixels that taps read beside those of a tile.
         rescaled: the activation's result is multiplied by ``gamma``.
@@ -112,9 +108,7 @@ def source(
         "RESIDUAL": int(epilogue.residual is not None),
         "EARLY": int(tile.early),
         "PERSISTENT": int(tile.persistent),
-        "AHEAD": int(tile.ahead),
         "TAPS": int(taps),
-        "SAME": int(same),
         "DEEPER": int(deeper),
         "PATCHES": tile.patches,
         "PATCH_ROWS": tile.pixels + beside if tile.patches else 0,
