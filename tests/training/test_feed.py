@@ -113,3 +113,15 @@ def test_a_validation_leaves_jpeg_files_to_the_device(tmp_path, monkeypatch):
     assert not decoded
     np.testing.assert_array_equal(rows(decodes=True), expected)
     assert len(decoded) == 12
+
+    def seen(**how):
+        return [
+            made(batch).images for batch in loading.batches(
+                dataset.train, record, batch_size=4, augment=None, training=False, **how
+            )
+        ]  # fmt: skip
+
+    decoded.clear()
+    shared = seen(workers=2, for_gpu=True, decodes=True, host_eighths=2)
+    torch.testing.assert_close(shared, seen(), rtol=0, atol=0)
+    assert 0 < len(decoded) <= 6  # of thirteen: the first two of four are the host's

@@ -120,6 +120,7 @@ def batches(
     workers: int = 0,
     for_gpu: bool = False,
     decodes: bool = False,
+    host_eighths: int = 0,
     fillers: Fillers | None = None,
 ) -> Generator[Batch, None, None]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
@@ -143,6 +144,8 @@ def batches(
             to it but the joining of images.
         decodes: the GPU decodes JPEG files, too: those of a split that is not kept decoded, where
             the cutting is left to it.
+        host_eighths: so many of eight such files the host decodes all the same, to the same bits:
+            small copies of a GPU's decoders wait for the steps beside them.
         fillers: the processes, for who asks for many epochs; by default they start and end here.
 
     Raises:
@@ -169,7 +172,8 @@ def batches(
         volumes = _VolumeLoader(split, preprocess, changes, for_gpu, (seed, epoch), whole=whole)
         yield from _ahead(volumes, slices, min(workers, READERS)) if workers else volumes(slices)
         return
-    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes)
+    shared = host_eighths if workers else 0
+    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes, shared)
     if workers:
         if loader.only_reads(slices[0]):
             workers = min(workers, READERS)
@@ -231,6 +235,7 @@ class _Loader:
         workers: int,
         drawn_from: tuple[int, int],
         decodes: bool,
+        host_eighths: int,
     ) -> None:
         self._split, self._record, self._changes = split, record, changes
         self._pinned = for_gpu and torch.cuda.is_available()
@@ -240,6 +245,7 @@ class _Loader:
         self._cuts_later = for_gpu and (draws_later or not self._draws)
         self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
         self._decodes = decodes and self._cuts_later and split not in _DECODED
+        self._host_eighths = host_eighths
         self._still = still(record)
         self._shape = record.pixel_shape
         if self._cuts_later:
@@ -270,16 +276,23 @@ class _Loader:
         made, rows = begun.pixels.numpy(), [*range(first, last)]
         if isinstance(begun.moves, Cuts):
             rows = [first + n for n in self._read(begun.indices[first:last], made[first:last])]
+        if self._decodes:
+            rows = [row for row in rows if not self._left_to_gpu(begun, row)]
         if self.fillers is not None and rows:
             rows = self._fill_apart(begun, rows, self.fillers)
         for row in rows:
             index = int(begun.indices[row])
             if not isinstance(begun.moves, Cuts):
                 made[row], begun.moves[row] = self._changed(index)
-            elif self._decodes and (file := self._file(index)) is not None:
-                begun.files[row] = file
             else:
                 made[row] = self._pixels_of(index)
+
+    def _left_to_gpu(self, begun: _Begun, row: int) -> bool:
+        """Note the file of an image if the GPU is to decode it."""
+        file = self._file(int(begun.indices[row])) if row % 8 >= self._host_eighths else None
+        if file is not None:
+            begun.files[row] = file
+        return file is not None
 
     def _fill_apart(self, begun: _Begun, rows: list[int], fillers: Fillers) -> list[int]:
         """Let a process make some of the images; gives the rows that it leaves."""
@@ -334,16 +347,21 @@ class _Loader:
             return False
         some = indices[:AT_ONCE]
         others = self._read(some, np.empty((len(some), *self._shape), np.uint8))
-        return all(self._decodes and self._file(int(some[place])) for place in others)
+        return not others or self._only_files(some[others])
 
     def works_much(self, indices: Indices) -> bool:
         """Whether images are decoded here, or changed much, as far as the first ones tell."""
-        if self._split in _DECODED or self._decodes:
+        if self._split in _DECODED or self._only_files(indices[:AT_ONCE]):
             return False
         if self._draws and not self._cuts_later:
             return True
         head, some = raw_head(self._record), indices[:AT_ONCE].tolist()
         return head is None or not all(self._split.content(i).startswith(head) for i in some)
+
+    def _only_files(self, indices: Indices) -> bool:
+        """Whether the GPU decodes all of some images."""
+        decodes = self._decodes and not self._host_eighths
+        return decodes and all(self._file(index) is not None for index in indices.tolist())
 
     def _file(self, index: int) -> tuple[bytes, Frame] | None:
         """The file of an image, if the GPU may decode it."""
