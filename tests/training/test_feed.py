@@ -111,17 +111,6 @@ def test_a_validation_leaves_jpeg_files_to_the_device(tmp_path, monkeypatch):
 
     expected = rows()
     assert not decoded
+    monkeypatch.setattr(loading, "fitted", None)  # the PNG file is decoded by a process there, too
     np.testing.assert_array_equal(rows(decodes=True), expected)
     assert len(decoded) == 12
-
-    def seen(**how):
-        return [
-            made(batch).images for batch in loading.batches(
-                dataset.train, record, batch_size=4, augment=None, training=False, **how
-            )
-        ]  # fmt: skip
-
-    decoded.clear()
-    shared = seen(workers=2, for_gpu=True, decodes=True, host_eighths=2)
-    torch.testing.assert_close(shared, seen(), rtol=0, atol=0)
-    assert 0 < len(decoded) <= 6  # of thirteen: the first two of four are the host's

@@ -120,7 +120,6 @@ def batches(
     workers: int = 0,
     for_gpu: bool = False,
     decodes: bool = False,
-    host_eighths: int = 0,
     fillers: Fillers | None = None,
 ) -> Generator[Batch, None, None]:
     """This process's slices of one epoch's global batches, from batch ``start`` on.
@@ -144,8 +143,6 @@ def batches(
             to it but the joining of images.
         decodes: the GPU decodes JPEG files, too: those of a split that is not kept decoded, where
             the cutting is left to it.
-        host_eighths: so many of eight such files the host decodes all the same, to the same bits:
-            small copies of a GPU's decoders wait for the steps beside them.
         fillers: the processes, for who asks for many epochs; by default they start and end here.
 
     Raises:
@@ -172,8 +169,7 @@ def batches(
         volumes = _VolumeLoader(split, preprocess, changes, for_gpu, (seed, epoch), whole=whole)
         yield from _ahead(volumes, slices, min(workers, READERS)) if workers else volumes(slices)
         return
-    shared = host_eighths if workers else 0
-    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes, shared)
+    loader = _Loader(split, preprocess, changes, for_gpu, workers, (seed, epoch), decodes)
     if workers:
         if loader.only_reads(slices[0]):
             workers = min(workers, READERS)
@@ -235,7 +231,6 @@ class _Loader:
         workers: int,
         drawn_from: tuple[int, int],
         decodes: bool,
-        host_eighths: int,
     ) -> None:
         self._split, self._record, self._changes = split, record, changes
         self._pinned = for_gpu and torch.cuda.is_available()
@@ -245,7 +240,6 @@ class _Loader:
         self._cuts_later = for_gpu and (draws_later or not self._draws)
         self._pixels_of, self._targets = _source(split, record, workers), targets_of(split)
         self._decodes = decodes and self._cuts_later and split not in _DECODED
-        self._host_eighths = host_eighths
         self._still = still(record)
         self._shape = record.pixel_shape
         if self._cuts_later:
@@ -288,8 +282,8 @@ class _Loader:
                 made[row] = self._pixels_of(index)
 
     def _left_to_gpu(self, begun: _Begun, row: int) -> bool:
-        """Note the file of an image if the GPU is to decode it."""
-        file = self._file(int(begun.indices[row])) if row % 8 >= self._host_eighths else None
+        """Note the file of an image if the GPU decodes it."""
+        file = self._file(int(begun.indices[row]))
         if file is not None:
             begun.files[row] = file
         return file is not None
@@ -360,8 +354,7 @@ class _Loader:
 
     def _only_files(self, indices: Indices) -> bool:
         """Whether the GPU decodes all of some images."""
-        decodes = self._decodes and not self._host_eighths
-        return decodes and all(self._file(index) is not None for index in indices.tolist())
+        return self._decodes and all(self._file(index) for index in indices.tolist())
 
     def _file(self, index: int) -> tuple[bytes, Frame] | None:
         """The file of an image, if the GPU may decode it."""

@@ -47,11 +47,6 @@ def decodes_on_gpu(recipe: Recipe, record: Preprocess, device: torch.device) -> 
     return why_not(record, device) is None and has_own_decoders(device)
 
 
-def host_eighths(workers: int, device: torch.device) -> int:
-    """Of eight JPEG files, how many so many workers decode beside a GPU, to the same bits."""
-    return 1 if workers >= 8 and device.type == "cuda" and has_own_decoders(device) else 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fed:
     """A batch on the device: what the network takes, [N, C, H, W], and its targets."""

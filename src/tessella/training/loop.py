@@ -42,7 +42,7 @@ from tessella.training.choosing import way_of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
 from tessella.training.expected import expected_memory
-from tessella.training.feed import Fed, host_eighths, loading_threads
+from tessella.training.feed import Fed, loading_threads
 from tessella.training.journal import Journal
 from tessella.training.machines import LOST, Meeting, Place, place_of
 from tessella.training.meter import Meter
@@ -363,7 +363,6 @@ class Training:
             workers=self._workers,
             for_gpu=self._world.device.type == "cuda",
             decodes=self._trainer.feed.decodes,
-            host_eighths=host_eighths(self._workers, self._world.device),
             fillers=self._fillers,
         )
 
