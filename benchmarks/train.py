@@ -5,7 +5,8 @@ Four questions, each beside its peer in the same run:
 - *import*: JPEG files of 500×375 to a dataset of 256×256, images a second (`benchmarks.intake` says
   more of it);
 - *loading*: crops of 224×224 of that dataset as normalized float32 on the GPU, channels last,
-  beside torch's DataLoader with as many processes, on the same pictures;
+  beside torch's DataLoader with as many processes, on the same pictures, and beside torchvision's
+  nvJPEG, which decodes them and does nothing else;
 - *step*: a ResNet-50 on one batch that stays on the GPU, beside plain loops of torch (channels
   last, autocast, fused optimizer) and torch.compile;
 - *training*: ``tessella train`` on the dataset, as it says itself; with several GPUs each has a
@@ -19,14 +20,15 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import closing
-from itertools import islice, product
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torchvision import models
+from torchvision.io import decode_jpeg, read_file
 
 from benchmarks.intake import CLASSES, SEEN, Row, importing, write_pictures
 from benchmarks.loading import endless, theirs
@@ -115,9 +117,20 @@ def loading(root: Path, ways: list[str], batch: int, seconds: float) -> Iterator
     moved = theirs(files, record, batch, threads)
     rate = images_per_s(moved, seconds)
     yield {"what": "loading", "who": "DataLoader, JPEG to float32", "images_per_s": rate}
+    rate = images_per_s(decoded_by_torchvision(files, batch, DEVICE), seconds)
+    yield {"what": "loading", "who": "torchvision on the GPU, decoding alone", "images_per_s": rate}
 
 
-def images_per_s(stream: Iterator[torch.Tensor], seconds: float) -> float:
+def decoded_by_torchvision(
+    files: list[Path], batch: int, device: torch.device
+) -> Iterator[list[torch.Tensor]]:
+    """Batches of some files, read before, without end: neither resized nor cut nor scaled."""
+    contents = [read_file(str(file)) for file in files[: 4 * batch]]
+    for first in cycle(range(0, len(contents), batch)):
+        yield decode_jpeg(contents[first : first + batch], device=device)
+
+
+def images_per_s(stream: Iterator[Sized], seconds: float) -> float:
     """After the first few batches, which wait for threads and processes to begin."""
     for _ in islice(stream, 12):
         pass

@@ -83,7 +83,7 @@ class Widened(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("deep", [64, 128])
+@pytest.mark.parametrize("deep", [64, 128, 256])
 def test_projections_beside_float64(deep, dtype):
     """No sign can differ here: all gradients are within a rounding's distance."""
     torch.manual_seed(deep)

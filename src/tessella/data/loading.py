@@ -270,16 +270,23 @@ class _Loader:
         made, rows = begun.pixels.numpy(), [*range(first, last)]
         if isinstance(begun.moves, Cuts):
             rows = [first + n for n in self._read(begun.indices[first:last], made[first:last])]
+        if self._decodes:
+            rows = [row for row in rows if not self._left_to_gpu(begun, row)]
         if self.fillers is not None and rows:
             rows = self._fill_apart(begun, rows, self.fillers)
         for row in rows:
             index = int(begun.indices[row])
             if not isinstance(begun.moves, Cuts):
                 made[row], begun.moves[row] = self._changed(index)
-            elif self._decodes and (file := self._file(index)) is not None:
-                begun.files[row] = file
             else:
                 made[row] = self._pixels_of(index)
+
+    def _left_to_gpu(self, begun: _Begun, row: int) -> bool:
+        """Note the file of an image if the GPU decodes it."""
+        file = self._file(int(begun.indices[row]))
+        if file is not None:
+            begun.files[row] = file
+        return file is not None
 
     def _fill_apart(self, begun: _Begun, rows: list[int], fillers: Fillers) -> list[int]:
         """Let a process make some of the images; gives the rows that it leaves."""
@@ -334,16 +341,20 @@ class _Loader:
             return False
         some = indices[:AT_ONCE]
         others = self._read(some, np.empty((len(some), *self._shape), np.uint8))
-        return all(self._decodes and self._file(int(some[place])) for place in others)
+        return not others or self._only_files(some[others])
 
     def works_much(self, indices: Indices) -> bool:
         """Whether images are decoded here, or changed much, as far as the first ones tell."""
-        if self._split in _DECODED or self._decodes:
+        if self._split in _DECODED or self._only_files(indices[:AT_ONCE]):
             return False
         if self._draws and not self._cuts_later:
             return True
         head, some = raw_head(self._record), indices[:AT_ONCE].tolist()
         return head is None or not all(self._split.content(i).startswith(head) for i in some)
+
+    def _only_files(self, indices: Indices) -> bool:
+        """Whether the GPU decodes all of some images."""
+        return self._decodes and all(self._file(index) for index in indices.tolist())
 
     def _file(self, index: int) -> tuple[bytes, Frame] | None:
         """The file of an image, if the GPU may decode it."""

@@ -18,6 +18,7 @@ from tessella.core.integers import ceil_div
 
 ALIGNED = 32  # elements: gradients begin where wide loads may
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
+LAST_BYTES = 1 << 20  # of the bucket whose exchange no backward pass hides: it has ended then
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Exchange:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
         learn = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = [_bucket(some) for some in _cut(learn[::-1])]
+        self._buckets = [_bucket(some) for some in [*_cut(learn)][::-1]]
         self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [_heard(p, self._arrived) for p in learn]
         self._size = dist.get_world_size()
@@ -106,18 +107,19 @@ def _heard(parameter: nn.Parameter, what: Callable[[Tensor], None]) -> Any:
 
 
 def _cut(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In order, as many of one element type as fill a bucket."""
+    """As many of one element type as fill a bucket, in the order in which a backward pass makes
+    their gradients; the bucket that it fills last comes first."""
     some: list[nn.Parameter] = []
-    nbytes = 0
+    nbytes, most = 0, LAST_BYTES
     for parameter in parameters:
         own = parameter.numel() * parameter.element_size()
-        if some and (nbytes + own > BUCKET_BYTES or parameter.dtype != some[0].dtype):
-            yield some
-            some, nbytes = [], 0
+        if some and (nbytes + own > most or parameter.dtype != some[0].dtype):
+            yield some[::-1]
+            some, nbytes, most = [], 0, BUCKET_BYTES
         some.append(parameter)
         nbytes += own
     if some:
-        yield some
+        yield some[::-1]
 
 
 def _bucket(parameters: list[nn.Parameter]) -> _Bucket:

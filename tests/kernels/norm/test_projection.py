@@ -106,7 +106,7 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
         projection.backward([y, y], ours, kept, bits, residual=residual is not None)
 
     yield "first", lambda: run((64, 64), 256)
-    yield "deep", lambda: run((128,), 512)
+    yield "deep", lambda: run((256,), 1024)
 
 
 def test_compiles_without_spilling():

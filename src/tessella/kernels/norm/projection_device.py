@@ -229,7 +229,7 @@ def remainder_kernel(
     weight_pointer, shares_pointer, mean_pointer, low_pointer, scale_pointer, constant_pointer,
     C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """What x's gradient loses by the norm: ``scale · (x lowᵀ)``, and plus a constant.
+    """What x's gradient gets by the norm: ``scale · (x lowᵀ)``, and plus a constant.
 
     Args:
         mean_pointer: of what the convolution makes, [C].
@@ -252,7 +252,7 @@ def remainder_kernel(
         share = tl.load(shares_pointer + C + channels)
         moved = share * tl.load(mean_pointer + channels) - tl.load(shares_pointer + channels)
         constant += tl.sum(own * moved[None, :], 1)
-        own *= (share / scale)[None, :]
+        own *= (-share / scale)[None, :]
         made = tl.dot(own, weight, made, input_precision="ieee")
     tl.store(low_pointer + row[:, None] * K + columns[None, :], cast(made, dtype))
     if tl.program_id(1) == 0:
@@ -266,14 +266,18 @@ def gradient_kernel(
     rows, C: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr, LESS: tl.constexpr,
 ):  # fmt: skip
-    """``g low − scale · (x lessᵀ) + constant``, the gradient of x."""
+    """``g low + scale · (x lessᵀ) + constant``, the gradient of x.
+
+    The sum of products is never negated: where a loop of four products or more begins with zeros
+    and ends in a change of signs, ptxas 12.8 and 12.9 leave the products out.
+    """
     across: tl.constexpr = K // COLUMNS
     row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
     columns = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     made = tl.zeros([ROWS, COLUMNS], tl.float32)
     made = _multiplied(made, x_pointer, row, there, less_pointer, columns, K, LESS)
-    made = tl.load(constant_pointer + columns) - made * tl.load(scale_pointer + columns)
+    made = made * tl.load(scale_pointer + columns) + tl.load(constant_pointer + columns)
     for first in range(0, C, DEEP):
         deep = first + tl.arange(0, DEEP)
         g = tl.load(g_pointer + _offsets(row, deep, C), mask=there, other=0.0)
