@@ -244,7 +244,7 @@ def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
             batch_size=cell.batch_size,
             seed=cell.seed,
             solver={"lr": float(rate)} if rate else {},
-            init=str(learned_before) if cell.init else "random",
+            init=str(Run(learned_before).latest().path) if cell.init else "random",
             network_options=options(cell.network, data.preprocess.input_shape[1]),
             val_interval=cell.epochs,
             snapshot_interval=cell.epochs,

@@ -349,7 +349,7 @@ def box_step(root: Path, network: str, batch: int, precision: Precision, who: st
     taken picture by picture, and torch.compile has its backbone and its heads."""
     if not (root / "boxes").exists():
         drawn = write_scattered(
-            root / "drawn", count=2 * batch, val=2, size=SIDE, most=12, sides=(60, 300)
+            root / "drawn", count=batch, val=2, size=SIDE, most=12, sides=(60, 300)
         )
         settings = ImportSettings(task="detection", size=SIDE, val_folder=drawn[1], store="pixels")
         import_images(drawn[0], root / "boxes", settings, emit=silent)
