@@ -48,26 +48,38 @@ def images(count: int) -> Tensor:
 @pytest.mark.parametrize("way", ["fused", "compile"])
 @pytest.mark.parametrize(("dtype", "bound"), [(None, 1e-5), (torch.float16, 4e-3)], ids=str)
 def test_gradients_beside_float64(dtype, bound, way):
-    """No further from float64 than torch's own step is, with a margin."""
+    """No further from float64 than torch's own step is, with a margin.
+
+    Of five batches the least distance counts, and the largest is bounded: where a ReLU's input lies
+    within a rounding of 0, its sign may differ from float64's, in torch's float32 in six of fourteen
+    batches, which moves gradients by up to 1.4e-2 of their length.
+    """
     net = network()
     net[9].p = 0.0
     nets = {"double": copy.deepcopy(net).double(), "torch": copy.deepcopy(net), "ours": net}
     calls = {**nets, "ours": called(net, way)}
-    x, cotangent = images(6), torch.randn(6, 5, device="cuda")
-    with arithmetic("fp32"):
-        for name, call in calls.items():
-            given = x.double() if name == "double" else x
-            enabled = dtype is not None and name != "double"
-            with torch.autocast("cuda", dtype=dtype or torch.float16, enabled=enabled):
-                made = call(given)
-            made.backward(cotangent.to(made.dtype))
+    found: dict[str, list[list[float]]] = {"torch": [], "ours": []}
+    for _ in range(5):
+        x, cotangent = images(6), torch.randn(6, 5, device="cuda")
+        with arithmetic("fp32"):
+            for name, call in calls.items():
+                nets[name].zero_grad()
+                given = x.double() if name == "double" else x
+                enabled = dtype is not None and name != "double"
+                with torch.autocast("cuda", dtype=dtype or torch.float16, enabled=enabled):
+                    made = call(given)
+                made.backward(cotangent.to(made.dtype))
+        for name, each in found.items():
+            each.append(distances(nets[name], nets["double"]))
+    for ours, theirs in zip(zip(*found["ours"]), zip(*found["torch"]), strict=True):
+        assert min(ours) < 2 * min(theirs) + bound
+        assert max(ours) < 2 * max(theirs) + 0.05
 
-    def off(name: str) -> list[float]:
-        pairs = zip(nets[name].parameters(), nets["double"].parameters(), strict=True)
-        return [float((p.grad - q.grad).norm() / q.grad.norm().clamp_min(1e-3)) for p, q in pairs]
 
-    for ours, theirs in zip(off("ours"), off("torch"), strict=True):
-        assert ours < 2 * theirs + bound
+def distances(net: nn.Module, double: nn.Module) -> list[float]:
+    """Of each parameter's gradient from that of float64, as a share of its length."""
+    pairs = zip(net.parameters(), double.parameters(), strict=True)
+    return [float((p.grad - q.grad).norm() / q.grad.norm().clamp_min(1e-3)) for p, q in pairs]
 
 
 class Widened(nn.Module):
