@@ -50,9 +50,9 @@ def images(count: int) -> Tensor:
 def test_gradients_beside_float64(dtype, bound, way):
     """No further from float64 than torch's own step is, with a margin.
 
-    Of five batches the least distance counts, and the largest is bounded: where a ReLU's input lies
-    within a rounding of 0, its sign may differ from float64's, in torch's float32 in six of fourteen
-    batches, which moves gradients by up to 1.4e-2 of their length.
+    Of five batches the least distance counts, and the largest is bounded: where a ReLU's input
+    lies within a rounding of 0, its sign may differ from float64's, in torch's float32 in six of
+    fourteen batches, which moves gradients by up to 1.4e-2 of their length.
     """
     net = network()
     net[9].p = 0.0
