@@ -5,7 +5,8 @@ the same batches, and ``ts.train`` with nothing set but epochs, batch size and s
 is written SOLVER-RATE-SCHEDULE, with ``-turn`` or ``-colour`` where the images are augmented and
 ``-smooth`` where the labels are smoothed by 0.1:
 ``adamw-2e-3-onecycle``, ``sgd-0.1-cosine``, ``adamw-1e-3-warm0.1-turn``. ``tessella`` is ours,
-``tessella-5e-4`` ours with another rate.
+``tessella-5e-4`` ours with another rate. With ``--init textures`` each network has first learned
+that set by our defaults, and all recipes begin with its weights.
 Accuracies are of the last step, on images held out; what is already in the file is not run again.
 """
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,7 +34,7 @@ from benchmarks.pictures import SETS
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella.api.training import train
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Augment, Solver
+from tessella.artifacts.run import Augment, Run, Solver
 from tessella.core.device import default_target
 from tessella.core.errors import TrainError, UsageError
 from tessella.core.policies import Policy
@@ -65,7 +67,11 @@ HEAD = ("set", "network", "recipe", "accuracy", "by seed", "train loss", "s")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One training: ``epochs`` passes over ``images`` pictures of a set."""
+    """One training: ``epochs`` passes over ``images`` pictures of a set.
+
+    Attributes:
+        init: the set that the network has learned before; "" if none.
+    """
 
     pictures: str
     images: int
@@ -74,6 +80,7 @@ class Cell:
     batch_size: int
     epochs: float
     seed: int
+    init: str = ""
 
     @property
     def words(self) -> tuple[Any, float, str, str]:
@@ -132,9 +139,35 @@ class Batches:
         return Fed(images=images, labels=labels)
 
 
-def plain(cell: Cell, data: Dataset, source: Batches, device: torch.device) -> dict[str, Any]:
+def learned(folder: Path, cell: Cell) -> Path:
+    """Where the run lies with whose weights a cell begins."""
+    return folder / f"learned-{cell.init}-{cell.network.replace('/', '-')}"
+
+
+def learn(cell: Cell, folder: Path, threads: int) -> None:
+    """The training before the cell's, by our defaults, on all pictures of its set."""
+    torch.set_num_threads(threads)
+    data = dataset(folder, cell.init, SETS[cell.init].count)
+    train(
+        cell.network,
+        data,
+        out=learned(folder, cell),
+        epochs=EPOCHS.get(cell.network, 8),
+        batch_size=cell.batch_size,
+        network_options=options(cell.network, data.preprocess.input_shape[1]),
+    )
+
+
+def plain(
+    cell: Cell, data: Dataset, source: Batches, device: torch.device, folder: Path
+) -> dict[str, Any]:
     """The cell in a plain loop: accuracy on the held-out images and the last epoch's mean loss."""
-    module = _module(cell, data).to(device)
+    module = _module(cell, data)
+    if cell.init:
+        mine, known = module.state_dict(), Run(learned(folder, cell)).latest().weights()
+        fits = {k: v for k, v in known.items() if k in mine and v.shape == mine[k].shape}
+        module.load_state_dict(fits, strict=False)
+    module = module.to(device)
     count = steps_per_epoch(len(data.train), cell.batch_size)
     total = round(cell.epochs * count)
     made = source.get(data, cell, total)
@@ -198,7 +231,7 @@ def _optimizer(
     return optimizer, factor
 
 
-def ours(cell: Cell, data: Dataset) -> dict[str, Any]:
+def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
     """The cell trained by ``ts.train``, with its defaults for everything else."""
     _, _, rate = cell.recipe.partition("-")
     since = time.perf_counter()
@@ -211,6 +244,7 @@ def ours(cell: Cell, data: Dataset) -> dict[str, Any]:
             batch_size=cell.batch_size,
             seed=cell.seed,
             solver={"lr": float(rate)} if rate else {},
+            init=str(Run(learned_before).latest().path) if cell.init else "random",
             network_options=options(cell.network, data.preprocess.input_shape[1]),
             val_interval=cell.epochs,
             snapshot_interval=cell.epochs,
@@ -239,9 +273,9 @@ def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
     try:
         with arithmetic("fp32"):
             row = (
-                ours(cell, data)
+                ours(cell, data, learned(folder, cell))
                 if cell.recipe.startswith(OURS)
-                else plain(cell, data, source, device)
+                else plain(cell, data, source, device, folder)
             )
     except (TrainError, RuntimeError) as error:  # a loss that is no number is a result, too
         row = {"accuracy": 0.0, "train_loss": None, "seconds": 0.0, "error": str(error)}
@@ -259,6 +293,7 @@ def cells(arguments: argparse.Namespace) -> list[Cell]:
             batch_size=arguments.batch_size,
             epochs=arguments.epochs or EPOCHS.get(network, 8),
             seed=seed,
+            init=arguments.init if arguments.init != name else "",
         )
         for seed in range(arguments.seeds)
         for name in arguments.sets.split(",")
@@ -270,13 +305,22 @@ def cells(arguments: argparse.Namespace) -> list[Cell]:
 def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """New rows, as trainings end; none begins after ``--seconds``."""
     names = list(Cell.__dataclass_fields__)
-    known = {tuple(row[n] for n in names) for row in rows}
+    known = {tuple({"init": "", **row}[n] for n in names) for row in rows}
     remaining = [c for c in cells(arguments) if tuple(asdict(c)[n] for n in names) not in known]
     for cell in remaining:  # drawn here, once
         dataset(arguments.cache, cell.pictures, cell.images)
+    before = {learned(arguments.cache, cell): cell for cell in remaining if cell.init}
+    before = {path: cell for path, cell in before.items() if not path.exists()}
+    for cell in before.values():
+        dataset(arguments.cache, cell.init, SETS[cell.init].count)
     end = time.monotonic() + arguments.seconds
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, spawn) as pool:
+        list(
+            pool.map(
+                partial(learn, folder=arguments.cache, threads=arguments.threads), before.values()
+            )
+        )
         pending: set[Future[dict[str, Any]]] = set()
         while pending or remaining:
             while remaining and len(pending) < arguments.processes and time.monotonic() < end:
@@ -294,7 +338,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """A table of means over the seeds, the best recipe of each set and network first."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        key = (row["pictures"], row["images"], row["network"], row["batch_size"], row["epochs"])
+        network = row["network"] + (f" after {row['init']}" if row.get("init") else "")
+        key = (row["pictures"], row["images"], network, row["batch_size"], row["epochs"])
         groups.setdefault((*key, row["recipe"]), []).append(row)
     lines = []
     for (name, images, network, batch, epochs, recipe), found in groups.items():
@@ -318,6 +363,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
     parser.add_argument("--epochs", type=float, default=0.0, help="0: as many as the table says")
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--init", default="", help="a set that the networks learn before")
     parser.add_argument("--images", type=int, default=0, help="0: as many as the set has")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of a process")

@@ -39,8 +39,12 @@ from benchmarks.report import RESULTS, document, markdown, write
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Precision, Recipe, Solver
 from tessella.core.device import default_target
+from tessella.core.events import silent
+from tessella.data.importing import ImportSettings, import_images
 from tessella.nn import fp8
+from tessella.quickstart.scattered import write_scattered
 from tessella.training.captured import WARM, Captured
+from tessella.training.feed import Fed
 from tessella.training.parallel import alone
 from tessella.training.precision import MixedPrecision, arithmetic
 from tessella.training.prepare import begin
@@ -50,8 +54,10 @@ from tessella.training.ways import Choice, Way, called
 
 BATCHES = {
     "vit_b_16": 128, "convnext_tiny": 128, "efficientnet_b0": 128, "bert_large": 32, "gpt2": 32,
+    "retinanet_r50": 32,
 }  # fmt: skip
 LANGUAGE = {"bert_large": BERT_LARGE, "gpt2": GPT2}
+DETECTORS, SIDE = ("retinanet_r50",), 800  # pixels
 PEERS = ("torch", "torch.compile")
 OURS: tuple[Way, ...] = ("fused", "compile")
 # behind a name: in 8 bits, beside others in 16. Of peers, with a factor a tensor or a row
@@ -171,7 +177,11 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of one network in one precision."""
     network, precision = args.networks, args.precisions
     batch, who = args.batch or BATCHES[network], args.who.split(",")
-    make = language_step if network in LANGUAGE else picture_step
+    make = (
+        language_step if network in LANGUAGE
+        else box_step if network in DETECTORS
+        else picture_step
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, arithmetic(precision):
         steps: dict[str, Step] = {}
         for name in who:
@@ -305,23 +315,62 @@ def _trained(root: Path, network: str, batch: int, precision: Precision, way: Wa
     if not (root / "jpeg").exists():
         write_pictures(root / "jpeg", 2 * batch)
         importing(root, "pixels")
-    source, dataset = root / "network.py", Dataset(root / "pixels")
+    source = root / "network.py"
     source.write_text(NETWORK.format(network=network))
+    return _ours(root, Dataset(root / "pixels"), f"{source}:Network", batch, precision, way)
+
+
+def _ours(
+    root: Path, dataset: Dataset, network: str, batch: int, precision: Precision, way: Way
+) -> Step:
     recipe = Recipe(
-        network=f"{source}:Network", dataset=str(root / "pixels"), batch_size=batch,
-        precision=precision, solver=SOLVER,
+        network=network, dataset=str(dataset.path), batch_size=batch, precision=precision,
+        solver=SOLVER,
     )  # fmt: skip
     run, _ = begin(recipe, root / f"run-{way}-{precision}", resume=False)
     chosen = Choice(way=way, why="it is measured")
     trainer = Trainer(run.info, dataset.train.info, alone(), way=chosen)
-    with closing(endless(dataset, batch, 4, for_gpu=True)) as made:
-        fed = next(trainer.feed.stream(made))
+    fed = _fed(trainer, dataset, batch)
 
     def step() -> None:
         trainer.step(fed.images, fed.labels, done=0, rate=1e-4, momentum=0.9)
 
     step.graph = lambda: trainer._captured  # type: ignore[attr-defined]
     return step
+
+
+def _fed(trainer: Trainer, dataset: Dataset, batch: int) -> Fed:
+    with closing(endless(dataset, batch, 4, for_gpu=True)) as made:
+        return next(trainer.feed.stream(made))
+
+
+def box_step(root: Path, network: str, batch: int, precision: Precision, who: str) -> Step:
+    """A step of a detector on pictures of digits; a peer's is torchvision's network, whose loss is
+    taken picture by picture, and torch.compile has its backbone and its heads."""
+    if not (root / "boxes").exists():
+        drawn = write_scattered(
+            root / "drawn", count=batch, val=2, size=SIDE, most=12, sides=(60, 300)
+        )
+        settings = ImportSettings(task="detection", size=SIDE, val_folder=drawn[1], store="pixels")
+        import_images(drawn[0], root / "boxes", settings, emit=silent)
+    dataset = Dataset(root / "boxes")
+    if _way_of(who) not in PEERS:
+        return _ours(root, dataset, network, batch, precision, _way(who))
+    recipe = Recipe(network=network, dataset=str(dataset.path), batch_size=batch)
+    run, _ = begin(recipe, root / f"run-{who}", resume=False)
+    fed = _fed(Trainer(run.info, dataset.train.info, alone()), dataset, batch)
+    module = models.detection.retinanet_resnet50_fpn(
+        weights=None, weights_backbone=None, num_classes=len(dataset.classes), min_size=SIDE,
+        max_size=SIDE, image_mean=[0.0] * 3, image_std=[1.0] * 3, trainable_backbone_layers=5,
+    ).to(DEVICE, memory_format=torch.channels_last)  # fmt: skip
+    if who == "torch.compile":
+        module.backbone, module.head = map(torch.compile, (module.backbone, module.head))
+    things = [
+        {"boxes": row[:, :4] * SIDE, "labels": row[:, 4].long()}
+        for row in (boxes[boxes[:, 4] >= 0] for boxes in fed.labels)
+    ]
+    images = list(fed.images.float())
+    return _torchs(module, precision, lambda: sum(module(images, things).values()))
 
 
 def language_step(root: Path, network: str, batch: int, precision: Precision, who: str) -> Step:

@@ -48,26 +48,42 @@ def images(count: int) -> Tensor:
 @pytest.mark.parametrize("way", ["fused", "compile"])
 @pytest.mark.parametrize(("dtype", "bound"), [(None, 1e-5), (torch.float16, 4e-3)], ids=str)
 def test_gradients_beside_float64(dtype, bound, way):
-    """No further from float64 than torch's own step is, with a margin."""
+    """No further from float64 than torch's own step is, with a margin.
+
+    What a ReLU is given is far from 0 here, where float32 and float64 often differ in sign (torch's
+    own is off by up to 1.4e-2 then); of three batches the least distance counts, as two of a
+    pooling's window may be alike.
+    """
     net = network()
     net[9].p = 0.0
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data.fill_(0.1)
+            module.bias.data[::2], module.bias.data[1::2] = 1.0, -1.0
+    net[4].downsample[1].bias.data *= 3  # no sum of two is near 0
     nets = {"double": copy.deepcopy(net).double(), "torch": copy.deepcopy(net), "ours": net}
     calls = {**nets, "ours": called(net, way)}
-    x, cotangent = images(6), torch.randn(6, 5, device="cuda")
-    with arithmetic("fp32"):
-        for name, call in calls.items():
-            given = x.double() if name == "double" else x
-            enabled = dtype is not None and name != "double"
-            with torch.autocast("cuda", dtype=dtype or torch.float16, enabled=enabled):
-                made = call(given)
-            made.backward(cotangent.to(made.dtype))
+    found: dict[str, list[list[float]]] = {"torch": [], "ours": []}
+    for _ in range(3):
+        x, cotangent = images(6), torch.randn(6, 5, device="cuda")
+        with arithmetic("fp32"):
+            for name, call in calls.items():
+                nets[name].zero_grad()
+                given = x.double() if name == "double" else x
+                enabled = dtype is not None and name != "double"
+                with torch.autocast("cuda", dtype=dtype or torch.float16, enabled=enabled):
+                    made = call(given)
+                made.backward(cotangent.to(made.dtype))
+        for name, each in found.items():
+            each.append(distances(nets[name], nets["double"]))
+    for ours, theirs in zip(zip(*found["ours"]), zip(*found["torch"]), strict=True):
+        assert min(ours) < 2 * min(theirs) + bound
 
-    def off(name: str) -> list[float]:
-        pairs = zip(nets[name].parameters(), nets["double"].parameters(), strict=True)
-        return [float((p.grad - q.grad).norm() / q.grad.norm().clamp_min(1e-3)) for p, q in pairs]
 
-    for ours, theirs in zip(off("ours"), off("torch"), strict=True):
-        assert ours < 2 * theirs + bound
+def distances(net: nn.Module, double: nn.Module) -> list[float]:
+    """Of each parameter's gradient from that of float64, as a share of its length."""
+    pairs = zip(net.parameters(), double.parameters(), strict=True)
+    return [float((p.grad - q.grad).norm() / q.grad.norm().clamp_min(1e-3)) for p, q in pairs]
 
 
 class Widened(nn.Module):

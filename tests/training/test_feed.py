@@ -36,6 +36,16 @@ def stream(count: int, *, fail_at: int | None = None, each_s: float = 0.0):
         yield Batch(pixels=pixels, record=RECORD, labels=label, indices=label)
 
 
+def test_the_record_of_a_run_says_who_decodes(monkeypatch):
+    """Of a GPU without decoders of its own with a warning: it does not give the host's bits."""
+    told = {}
+    for own in (True, False):
+        monkeypatch.setattr(feeding, "has_own_decoders", lambda device, own=own: own)
+        told[own] = [event.kind for event in feeding.decoding_told(True, CPU)]
+    assert told == {True: ["phase"], False: ["warning"]}
+    assert feeding.decoding_told(False, CPU) == []
+
+
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_each_batch_is_that_of_the_record(layout):
     feed = Feed(RECORD, CPU, layout)

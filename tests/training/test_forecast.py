@@ -87,6 +87,20 @@ def test_a_forecast_adds_up(dataset, tmp_path):
     assert tuned.memory.gradients == 4 * tuned.trained
 
 
+def test_what_processes_will_exchange(dataset, monkeypatch):
+    """A ring of n sends 2 (n - 1) / n of the gradients' bytes from each; a network's rate is not
+    known before."""
+    monkeypatch.setattr(forecasting, "_copied_a_second", lambda device: 1e9)
+    found = [
+        forecast(recipe(dataset, batch_size=12, **more))
+        for more in ({}, {"gpus": 2}, {"gpus": 4}, {"gpus": 2, "nodes": 2})
+    ]
+    sent = found[0].memory.gradients
+    assert [one.exchange_bytes for one in found] == [0, sent, sent, sent]
+    times = [0.0, sent / 1e9, 1.5 * sent / 1e9]
+    assert [one.exchange_s for one in found] == [pytest.approx(t) for t in times] + [None]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_run_says_what_a_step_takes(dataset, tmp_path, recompute):
     """Less where blocks are computed again, and nothing where shapes do not tell."""

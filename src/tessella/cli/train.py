@@ -203,6 +203,7 @@ def _explain(out_: Output, found: Forecast) -> None:
         ("way of a step", f"{NAMES[found.way]}: {found.why}"),
         *((f"  {NAMES[raced.way]}", described(raced)) for raced in found.ways),
         *([("  shortest step", f"{NAMES[best]}: {_asked_for(best)}")] if best != found.way else []),
+        *([("  exchange of gradients", _exchanged(found))] if recipe.processes > 1 else []),
         ("waits for images", f"{found.data_wait:.0%} of the time"),
         ("an epoch", f"{_duration(found.epoch_s)}, {recipe.epochs:g} of them "
                      f"{_duration(found.total_s)}, without validation"),
@@ -210,6 +211,15 @@ def _explain(out_: Output, found: Forecast) -> None:
     ]  # fmt: skip
     table = grid(("", ""), rows, title=f"{recipe.network} on {recipe.dataset}")
     out_.result(plain, Group(table, _layers(found, machine)))
+
+
+def _exchanged(found: Forecast) -> str:
+    """How many bytes processes exchange in a step, and its share of the step's time."""
+    amount = _bytes(found.exchange_bytes)
+    if found.exchange_s is None:
+        return f"{amount}; how long the network takes, the training measures as it begins"
+    share = found.exchange_s / found.step_s if found.step_s else 0.0
+    return f"{amount}, at least {lasting(found.exchange_s)}: {share:.1%} of a step, most beside it"
 
 
 def _layers(found: Forecast, machine: Limits) -> Group:

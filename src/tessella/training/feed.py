@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tessella.artifacts.run import Recipe
+from tessella.core.events import Event, phase, warning
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
 from tessella.device.nvjpeg import has_own_decoders, require_decoding, why_not
@@ -45,6 +46,22 @@ def decodes_on_gpu(recipe: Recipe, record: Preprocess, device: torch.device) -> 
     if recipe.decode is not None:
         return recipe.decode == "gpu"
     return why_not(record, device) is None and has_own_decoders(device)
+
+
+def decoding_told(decodes: bool, device: torch.device) -> list[Event]:
+    """What a run's record says of pixels: which decoder the network sees, and whether a plan, whose
+    pictures the host decodes, sees others."""
+    if not decodes:
+        return []
+    if has_own_decoders(device):
+        return [phase("decode", "the GPU decodes JPEG files, to the bits of the host")]
+    return [
+        warning(
+            "this GPU decodes JPEG files with samples that differ from the host's by some of "
+            "255, and evaluations, plans and servers see the host's unless told otherwise: leave "
+            "decode out to train on those"
+        )
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ import copy
 import time
 from dataclasses import dataclass, replace
 
+import torch
+
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.defaults import batch_of_few
 from tessella.artifacts.run import Recipe, RunInfo
@@ -40,6 +42,7 @@ from tessella.training.ways import Choice, Way, usual_way
 
 WARM = 2  # steps
 LOADED = 128  # images
+COPIED = 1 << 26  # bytes
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
 _RATES = {  # of limits; in fp8 at least a third of the products are of bf16
     "fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"
@@ -56,6 +59,9 @@ class Forecast:
         parameters, trained: numbers of all, and of those that are not frozen for good.
         stages: what ``freeze`` and ``layer_decay`` count.
         step_s, load_s: seconds of a step's computing, and of loading its images.
+        exchange_bytes, exchange_s: of the gradients that processes exchange in a step, and what a
+            ring of them takes at least where nothing else runs: most of it is beside the backward
+            pass. None over a network, whose rate nobody knows before.
         epoch_s: of an epoch without its validation: computing and loading together, or where a GPU
             computes while threads load, the longer of both.
         free: bytes that the device has free.
@@ -76,6 +82,8 @@ class Forecast:
     free: int
     step_s: float
     load_s: float
+    exchange_bytes: int
+    exchange_s: float | None
     epoch_s: float
     way: Way
     why: str
@@ -130,6 +138,7 @@ def forecast(
     each = max(step_s, load_s) if overlaps else step_s + load_s
     sizes = [(p.numel(), p.requires_grad) for p in trainer.module.parameters()]
     stages = len(zoo.stages(trainer.module))
+    sent = memory.gradients if recipe.processes > 1 else 0
     del trainer  # whose memory others want now
     total = Schedule(recipe=recipe, steps_per_epoch=in_epoch).total
     ways, choice = _timed_ways(info, dataset, world, timed, total, race_s)
@@ -146,12 +155,41 @@ def forecast(
         free=free,
         step_s=step_s,
         load_s=load_s,
+        exchange_bytes=sent,
+        exchange_s=_exchange_s(sent, recipe, world.device),
         epoch_s=each * in_epoch,
         way=choice.way,
         why=choice.why,
         ways=ways,
         layers=layers,
     )
+
+
+def _exchange_s(nbytes: int, recipe: Recipe, device: torch.device) -> float | None:
+    """Seconds in which each of a ring of processes sends the others' shares of a sum, twice."""
+    count = recipe.processes
+    if count == 1:
+        return 0.0
+    if recipe.nodes > 1:
+        return None
+    return 2 * (count - 1) / count * nbytes / _copied_a_second(device)
+
+
+def _copied_a_second(device: torch.device) -> float:
+    """Bytes that go from the device to the next GPU in a second; on a CPU, within its memory."""
+    on_gpu, other = device.type == "cuda", device
+    if on_gpu:  # where there is one alone, a training of several will not begin
+        count = torch.cuda.device_count()
+        other = torch.device("cuda", (torch.cuda.current_device() + 1) % count)
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    goal, seconds = torch.empty_like(source, device=other), float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        goal.copy_(source)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = min(seconds, time.perf_counter() - began)
+    return COPIED / seconds
 
 
 def _timed_ways(

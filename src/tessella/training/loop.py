@@ -42,7 +42,7 @@ from tessella.training.choosing import way_of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
 from tessella.training.expected import expected_memory
-from tessella.training.feed import Fed, loading_threads
+from tessella.training.feed import Fed, decoding_told, loading_threads
 from tessella.training.journal import Journal
 from tessella.training.machines import LOST, Meeting, Place, place_of
 from tessella.training.meter import Meter
@@ -481,6 +481,8 @@ class Training:
         emit(phase("way", f"steps: {NAMES[way.way]} ({way.why})"))
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{self._memory()}"))
         emit(progress("train", self._state.step, self._schedule.total))
+        for told in decoding_told(self._trainer.feed.decodes, self._world.device):
+            emit(told)
         if self._world.size > 1:
             learned = (p for p in self._trainer.module.parameters() if p.requires_grad)
             nbytes = sum(p.numel() * p.element_size() for p in learned)

@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 
+def iou(one_4: Tensor, other_4: Tensor) -> Tensor:
+    """Intersection over union of boxes whose leading axes broadcast; 0 where one has no area."""
+    x0, y0, x1, y1 = one_4.unbind(-1)
+    u0, v0, u1, v1 = other_4.unbind(-1)
+    wide = (torch.minimum(x1, u1) - torch.maximum(x0, u0)).clamp(min=0)
+    common = wide * (torch.minimum(y1, v1) - torch.maximum(y0, v0)).clamp(min=0)
+    union = (x1 - x0) * (y1 - y0) + (u1 - u0) * (v1 - v0) - common
+    return common / union.clamp(min=1e-9)
+
+
 def iou_and_giou(one_N4: Tensor, other_N4: Tensor) -> tuple[Tensor, Tensor]:
     """Intersection over union of pairs of boxes, and the generalized one (arXiv:1902.09630)."""
     common = _area(torch.maximum(one_N4[:, :2], other_N4[:, :2]),
