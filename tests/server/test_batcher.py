@@ -178,12 +178,15 @@ def test_the_urgent_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
             ("late", {"timeout_us": 45_000_000}),
             ("soon", {"timeout_us": 40_000_000}),
             ("high", {"priority": 1}),
+            ("of an hour", {"timeout_us": 3_600_000_000}),
+            ("afterwards", {}),
         ]
         tasks = [asyncio.create_task(ask(name, **settings)) for name, settings in given]
         await asyncio.sleep(0.01)
         engine.gate.set()
         await asyncio.gather(first, *tasks)
-        assert order == ["first", "high", "soon", "late", "default", "low"]
+        # a deadline of an hour makes nobody wait longer than none
+        assert order == ["first", "high", "soon", "late", "default", "of an hour", "afterwards", "low"]
         await alone.close(lambda: None)
 
     run(test())
