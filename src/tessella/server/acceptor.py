@@ -40,7 +40,7 @@ from tessella.server.lane import (
     numpy_type,
     places_of,
 )
-from tessella.server.looking import SPIN_NS
+from tessella.server.looking import Awake
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tickets import Ticket
@@ -328,27 +328,11 @@ class _Lone:
         self._poll.register(self._descriptor, select.POLLIN)
         self.is_alone = is_alone
         self.usual_ns = 0.0  # until an answer
-        self.is_awake = False
-        self._awake_until_ns = 0
+        self.awake = Awake(is_alone, spins=spins)
 
     def took(self, ns: int) -> None:
         """Learn how long an answer takes."""
         self.usual_ns = 0.8 * self.usual_ns + 0.2 * ns
-
-    def stay_awake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep an event loop from sleeping for ``SPIN_NS``, within which a lone client's next
-        request comes: as the engine's process does, see ``looking``.
-        """
-        if self._spins:
-            self._awake_until_ns = perf_counter_ns() + SPIN_NS
-            if not self.is_awake:
-                self.is_awake = True
-                loop.call_soon(self._stay_awake, loop)
-
-    def _stay_awake(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_awake = self.is_alone() and perf_counter_ns() < self._awake_until_ns
-        if self.is_awake:
-            loop.call_soon(self._stay_awake, loop)
 
     def send(self, ticket: bytes) -> bytes:
         """Send a ticket; returns what could not be sent."""
@@ -452,7 +436,7 @@ class _Engine(asyncio.Protocol):
             until_ns = perf_counter_ns() + LONE_NS
             while self._flights and (data := lone.wait(until_ns)):
                 self.data_received(data)
-            lone.stay_awake(self._loop)
+            lone.awake.stay(self._loop)
         else:
             self.transport.write(frames)
 

@@ -269,6 +269,7 @@ class Connection(HttpToolsProtocol):
         """Begin a request of the short way with what has come of its body."""
         self._stop_deadline()
         self._reading_head = False
+        self.short_way.awake.came()
         self._request = self.short_way.request(known, self._respond)
         self._gather(body)
 
@@ -350,6 +351,7 @@ class Connection(HttpToolsProtocol):
             self.server_state.total_requests += 1
             self.flow.resume_reading()
             self._answered_s = self.loop.time()
+            self.short_way.awake.answered(self.loop)
         if self._behind:
             self.loop.call_soon(self._go_on)
 

@@ -37,6 +37,9 @@ class Beside(Protocol):
 
     address: str  # ``host:port``
 
+    @property
+    def has_clients(self) -> bool: ...
+
     async def start(self) -> None: ...
 
     async def stop(self, grace_s: float) -> None: ...
@@ -165,6 +168,13 @@ class HttpServer(uvicorn.Server):
         self.url = url_of(listener, tls=config.is_ssl)
         self.beside = beside
         self._accepting: Accepting | None = None
+
+    def has_one_client(self) -> bool:
+        """Whether no other request can come while one is computed: over one connection of HTTP
+        comes one at a time, over one of gRPC many.
+        """
+        has_others = self.beside is not None and self.beside.has_clients
+        return len(self.server_state.connections) == 1 and not has_others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])

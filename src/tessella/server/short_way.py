@@ -24,6 +24,7 @@ from tessella.server.body import Headers, accepted
 from tessella.server.guard import Guard, require_once
 from tessella.server.inference import Inference, ServedModel, Watch, chosen
 from tessella.server.jpegs import frames_of
+from tessella.server.looking import Awake
 from tessella.server.protocol import InferRequest, Unread
 from tessella.server.shared_memory import BRIEF_BYTES
 from tessella.server.tracing import Trace, Tracing
@@ -78,10 +79,15 @@ _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})\r\n", re.IGNORE
 
 
 class ShortWay:
-    """The heads that this process knows, for all its connections."""
+    """The heads that this process knows, for all its connections.
+
+    Attributes:
+        awake: keeps the event loop awake for a lone client.
+    """
 
     def __init__(self, inference: Inference, guard: Guard) -> None:
         self.inference = inference
+        self.awake = Awake(lambda: False, spins=False)
         self._guard = guard
         self._most_bytes = min(MOST_BODY_BYTES, inference.limits.body_bytes)
         # without their lengths; None: their bodies need the long way
