@@ -277,11 +277,12 @@ class RemoteModel(Infers, InfersFiles):
         *,
         timeout_us: int | None = None,
         priority: int = DEFAULT_PRIORITY,
+        client: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """As ``Infers.begin``."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
-        flight = _Flight(self, answer, Stages() if stages is None else stages)
+        flight = _Flight(self, answer, Stages() if stages is None else stages, client)
         self._engine.start(flight, arrays, deadline_ns, priority)
 
     def begin_files(
@@ -292,11 +293,13 @@ class RemoteModel(Infers, InfersFiles):
         *,
         timeout_us: int | None,
         priority: int,
+        client: int,
         stages: Stages,
     ) -> None:
         """As ``InfersFiles.begin_files``; the engine's process reads the frames itself."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
-        self._engine.start_files(_Flight(self, answer, stages), files, deadline_ns, priority)
+        flight = _Flight(self, answer, stages, client)
+        self._engine.start_files(flight, files, deadline_ns, priority)
 
 
 @dataclass(eq=False, slots=True)
@@ -306,6 +309,7 @@ class _Flight:
     model: RemoteModel
     answer: Waiter
     stages: Stages
+    client: int
     place: tuple[int, int] = (0, 0)
     outputs_at: int = 0
     end: int = 0
@@ -502,7 +506,9 @@ class _Engine(asyncio.Protocol):
         flight.since_ns = perf_counter_ns()
         self._flights[number] = flight
         start, end = flight.place[0], flight.end
-        ticket = Ticket(number, model, priority, deadline_ns, start, end, sizes, letter)
+        ticket = Ticket(
+            number, model, priority, deadline_ns, start, end, sizes, letter, flight.client
+        )
         self.write(ticket.pack())
 
     def _number(self) -> int:

@@ -15,14 +15,15 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import accumulate
 from time import perf_counter_ns, thread_time_ns
 from typing import Literal
 
 import numpy as np
-import torch
 
 from tessella.core.errors import ServeError
+from tessella.server import joining
+from tessella.server.fairness import Shares
+from tessella.server.joining import samples_of, split
 from tessella.server.pace import Pace
 from tessella.server.statistics import Computation, Stages, Statistics
 from tessella.server.waiting import (
@@ -35,9 +36,6 @@ from tessella.server.waiting import (
     Waiter,
 )
 
-# A request without a deadline, or with a later one, takes its turn as if it had this one, so that
-# nobody waits for ever: clients of gRPC give deadlines of a minute.
-PATIENCE_NS = 10**9
 # What may run in the event loop's thread, and so holds up everything else there: less than Python's
 # own turn of a thread (5 ms), as far as a measured time is sure: 32 images of a LeNet take 3.2 to
 # 4.1 ms in the loop, and in a thread, which waits for Python's lock, 4.2 to 5.2 ms of the processor
@@ -79,7 +77,7 @@ class Batcher(Infers):
         join: Callable[[str, list[np.ndarray]], np.ndarray] | None = None,
     ) -> None:
         self._engine = engine
-        self._join = join or _join
+        self._join = join or joining.join
         self.has_thread = has_thread
         self.on_done: Callable[[], object] = lambda: None
         self._in_loop = bool(in_loop) and has_thread and not max_delay_us
@@ -96,6 +94,7 @@ class Batcher(Infers):
         self._changed = threading.Condition(self._lock)
         self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
         self._samples = self._members = 0  # that wait
+        self._clients = Shares()
         self._abreast = 1  # executions that may run at a time
         self._arrivals = 0
         self._running_until_ns = 0
@@ -116,6 +115,7 @@ class Batcher(Infers):
         *,
         timeout_us: int | None = None,
         priority: int = DEFAULT_PRIORITY,
+        client: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """As ``Infers.begin``."""
@@ -129,6 +129,7 @@ class Batcher(Infers):
             arrays=arrays,
             deliver=self._deliver,
             priority=priority,
+            client=client,
             deadline_ns=None if timeout_us is None else perf_counter_ns() + 1000 * timeout_us,
             stages=Stages() if stages is None else stages,
             answer=answer,
@@ -138,25 +139,24 @@ class Batcher(Infers):
     def submit(self, request: Request) -> None:
         """Let a request wait for its turn; ``request.deliver`` is called when it is over.
 
+        Where as many wait as may, the last one of the client that has most waiting gives its place.
+
         Raises:
             ServeError: 503, too many requests wait; 429, there is no time for this one.
         """
         request.since_ns = now_ns = perf_counter_ns()
         request.batch = len(next(iter(request.arrays.values())))
+        refused = list[Request]()
         with self._lock:
             if self._release is not None:
                 raise unloaded()
             if self._members >= self._max_waiting:
-                raise ServeError(
-                    "too many requests wait for this model",
-                    status=503,
-                    seen=f"{self._members} waiting",
-                    fix="try again in a moment, or send fewer requests at once",
-                )
+                refused = self._give_place(request)
             if request.deadline_ns is not None:
                 self._require_time(request, now_ns)
             self._push(request, now_ns)
             self._wake()
+        deliver(refused)
 
     async def drain(self, unused: asyncio.Event) -> None:
         """Wait until nobody waits for an answer, as ``unused`` says; before ``close``."""
@@ -225,7 +225,8 @@ class Batcher(Infers):
 
     def _push(self, request: Request, now_ns: int) -> None:
         self._arrivals += 1
-        turn_ns = _turn_ns(request, now_ns)
+        turn_ns = self._turn_ns(request, now_ns)
+        self._clients.came(request, turn_ns)
         heapq.heappush(self._waiting, (request.priority, turn_ns, self._arrivals, request))
         self._samples += request.batch - request.begun
         self._members += request.members
@@ -233,9 +234,35 @@ class Batcher(Infers):
 
     def _pop(self) -> Request:
         request = heapq.heappop(self._waiting)[-1]
+        self._clients.went(request)
         self._samples -= request.batch - request.begun
         self._members -= request.members
         return request
+
+    def _turn_ns(self, request: Request, now_ns: int) -> int:
+        sample_ns = self._pace.expected_ns(self._max_batch, self._max_batch) // self._max_batch
+        return self._clients.turn_ns(request, now_ns, sample_ns)
+
+    def _give_place(self, request: Request) -> list[Request]:
+        """Take out a request that gives its place to this one.
+
+        Raises:
+            ServeError: 503, there is none: no client has more waiting.
+        """
+        error = ServeError(
+            "too many requests wait for this model",
+            status=503,
+            seen=f"{self._members} waiting",
+            fix="try again in a moment, or send fewer requests at once",
+        )
+        greedy = self._clients.greedier_than(request)
+        theirs = [(n, r) for *_, n, r in self._waiting if r.client == greedy and not r.begun]
+        if greedy is None or not theirs:
+            raise error
+        _, last = max(theirs, key=lambda one: one[0])
+        last.error = error
+        self._drop(last)
+        return [last]
 
     def _require_time(self, request: Request, now_ns: int) -> None:
         """Raise ``ServeError`` 429 if this request cannot be answered before its deadline."""
@@ -253,7 +280,7 @@ class Batcher(Infers):
 
     def _is_behind(self, request: Request, now_ns: int) -> bool:
         """Whether the first that waits goes before this request."""
-        return self._waiting[0][:2] <= (request.priority, _turn_ns(request, now_ns))
+        return self._waiting[0][:2] <= (request.priority, self._turn_ns(request, now_ns))
 
     def _take(self, most: int | None = None) -> tuple[list[Piece], list[Request]]:
         """The next execution: the first that waits, and those behind it that can join; and those
@@ -458,6 +485,7 @@ class Batcher(Infers):
         """Take what is left of a failed request out of the queue."""
         kept = [entry for entry in self._waiting if entry[-1] is not request]
         if len(kept) < len(self._waiting):
+            self._clients.went(request)
             self._samples -= request.batch - request.begun
             self._members -= request.members
             heapq.heapify(kept)
@@ -488,12 +516,6 @@ class Batcher(Infers):
         """Whether to ask for the processor's time, which takes 5 µs of a request of 200."""
         self._efforts += 1
         return self._efforts % EFFORTS == 0 or not self._effort.has(samples_of(pieces))
-
-
-def _turn_ns(request: Request, now_ns: int) -> int:
-    """When a request has its turn: of equal priority, those with earlier ones go first."""
-    turn_ns = now_ns + PATIENCE_NS
-    return turn_ns if request.deadline_ns is None else min(request.deadline_ns, turn_ns)
 
 
 def unloaded() -> ServeError:
@@ -542,56 +564,3 @@ def _settle(requests: list[Request]) -> None:
         else:
             assert request.outputs is not None
             answer.set_result(request.outputs)
-
-
-class PageLocked:
-    """Joins samples in memory from which a GPU copies by itself, the same for every execution.
-
-    An engine with 32 images of 150 kB in ordinary memory takes 0.4 ms more than with images that
-    are on the GPU (H200).
-
-    Args:
-        samples: the most that are joined.
-    """
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._memory: dict[str, np.ndarray] = {}
-
-    def __call__(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
-        if len(parts) == 1:
-            return _join(name, parts)
-        shape, kind = (self._samples, *parts[0].shape[1:]), parts[0].dtype
-        held = self._memory.get(name)
-        if held is None or (held.shape, held.dtype) != (shape, kind):
-            held = torch.from_numpy(np.empty(shape, kind)).pin_memory().numpy()
-            self._memory[name] = held
-        return np.concatenate(parts, out=held[: sum(map(len, parts))])
-
-
-def _join(name: str, parts: list[np.ndarray]) -> np.ndarray:
-    """One writable, aligned array: an array from a body may be unaligned and read-only."""
-    if len(parts) > 1:
-        return np.concatenate(parts)
-    (part,) = parts
-    return part if part.flags.carray else np.array(part, order="C")
-
-
-def samples_of(pieces: list[Piece]) -> int:
-    return sum(end - start for _, start, end in pieces)
-
-
-def split(outputs: Mapping[str, np.ndarray], pieces: list[Piece]) -> list[Arrays]:
-    """The outputs of each piece: parts of the same arrays."""
-    batches = [end - start for _, start, end in pieces]
-    if len(batches) == 1:
-        return [dict(outputs)]
-    total = sum(batches)
-    for name, array in outputs.items():
-        if len(array) != total:
-            raise ValueError(f"output {name} has {len(array)} rows for {total} samples")
-    ends = list(accumulate(batches))
-    return [
-        {name: array[end - batch : end] for name, array in outputs.items()}
-        for end, batch in zip(ends, batches, strict=True)
-    ]

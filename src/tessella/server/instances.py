@@ -21,7 +21,8 @@ from typing import Protocol
 import numpy as np
 
 from tessella.core.errors import ServeError, TessellaError, UsageError
-from tessella.server.batcher import Batcher, deliver, samples_of, unloaded
+from tessella.server.batcher import Batcher, deliver, unloaded
+from tessella.server.joining import samples_of
 from tessella.server.statistics import Computation, InstanceCounts, Stages, Statistics
 from tessella.server.versions import check_name
 from tessella.server.waiting import Arrays, Piece, Request
@@ -411,6 +412,7 @@ class SharedBatcher(Batcher):
         for request in requests:
             request.error = why()
         self._waiting, self._samples, self._members = [], 0, 0
+        self._clients.forget()
         self._statistics.waiting = 0
         self._again.clear()
         return requests

@@ -25,9 +25,10 @@ from tessella.core.jpeg import Frame
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.runtime import Engine, load_tried
 from tessella.runtime.overlapped import Overlapped, can_overlap
-from tessella.server.batcher import Batcher, PageLocked
+from tessella.server.batcher import Batcher
 from tessella.server.instance_process import Instances
 from tessella.server.instances import Placement, SharedBatcher
+from tessella.server.joining import PageLocked
 from tessella.server.jpegs import Decode, Decoded, Files, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.overlapping import OverlappingBatcher
@@ -145,6 +146,7 @@ class Model(InfersFiles):
         *,
         timeout_us: int | None,
         priority: int,
+        client: int,
         stages: Stages,
     ) -> None:
         """As ``InfersFiles.begin_files``."""
@@ -160,7 +162,12 @@ class Model(InfersFiles):
                 stages.decoded(spent_ns)
                 left_us = None if timeout_us is None else max(0, timeout_us - spent_ns // 1000)
                 self.batcher.begin(
-                    {name: pixels}, answer, timeout_us=left_us, priority=priority, stages=stages
+                    {name: pixels},
+                    answer,
+                    timeout_us=left_us,
+                    priority=priority,
+                    client=client,
+                    stages=stages,
                 )
             except Exception as error:
                 answer.set_exception(error)

@@ -173,9 +173,10 @@ class ShortWay:
             asked=asked,
         )
 
-    def request(self, known: Known, respond: Callable[[Answer], None]) -> ShortRequest:
-        """A request with a known head."""
-        return (ShortRequest if known.asked is None else ShortPicture)(self, known, respond)
+    def request(self, known: Known, client: int, respond: Callable[[Answer], None]) -> ShortRequest:
+        """A request with a known head, of a client as ``fairness`` numbers them."""
+        kind = ShortRequest if known.asked is None else ShortPicture
+        return kind(self, known, client, respond)
 
 
 def _cut(head: bytes) -> tuple[bytes, int] | None:
@@ -231,11 +232,13 @@ class Quick(ABC):
     its outputs is itself. What would hold up the event loop takes the long way.
     """
 
-    __slots__ = ("_begun_ns", "_is_answered", "_model", "_request", "_route", "_trace", "_watch")
+    __slots__ = (
+        "_begun_ns", "_client", "_is_answered", "_model", "_request", "_route", "_trace", "_watch",
+    )  # fmt: skip
     DOOR = "http"  # one of ``statistics.DOORS``
 
-    def __init__(self) -> None:
-        self._begun_ns = perf_counter_ns()
+    def __init__(self, client: int) -> None:
+        self._begun_ns, self._client = perf_counter_ns(), client
         self._is_answered = False
         self._model: ServedModel
         self._request: InferRequest
@@ -258,7 +261,9 @@ class Quick(ABC):
         except Exception as error:
             self._finish(error_answer(error))
             return True
-        self._watch = watch = Watch(model, self._begun_ns, self._trace, door=self.DOOR)
+        self._watch = watch = Watch(
+            model, self._begun_ns, self._trace, door=self.DOOR, client=self._client
+        )
         watch.lap("receive")
         self._model = model.__enter__()
         try:
@@ -289,6 +294,7 @@ class Quick(ABC):
             self,
             timeout_us=timeout_us,
             priority=request.priority,
+            client=self._client,
             stages=self._watch.stages,
         )
 
@@ -367,8 +373,10 @@ class ShortRequest(Quick):
 
     __slots__ = ("_held", "_respond", "_way", "content", "known")
 
-    def __init__(self, way: ShortWay, known: Known, respond: Callable[[Answer], None]) -> None:
-        super().__init__()
+    def __init__(
+        self, way: ShortWay, known: Known, client: int, respond: Callable[[Answer], None]
+    ) -> None:
+        super().__init__(client)
         self.known = known
         self.content: bytearray | memoryview = memoryview(b"")
         self._way = way
@@ -453,6 +461,7 @@ class ShortPicture(ShortRequest):
             self,
             timeout_us=timeout_us,
             priority=request.priority,
+            client=self._client,
             stages=self._watch.stages,
         )
 
