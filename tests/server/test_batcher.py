@@ -207,7 +207,6 @@ def test_clients_have_equal_parts_of_an_engine() -> None:
         engine = Doubler()
         engine.gate.clear()
         shared = batcher(engine, max_batch=1, max_waiting=24)
-        shared._pace = Steady(10**9)  # a sample's time is more than this test takes
         order: list[int] = []
         refused: list[int] = []
 
@@ -228,12 +227,16 @@ def test_clients_have_equal_parts_of_an_engine() -> None:
         tasks += [asyncio.create_task(ask(client)) for client in (2, 2, 3, 2)]
         await until(lambda: len(refused) == 5)
         assert refused == [1] * 5, "the last ones of client 1 give their places"
+        shared._pace = Steady(10**9)
+        with pytest.raises(ServeError, match="no time"):  # and so nobody gives his place
+            await shared.infer(rows(1), client=4, timeout_us=1000)
+        assert refused == [1] * 5
         engine.gate.set()
         await asyncio.gather(first, *tasks)
         assert sorted(order) == [0] + [1] * 20 + [2] * 3 + [3]
         assert order[:6] == [0, 1, 2, 3, 1, 2], order
         assert order[6:9].count(2) == 1, order
-        assert not shared._clients._clients  # nothing is kept of who has left
+        assert not shared._waiting._clients  # nothing is kept of who has left
 
     run(test())
 

@@ -10,7 +10,6 @@ so all requests that one look at the sockets has brought are joined, and no thre
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ import numpy as np
 
 from tessella.core.errors import ServeError
 from tessella.server import joining
-from tessella.server.fairness import Shares
+from tessella.server.fairness import Waiting
 from tessella.server.joining import samples_of, split
 from tessella.server.pace import Pace
 from tessella.server.statistics import Computation, Stages, Statistics
@@ -92,11 +91,8 @@ class Batcher(Infers):
         self._effort = Pace()  # by the processor's time: other threads and programs do not count
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
-        self._samples = self._members = 0  # that wait
-        self._clients = Shares()
+        self._waiting = Waiting(max_batch)
         self._abreast = 1  # executions that may run at a time
-        self._arrivals = 0
         self._running_until_ns = 0
         self._is_idle = False
         self._is_running = False
@@ -150,10 +146,10 @@ class Batcher(Infers):
         with self._lock:
             if self._release is not None:
                 raise unloaded()
-            if self._members >= self._max_waiting:
-                refused = self._give_place(request)
             if request.deadline_ns is not None:
                 self._require_time(request, now_ns)
+            if self._waiting.members >= self._max_waiting:
+                refused = self._give_place(request)
             self._push(request, now_ns)
             self._wake()
         deliver(refused)
@@ -175,7 +171,7 @@ class Batcher(Infers):
     def has_requests(self) -> bool:
         """Whether something waits that is not a shadow's copy."""
         with self._lock:
-            return bool(self._waiting) and self._waiting[0][0] != SHADOW_PRIORITY
+            return bool(self._waiting) and self._waiting.first.priority != SHADOW_PRIORITY
 
     # --- the queue, under the lock ----------------------------------------------------------------
 
@@ -202,7 +198,7 @@ class Batcher(Infers):
         """
         if not self._in_loop or self._loop is None or self._release is not None:
             return False
-        samples = min(self._samples, self._max_batch)
+        samples = min(self._waiting.samples, self._max_batch)
         if self._only_lone:  # where several come at a time, the next ones are read meanwhile
             if not self._was_lone or len(self._waiting) != 1:
                 return False
@@ -224,24 +220,8 @@ class Batcher(Infers):
         return True
 
     def _push(self, request: Request, now_ns: int) -> None:
-        self._arrivals += 1
-        turn_ns = self._turn_ns(request, now_ns)
-        self._clients.came(request, turn_ns)
-        heapq.heappush(self._waiting, (request.priority, turn_ns, self._arrivals, request))
-        self._samples += request.batch - request.begun
-        self._members += request.members
-        self._statistics.waiting = self._members
-
-    def _pop(self) -> Request:
-        request = heapq.heappop(self._waiting)[-1]
-        self._clients.went(request)
-        self._samples -= request.batch - request.begun
-        self._members -= request.members
-        return request
-
-    def _turn_ns(self, request: Request, now_ns: int) -> int:
-        sample_ns = self._pace.expected_ns(self._max_batch, self._max_batch) // self._max_batch
-        return self._clients.turn_ns(request, now_ns, sample_ns)
+        self._waiting.push(request, now_ns)
+        self._statistics.waiting = self._waiting.members
 
     def _give_place(self, request: Request) -> list[Request]:
         """Take out a request that gives its place to this one.
@@ -252,14 +232,12 @@ class Batcher(Infers):
         error = ServeError(
             "too many requests wait for this model",
             status=503,
-            seen=f"{self._members} waiting",
+            seen=f"{self._waiting.members} waiting",
             fix="try again in a moment, or send fewer requests at once",
         )
-        greedy = self._clients.greedier_than(request)
-        theirs = [(n, r) for *_, n, r in self._waiting if r.client == greedy and not r.begun]
-        if greedy is None or not theirs:
+        last = self._waiting.last_of_greediest(request)
+        if last is None:
             raise error
-        _, last = max(theirs, key=lambda one: one[0])
         last.error = error
         self._drop(last)
         return [last]
@@ -269,18 +247,14 @@ class Batcher(Infers):
         assert request.deadline_ns is not None
         running_ns = max(0, self._running_until_ns - now_ns)
         # Who is less urgent will not be waited for; to count them one by one costs more than this.
-        is_behind = bool(self._waiting) and self._is_behind(request, now_ns)
-        ahead = self._samples // self._abreast if is_behind else 0
+        is_behind = self._waiting.is_before(request, now_ns)
+        ahead = self._waiting.samples // self._abreast if is_behind else 0
         needed_ns = running_ns + self._pace.expected_ns(ahead + request.batch, self._max_batch)
         if now_ns + needed_ns > request.deadline_ns:
             if not self._waiting and not self._is_running and self._pace.is_old(now_ns):
                 self._pace = Pace()  # refused for ever, it would never be measured again
                 return
             raise _no_time(request.deadline_ns - now_ns, needed_ns)
-
-    def _is_behind(self, request: Request, now_ns: int) -> bool:
-        """Whether the first that waits goes before this request."""
-        return self._waiting[0][:2] <= (request.priority, self._turn_ns(request, now_ns))
 
     def _take(self, most: int | None = None) -> tuple[list[Piece], list[Request]]:
         """The next execution: the first that waits, and those behind it that can join; and those
@@ -295,16 +269,16 @@ class Batcher(Infers):
         samples = 0
         now_ns = perf_counter_ns()
         while self._waiting:
-            request = self._waiting[0][-1]
+            request = self._waiting.first
             left = request.batch - request.begun
             if request.gave_up():
-                self._pop()
+                self._waiting.pop()
                 continue
             if request.deadline_ns is not None and not request.begun:
                 needed_ns = self._pace.expected_ns(left, self._max_batch)
                 if now_ns + needed_ns > request.deadline_ns:
                     request.error = _no_time(request.deadline_ns - now_ns, needed_ns)
-                    late.append(self._pop())
+                    late.append(self._waiting.pop())
                     continue
             size = left
             if left > self._max_batch or request.begun:
@@ -314,26 +288,30 @@ class Batcher(Infers):
                     break
                 if request.priority == SHADOW_PRIORITY != pieces[0][0].priority:
                     break  # a copy makes no execution of requests longer
-            self._pop()
+            self._waiting.pop()
             pieces.append((request, request.begun, request.begun + size))
             request.begun += size
             samples += size
         for request, _, end in pieces:
             if end < request.batch:  # the rest goes behind all that wait by now
                 self._push(request, now_ns)
-        self._statistics.waiting = self._members
+        self._statistics.waiting = self._waiting.members
         return pieces, late
 
     def _company_ns(self) -> int:
         """How long to wait for more: until the batch is full, the first request has waited
         ``max_delay_us``, or there is just the time to answer it.
         """
-        if not self._max_delay_ns or self._samples >= self._max_batch or self._release is not None:
+        if (
+            not self._max_delay_ns
+            or self._waiting.samples >= self._max_batch
+            or self._release is not None
+        ):
             return 0
-        first = self._waiting[0][-1]
+        first = self._waiting.first
         until_ns = first.since_ns + self._max_delay_ns
         if first.deadline_ns is not None:
-            needed_ns = self._pace.expected_ns(self._samples, self._max_batch)
+            needed_ns = self._pace.expected_ns(self._waiting.samples, self._max_batch)
             until_ns = min(until_ns, first.deadline_ns - 2 * needed_ns)
         return max(0, until_ns - perf_counter_ns())
 
@@ -478,19 +456,13 @@ class Batcher(Infers):
     def let_go(self) -> None:
         """Hold no request for which nobody waits: behind others that go first, it would stay."""
         with self._lock:
-            for request in [entry[-1] for entry in self._waiting if entry[-1].gave_up()]:
+            for request in [one for one in self._waiting if one.gave_up()]:
                 self._drop(request)
 
     def _drop(self, request: Request) -> None:
         """Take what is left of a failed request out of the queue."""
-        kept = [entry for entry in self._waiting if entry[-1] is not request]
-        if len(kept) < len(self._waiting):
-            self._clients.went(request)
-            self._samples -= request.batch - request.begun
-            self._members -= request.members
-            heapq.heapify(kept)
-            self._waiting = kept
-            self._statistics.waiting = self._members
+        self._waiting.drop(request)
+        self._statistics.waiting = self._waiting.members
 
     def _compute(self, pieces: list[Piece]) -> tuple[list[Arrays], Computation]:
         """Join the inputs, run the engine and split the outputs."""

@@ -1,5 +1,9 @@
-"""Whose requests wait for an engine: where it cannot compute all, no client takes more of it than
-another, however many requests and connections it has.
+"""The requests that wait for an engine, in the order of their turns.
+
+Of equal priority, who has to be answered within ``PATIENCE_NS`` goes by that deadline, and the
+others as if they had it, so that nobody waits for ever. Among these, each client has an equal part
+of the engine, however many requests and connections it has: start-time fair queueing (Goyal, Vin
+and Cheng, 1996), with samples for the bytes of packets.
 
 A client is an address. Those behind one proxy are one client, and all of one machine.
 """
@@ -7,17 +11,18 @@ A client is an address. Those behind one proxy are one client, and all of one ma
 from __future__ import annotations
 
 import functools
+import heapq
 import ipaddress
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from tessella.server.waiting import Request
 
-# A request without a deadline, or with a later one, takes its turn as if it had this one, so that
-# nobody waits for ever: clients of gRPC give deadlines of a minute.
 PATIENCE_NS = 10**9
+MOST_IDLE = 64  # clients with nothing waiting that are remembered
 
 
 def client_of(peer: Sequence[Any] | None) -> int:
@@ -35,58 +40,144 @@ def _number(host: str) -> int:
 
 @dataclass(slots=True)
 class _Client:
-    """What waits of one client, and the last turn that one of its requests was given."""
+    """What waits of one client, and the sample with which its next request begins."""
 
     requests: int = 0
-    samples: int = 0
-    last_ns: int = 0
+    next: int = 0
 
 
-class Shares:
-    """The clients whose requests wait for an engine."""
+# Priority, deadline or first sample, arrival, and when its turn is at the latest.
+_Entry = tuple[int, int, int, int, Request]
 
-    def __init__(self) -> None:
+
+class Waiting:
+    """The requests that wait.
+
+    Attributes:
+        samples: of them, that have not begun.
+        members: how many clients' requests they are.
+
+    Args:
+        most: samples of an execution. A larger request counts as this many, again with each piece.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.samples = self.members = 0
+        self._most = most
+        self._arrivals = 0
+        self._urgent: list[_Entry] = []  # heaps
+        self._others: list[_Entry] = []
         self._clients: dict[int, _Client] = {}
+        self._reached = 0  # the first sample of what was taken last: no client begins before it
 
-    def turn_ns(self, request: Request, now_ns: int, sample_ns: int) -> int:
-        """When a request has its turn: of equal priority, those with earlier ones go first.
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._others)
 
-        One that has time is put behind what its client has waiting, as if each client had an equal
-        part of the engine; so one client's requests stay in their order.
+    def __iter__(self) -> Iterator[Request]:
+        yield from (entry[-1] for entry in self._urgent)
+        yield from (entry[-1] for entry in self._others)
 
-        Args:
-            sample_ns: how long the engine takes for a sample.
-        """
-        turn_ns = now_ns + PATIENCE_NS
+    @property
+    def first(self) -> Request:
+        """Whose turn is next."""
+        return (self._urgent if self._is_urgent() else self._others)[0][-1]
+
+    def push(self, request: Request, now_ns: int) -> None:
+        """Let a request wait, or the rest of one that has begun, behind what waits by now."""
+        self._arrivals += 1
+        left = request.batch - request.begun
+        self.samples += left
+        self.members += request.members
         client = self._clients.get(request.client)
-        if client is not None:
-            # Two at least: somebody else may come.
-            ahead_ns = client.samples * sample_ns * max(2, len(self._clients))
-            turn_ns = max(turn_ns + ahead_ns, client.last_ns)
-        return turn_ns if request.deadline_ns is None else min(request.deadline_ns, turn_ns)
+        if client is None:
+            client = self._clients[request.client] = _Client()
+        client.requests += 1
+        urgent_ns = _urgent_ns(request, now_ns)
+        if urgent_ns is not None:
+            entry = request.priority, urgent_ns, self._arrivals, urgent_ns, request
+            heapq.heappush(self._urgent, entry)
+            return
+        begin = max(self._reached, client.next)
+        client.next = begin + min(left, self._most)
+        entry = request.priority, begin, self._arrivals, now_ns + PATIENCE_NS, request
+        heapq.heappush(self._others, entry)
 
-    def came(self, request: Request, turn_ns: int) -> None:
-        """A request waits."""
-        client = self._clients.setdefault(request.client, _Client())
-        client.requests += request.members
-        client.samples += request.batch - request.begun
-        if turn_ns != request.deadline_ns:
-            client.last_ns = turn_ns
+    def pop(self) -> Request:
+        """Take the request whose turn is next."""
+        if self._is_urgent():
+            request = heapq.heappop(self._urgent)[-1]
+        else:
+            _, begin, _, _, request = heapq.heappop(self._others)
+            self._reached = max(self._reached, begin)
+        self._went(request)
+        return request
 
-    def went(self, request: Request) -> None:
-        """It does not wait any more."""
-        client = self._clients[request.client]
-        client.requests -= request.members
-        client.samples -= request.batch - request.begun
-        if not client.requests:
-            del self._clients[request.client]
+    def drop(self, request: Request) -> None:
+        """Take a request out, if it waits."""
+        if request in self:  # by identity: requests have no other equality
+            self._urgent = [entry for entry in self._urgent if entry[-1] is not request]
+            self._others = [entry for entry in self._others if entry[-1] is not request]
+            heapq.heapify(self._urgent)
+            heapq.heapify(self._others)
+            self._went(request)
 
-    def greedier_than(self, request: Request) -> int | None:
-        """The client that has most requests waiting, if those are more than this one's would be."""
-        mine = self._clients.get(request.client, _Client()).requests + request.members
-        most = max(self._clients, key=lambda one: self._clients[one].requests, default=None)
-        return most if most is not None and self._clients[most].requests > mine else None
-
-    def forget(self) -> None:
-        """Nothing waits."""
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._urgent, self._others, self.samples, self.members = [], [], 0, 0
         self._clients.clear()
+
+    def is_before(self, request: Request, now_ns: int) -> bool:
+        """Whether what waits has its turn before a request that comes now."""
+        if not len(self):
+            return False
+        priority, urgent_ns = request.priority, _urgent_ns(request, now_ns)
+        first = (self._urgent if self._is_urgent() else self._others)[0]
+        if urgent_ns is not None or self._is_urgent():
+            limit_ns = now_ns + PATIENCE_NS if urgent_ns is None else urgent_ns
+            return (first[0], first[3]) <= (priority, limit_ns)
+        client = self._clients.get(request.client)
+        begin = self._reached if client is None else max(self._reached, client.next)
+        return first[:2] <= (priority, begin)
+
+    def last_of_greediest(self, request: Request) -> Request | None:
+        """The last request, none that has begun, of the client that has most of them waiting: if it
+        has more than this one's would have.
+        """
+        mine = self._clients.get(request.client, _Client()).requests + 1
+        greediest = max(self._clients, key=lambda one: self._clients[one].requests, default=None)
+        if greediest is None or self._clients[greediest].requests <= mine:
+            return None
+        entries = [*self._urgent, *self._others]
+        theirs = [(n, r) for *_, n, _, r in entries if r.client == greediest and not r.begun]
+        return max(theirs, key=itemgetter(0))[1] if theirs else None
+
+    def _is_urgent(self) -> bool:
+        """Whether the turn is that of one with a deadline."""
+        if not self._urgent or not self._others:
+            return bool(self._urgent)
+        one, other = self._urgent[0], self._others[0]
+        return (one[0], one[3]) < (other[0], other[3])
+
+    def _went(self, request: Request) -> None:
+        self.samples -= request.batch - request.begun
+        self.members -= request.members
+        client = self._clients[request.client]
+        client.requests -= 1
+        if not len(self):
+            self._clients.clear()
+        elif not client.requests and client.next <= self._reached:
+            del self._clients[request.client]
+        elif len(self._clients) > len(self) + MOST_IDLE:
+            self._clients = {
+                number: client
+                for number, client in self._clients.items()
+                if client.requests or client.next > self._reached
+            }
+
+
+def _urgent_ns(request: Request, now_ns: int) -> int | None:
+    """The deadline by which a request goes; None if it has none, a late one, or has begun."""
+    deadline_ns = request.deadline_ns
+    if deadline_ns is None or request.begun or deadline_ns >= now_ns + PATIENCE_NS:
+        return None
+    return deadline_ns
