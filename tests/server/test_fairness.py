@@ -97,6 +97,18 @@ def test_a_crowd_of_clients_is_no_ones_debt() -> None:
     assert _order(waiting) == [2, 1]
 
 
+def test_what_is_abandoned_is_nobodys_debt() -> None:
+    waiting = Waiting(8)
+    abandoned = [_waits(1, batch=3) for _ in range(20)]
+    for request in [_waits(1), *abandoned]:
+        waiting.push(request, 0)
+    for request in [*abandoned, _waits(1)]:  # the last one does not wait
+        waiting.drop(request)
+    for client in (1, 2, 1, 2, 2):
+        waiting.push(_waits(client), 0)
+    assert _order(waiting) == [1, 2, 1, 2, 1, 2]
+
+
 def test_small_requests_pass_between_the_pieces_of_a_large_one() -> None:
     for deadline_ns in (None, 1, PATIENCE_NS - 1, 10 * PATIENCE_NS):
         waiting = Waiting(8)

@@ -114,12 +114,18 @@ class Waiting:
 
     def drop(self, request: Request) -> None:
         """Take a request out, if it waits."""
-        if request in self:  # by identity: requests have no other equality
-            self._urgent = [entry for entry in self._urgent if entry[-1] is not request]
-            self._others = [entry for entry in self._others if entry[-1] is not request]
-            heapq.heapify(self._urgent)
-            heapq.heapify(self._others)
-            self._went(request)
+        if request not in self:  # by identity: requests have no other equality
+            return
+        before = len(self._others)
+        self._urgent = [entry for entry in self._urgent if entry[-1] is not request]
+        self._others = [entry for entry in self._others if entry[-1] is not request]
+        heapq.heapify(self._urgent)
+        heapq.heapify(self._others)
+        if len(self._others) < before:  # its client had nothing of the engine for it
+            client = self._clients[request.client]
+            left = min(request.batch - request.begun, self._most)
+            client.next = max(self._reached, client.next - left)
+        self._went(request)
 
     def clear(self) -> None:
         """Nothing waits any more."""
