@@ -80,7 +80,7 @@ class Waiting:
     @property
     def first(self) -> Request:
         """Whose turn is next."""
-        return (self._urgent if self._is_urgent() else self._others)[0][-1]
+        return (self._urgent if self._urgent and self._is_urgent() else self._others)[0][-1]
 
     def push(self, request: Request, now_ns: int) -> None:
         """Let a request wait, or the rest of one that has begun, behind what waits by now."""
@@ -92,23 +92,24 @@ class Waiting:
         if client is None:
             client = self._clients[request.client] = _Client()
         client.requests += 1
-        urgent_ns = _urgent_ns(request, now_ns)
+        urgent_ns = None if request.deadline_ns is None else _urgent_ns(request, now_ns)
         if urgent_ns is not None:
             entry = request.priority, urgent_ns, self._arrivals, urgent_ns, request
             heapq.heappush(self._urgent, entry)
             return
-        begin = max(self._reached, client.next)
-        client.next = begin + min(left, self._most)
+        begin = client.next if client.next > self._reached else self._reached
+        client.next = begin + (left if left < self._most else self._most)
         entry = request.priority, begin, self._arrivals, now_ns + PATIENCE_NS, request
         heapq.heappush(self._others, entry)
 
     def pop(self) -> Request:
         """Take the request whose turn is next."""
-        if self._is_urgent():
+        if self._urgent and self._is_urgent():
             request = heapq.heappop(self._urgent)[-1]
         else:
             _, begin, _, _, request = heapq.heappop(self._others)
-            self._reached = max(self._reached, begin)
+            if begin > self._reached:
+                self._reached = begin
         self._went(request)
         return request
 
@@ -169,7 +170,7 @@ class Waiting:
         self.members -= request.members
         client = self._clients[request.client]
         client.requests -= 1
-        if not len(self):
+        if not (self._others or self._urgent):
             self._clients.clear()
         elif not client.requests and client.next <= self._reached:
             del self._clients[request.client]
