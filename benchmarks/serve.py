@@ -18,8 +18,8 @@ has a row for each, with images a second, the latencies, the part of the engine'
 failed. What could not run (no grpcio, say) is told in its row, and the others go on.
 
 With a plan (``--plan``; made and kept there if it is missing) the default takes about 90 s on 16
-cores: 15 s to start each server, 5 s for each row. To make it takes 1 to 2 minutes tuned, and with
-``--untuned`` as long as the kernels take to compile; neither was timed on a GPU yet.
+cores: 15 s to start each server, 5 s for each row. To make it takes 1 to 2 minutes tuned, and 20 s
+with ``--untuned`` (ResNet-50 in FP16 on an H200).
 
     python -m benchmarks.serve --plan resnet50.plan --seconds 3
     python -m benchmarks.serve --target cpu --network lenet --precision fp32 --clients 4 --seconds 1

@@ -456,12 +456,11 @@ class Batcher(Infers):
     def let_go(self) -> None:
         """Hold no request for which nobody waits: behind others that go first, it would stay."""
         with self._lock:
-            for request in [one for one in self._waiting if one.gave_up()]:
-                self._drop(request)
+            self._drop(*[one for one in self._waiting if one.gave_up()])
 
-    def _drop(self, request: Request) -> None:
-        """Take what is left of a failed request out of the queue."""
-        self._waiting.drop(request)
+    def _drop(self, *requests: Request) -> None:
+        """Take what is left of failed requests out of the queue."""
+        self._waiting.drop(requests)
         self._statistics.waiting = self._waiting.members
 
     def _compute(self, pieces: list[Piece]) -> tuple[list[Arrays], Computation]:

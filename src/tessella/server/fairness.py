@@ -14,7 +14,7 @@ import functools
 import heapq
 import ipaddress
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -113,20 +113,21 @@ class Waiting:
         self._went(request)
         return request
 
-    def drop(self, request: Request) -> None:
-        """Take a request out, if it waits."""
-        if request not in self:  # by identity: requests have no other equality
-            return
-        before = len(self._others)
-        self._urgent = [entry for entry in self._urgent if entry[-1] is not request]
-        self._others = [entry for entry in self._others if entry[-1] is not request]
+    def drop(self, requests: Collection[Request]) -> None:
+        """Take out those of the requests that wait."""
+        gone, urgent, others = set(requests), self._urgent, self._others
+        self._urgent = [entry for entry in urgent if entry[-1] not in gone]
+        self._others = [entry for entry in others if entry[-1] not in gone]
         heapq.heapify(self._urgent)
         heapq.heapify(self._others)
-        if len(self._others) < before:  # its client had nothing of the engine for it
-            client = self._clients[request.client]
-            left = min(request.batch - request.begun, self._most)
-            client.next = max(self._reached, client.next - left)
-        self._went(request)
+        for *_, request in others:
+            if request in gone:  # its client had nothing of the engine for it
+                client = self._clients[request.client]
+                left = min(request.batch - request.begun, self._most)
+                client.next = max(self._reached, client.next - left)
+        for *_, request in (*urgent, *others):
+            if request in gone:
+                self._went(request)
 
     def clear(self) -> None:
         """Nothing waits any more."""
@@ -170,7 +171,7 @@ class Waiting:
         self.members -= request.members
         client = self._clients[request.client]
         client.requests -= 1
-        if not (self._others or self._urgent):
+        if not self.members:
             self._clients.clear()
         elif not client.requests and client.next <= self._reached:
             del self._clients[request.client]
