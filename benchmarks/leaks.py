@@ -94,7 +94,9 @@ async def cycle(repository: Repository) -> None:
         files = [cv2.imencode(".jpg", np.zeros(serve.SIDES, np.uint8))[1].tobytes()]
         frames = frames_of(files)
         assert frames is not None
-        asked = model.infer_files(files, frames, timeout_us=None, priority=2, stages=Stages())
+        asked = model.infer_files(
+            files, frames, timeout_us=None, priority=2, client=0, stages=Stages()
+        )
         with model:
             await _stepped(model, asked)
     await repository.unload(MODEL)
