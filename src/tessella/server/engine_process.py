@@ -37,7 +37,7 @@ from tessella.server.app import App
 from tessella.server.batcher import Batcher
 from tessella.server.file_tickets import FileTickets
 from tessella.server.lane import Lane, aligned, numpy_type, places_of
-from tessella.server.listening import keep_what_is_loaded, use_one_heap
+from tessella.server.listening import keep_what_is_loaded
 from tessella.server.looking import REST_S, SPIN_NS, Looking
 from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
@@ -70,7 +70,6 @@ def run(
     Raises:
         TessellaError: a model cannot be loaded.
     """
-    use_one_heap()
     repository.load_all()
     keep_what_is_loaded()
     room = _Room(repository, app, door, spin_ns=SPIN_NS if spins else 0)

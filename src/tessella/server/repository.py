@@ -31,6 +31,7 @@ from tessella.server.instances import Placement, SharedBatcher
 from tessella.server.joining import PageLocked
 from tessella.server.jpegs import Decode, Decoded, Files, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.listening import give_back
 from tessella.server.overlapping import OverlappingBatcher
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Stages, Statistics
@@ -357,6 +358,8 @@ class Repository:
                 entry.state = "UNLOADING"
                 self._changed(name)
                 await model.retire()
+                del model
+                await asyncio.to_thread(give_back)
             entry.state, entry.reason = "UNAVAILABLE", "unloaded"
 
     def require_ready(self) -> None:

@@ -26,7 +26,6 @@ from tessella.server.listening import (
     bind,
     configured,
     keep_what_is_loaded,
-    use_one_heap,
 )
 from tessella.server.looking import Awake
 from tessella.server.repository import Repository
@@ -141,7 +140,6 @@ def _check(
 
 def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None:
     """Serve in this process alone; raises as ``serve``."""
-    use_one_heap()
     doors = settings.doors
     settled = _prepared(
         repository_of(settings),
