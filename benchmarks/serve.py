@@ -284,6 +284,8 @@ def serving(
     finally:
         server.terminate()
         server.wait(60)
+        assert server.stdout is not None
+        server.stdout.close()
 
 
 def _free_port() -> int:
