@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import serve
 from benchmarks.losses import Clients
 from benchmarks.serving import BARE, JSON_HEADERS, Asked, beside_peers, engine_us, parse
 from tests.support.engines import Scores
@@ -103,3 +106,31 @@ def test_what_is_lost_is_counted_by_kind(tmp_path: Path) -> None:
     assert clients.counts.pop("unsent") > 0
     assert clients.counts == {"first": 1, "second": 1, "other": 1, "503": 1, "lost": 1}
     assert len(clients.lost_s) == 1
+
+
+@pytest.mark.timeout(180)
+def test_the_servers_benchmark_runs_on_two_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smoke test without thresholds: each work has its row, and every request its answer."""
+    works = ("lone", "one")
+    asked = [
+        "serve", "--target", "cpu", "--network", "lenet", "--precision", "fp32", "--untuned",
+        "--batch", "4", "--works", ",".join(works), "--acceptors", "0", "--clients", "2",
+        "--generators", "1", "--seconds", "0.1", "--out", str(tmp_path / "serve.json"),
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", asked)
+    serve.main()
+    (run,) = _runs(tmp_path / "serve.json")
+    engine, arrays, *rows = run["rows"]
+    assert [row["work"] for row in rows] == list(works)
+    for row in rows:
+        assert not row["failures"], row
+        assert row["images_per_s"] > 0
+        assert row["of_device"] == round(row["images_per_s"] / engine["images_per_s"], 3)
+        assert row["of_engine"] == round(row["images_per_s"] / arrays["images_per_s"], 3)
+
+
+def _runs(path: Path) -> list[dict[str, Any]]:
+    found = json.loads(path.read_text())
+    return found if isinstance(found, list) else [found]

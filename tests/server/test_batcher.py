@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tessella.core.errors import ServeError
-from tessella.server.batcher import BRIEF_NS, LONE_NS, Batcher, PageLocked
+from tessella.server.batcher import BRIEF_NS, LONE_NS, Batcher
+from tessella.server.joining import PageLocked
 from tessella.server.pace import TRUST_NS, Pace
 from tessella.server.statistics import Statistics
 
@@ -158,7 +159,7 @@ def test_a_large_request_of_which_a_piece_fails() -> None:
 
 
 def test_the_urgent_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessella.server.batcher.PATIENCE_NS", 50 * 10**9)
+    monkeypatch.setattr("tessella.server.fairness.PATIENCE_NS", 50 * 10**9)
 
     async def test() -> None:
         engine = Doubler()
@@ -178,13 +179,56 @@ def test_the_urgent_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
             ("late", {"timeout_us": 45_000_000}),
             ("soon", {"timeout_us": 40_000_000}),
             ("high", {"priority": 1}),
+            ("of an hour", {"timeout_us": 3_600_000_000}),
+            ("afterwards", {}),
         ]
         tasks = [asyncio.create_task(ask(name, **settings)) for name, settings in given]
         await asyncio.sleep(0.01)
         engine.gate.set()
         await asyncio.gather(first, *tasks)
-        assert order == ["first", "high", "soon", "late", "default", "low"]
+        # a deadline of an hour makes nobody wait longer than none
+        others = "default", "of an hour", "afterwards"
+        assert order == ["first", "high", "soon", "late", *others, "low"]
         await alone.close(lambda: None)
+
+    run(test())
+
+
+def test_clients_have_equal_parts_of_an_engine() -> None:
+    async def test() -> None:
+        engine = Doubler()
+        engine.gate.clear()
+        shared = batcher(engine, max_batch=1, max_waiting=24)
+        order: list[int] = []
+        refused: list[int] = []
+
+        async def ask(client: int) -> None:
+            try:
+                await shared.infer(rows(1), client=client)
+                order.append(client)
+            except ServeError:
+                refused.append(client)
+
+        first = asyncio.create_task(ask(0))
+        await until(lambda: engine.batches == [1])
+        tasks = [asyncio.create_task(ask(1)) for _ in range(24)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(ask(1))]  # as many wait as may, all of its own
+        await asyncio.sleep(0)
+        assert refused == [1]
+        tasks += [asyncio.create_task(ask(client)) for client in (2, 2, 3, 2)]
+        await until(lambda: len(refused) == 5)
+        assert refused == [1] * 5, "the last ones of client 1 give their places"
+        shared._pace = Steady(10**9)
+        with pytest.raises(ServeError, match="no time"):  # and so nobody gives his place
+            await shared.infer(rows(1), client=4, timeout_us=1000)
+        assert refused == [1] * 5
+        engine.gate.set()
+        await asyncio.gather(first, *tasks)
+        assert sorted(order) == [0] + [1] * 20 + [2] * 3 + [3]
+        assert order[:6] == [0, 1, 2, 3, 1, 2], order
+        assert order[6:9].count(2) == 1, order
+        assert not shared._waiting._clients  # nothing is kept of who has left
 
     run(test())
 

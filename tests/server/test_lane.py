@@ -100,7 +100,7 @@ def test_frames_arrive_in_any_parts(contents: list[bytes], cuts: list[int]) -> N
 
 
 def test_tickets_and_errors_are_read_as_they_were_written() -> None:
-    ticket = Ticket(2**32 - 1, 3, 1, 2**62, 2**40, 2**41, (1, 3, 224, 224))
+    ticket = Ticket(2**32 - 1, 3, 1, 2**62, 2**40, 2**41, (1, 3, 224, 224), client=2**32 - 1)
     ((letter, content),) = Frames().feed(ticket.pack())
     assert (letter, Ticket.unpack(content)) == (b"i", ticket)
     for error, status, text in [

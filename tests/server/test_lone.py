@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tessella.core.errors import ServeError
 from tessella.runtime.overlapped import runs_of
 from tessella.server.acceptor import LONE_NS, _Engine, _Lone
 from tessella.server.counts import Counts
-from tessella.server.looking import REST_S, SPIN_NS, Looking
+from tessella.server.looking import REST_S, SPIN_NS, Awake, Looking
 from tests.support.wires import Wire
 
 
@@ -41,30 +42,45 @@ def test_an_answer_is_waited_for_and_no_longer_than_may_be() -> None:
         ours.close()
 
 
-def test_an_acceptor_stays_awake_while_its_client_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", 600 * 10**9)
-    ours, theirs = socket.socketpair()
+def test_an_event_loop_stays_awake_while_its_client_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alone = [True]
 
-    async def waits(lone: _Lone) -> list[bool]:
+    async def is_awake(begin: Callable[[Awake, asyncio.AbstractEventLoop], None]) -> list[bool]:
         """Whether it is awake: some turns later, and when another client has come."""
-        loop = asyncio.get_running_loop()
-        found = []
+        loop, found = asyncio.get_running_loop(), []
         for alone[0] in (True, False):
-            lone.stay_awake(loop)
+            begin(awake, loop)
             for _ in range(5):
                 await asyncio.sleep(0)
-            found.append(lone.is_awake)
+            found.append(awake.is_on)
         return found
 
+    def asked(awake: Awake, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(2):  # the second one comes close behind the answer to the first
+            awake.came()
+            awake.answered(loop)
+
+    def asked_once(awake: Awake, loop: asyncio.AbstractEventLoop) -> None:
+        awake.came()
+        awake.answered(loop)
+
+    def asked_again(awake: Awake, loop: asyncio.AbstractEventLoop) -> None:
+        asked(awake, loop)
+        awake.came()  # other threads may work for it
+
     for spins in (False, True):
-        lone = _Lone(ours, lambda: alone[0], spins=spins)
-        assert asyncio.run(waits(lone)) == [spins, False]
-        monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", -1)
-        assert asyncio.run(waits(lone)) == [False, False]
-        monkeypatch.setattr("tessella.server.acceptor.SPIN_NS", 600 * 10**9)
-    ours.close()
-    theirs.close()
+        for begin, spin_s, stays in (
+            (Awake.stay, 600, True),
+            (Awake.stay, -1, False),
+            (asked, 600, True),
+            (asked_once, 1, False),
+            (asked_again, 600, False),
+        ):
+            monkeypatch.setattr("tessella.server.looking.SPIN_NS", spin_s * 10**9)
+            awake = Awake(lambda: alone[0], spins=spins)
+            assert asyncio.run(is_awake(begin)) == [spins and stays, False], (begin, spins)
 
 
 def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps(

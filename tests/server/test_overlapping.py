@@ -354,7 +354,7 @@ def test_a_slow_execution_refuses_nobody_for_long(server: Server) -> None:
     )
     server.end()
     for _ in range(60):  # quick ones, always two in flight
-        if server.batcher._samples < 16:
+        if server.batcher._waiting.samples < 16:
             flood()
         server.end()
     urgent = Request(

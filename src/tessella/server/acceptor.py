@@ -40,7 +40,7 @@ from tessella.server.lane import (
     numpy_type,
     places_of,
 )
-from tessella.server.looking import SPIN_NS
+from tessella.server.looking import Awake
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Stages, Statistics
 from tessella.server.tickets import Ticket
@@ -277,11 +277,12 @@ class RemoteModel(Infers, InfersFiles):
         *,
         timeout_us: int | None = None,
         priority: int = DEFAULT_PRIORITY,
+        client: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """As ``Infers.begin``."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
-        flight = _Flight(self, answer, Stages() if stages is None else stages)
+        flight = _Flight(self, answer, Stages() if stages is None else stages, client)
         self._engine.start(flight, arrays, deadline_ns, priority)
 
     def begin_files(
@@ -292,11 +293,13 @@ class RemoteModel(Infers, InfersFiles):
         *,
         timeout_us: int | None,
         priority: int,
+        client: int,
         stages: Stages,
     ) -> None:
         """As ``InfersFiles.begin_files``; the engine's process reads the frames itself."""
         deadline_ns = 0 if timeout_us is None else perf_counter_ns() + 1000 * timeout_us
-        self._engine.start_files(_Flight(self, answer, stages), files, deadline_ns, priority)
+        flight = _Flight(self, answer, stages, client)
+        self._engine.start_files(flight, files, deadline_ns, priority)
 
 
 @dataclass(eq=False, slots=True)
@@ -306,6 +309,7 @@ class _Flight:
     model: RemoteModel
     answer: Waiter
     stages: Stages
+    client: int
     place: tuple[int, int] = (0, 0)
     outputs_at: int = 0
     end: int = 0
@@ -328,27 +332,11 @@ class _Lone:
         self._poll.register(self._descriptor, select.POLLIN)
         self.is_alone = is_alone
         self.usual_ns = 0.0  # until an answer
-        self.is_awake = False
-        self._awake_until_ns = 0
+        self.awake = Awake(is_alone, spins=spins)
 
     def took(self, ns: int) -> None:
         """Learn how long an answer takes."""
         self.usual_ns = 0.8 * self.usual_ns + 0.2 * ns
-
-    def stay_awake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep an event loop from sleeping for ``SPIN_NS``, within which a lone client's next
-        request comes: as the engine's process does, see ``looking``.
-        """
-        if self._spins:
-            self._awake_until_ns = perf_counter_ns() + SPIN_NS
-            if not self.is_awake:
-                self.is_awake = True
-                loop.call_soon(self._stay_awake, loop)
-
-    def _stay_awake(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_awake = self.is_alone() and perf_counter_ns() < self._awake_until_ns
-        if self.is_awake:
-            loop.call_soon(self._stay_awake, loop)
 
     def send(self, ticket: bytes) -> bytes:
         """Send a ticket; returns what could not be sent."""
@@ -452,7 +440,7 @@ class _Engine(asyncio.Protocol):
             until_ns = perf_counter_ns() + LONE_NS
             while self._flights and (data := lone.wait(until_ns)):
                 self.data_received(data)
-            lone.stay_awake(self._loop)
+            lone.awake.stay(self._loop)
         else:
             self.transport.write(frames)
 
@@ -518,7 +506,9 @@ class _Engine(asyncio.Protocol):
         flight.since_ns = perf_counter_ns()
         self._flights[number] = flight
         start, end = flight.place[0], flight.end
-        ticket = Ticket(number, model, priority, deadline_ns, start, end, sizes, letter)
+        ticket = Ticket(
+            number, model, priority, deadline_ns, start, end, sizes, letter, flight.client
+        )
         self.write(ticket.pack())
 
     def _number(self) -> int:

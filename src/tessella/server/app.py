@@ -17,6 +17,7 @@ from tessella.core.jpeg import Frame
 from tessella.core.preprocess import encode
 from tessella.server.answers import Answer, Send, error_answer, json_answer, log, reply
 from tessella.server.body import Disconnected, Headers, Receive, Scope, too_large
+from tessella.server.fairness import client_of
 from tessella.server.guard import Guard, require_method, require_once
 from tessella.server.images import MAX_THREADS, ImageDecoder, files_of_form
 from tessella.server.inference import Inference, Models, ServedModel, Watch, chosen
@@ -164,11 +165,11 @@ class App:
         match verb:
             case ["infer"]:
                 require_method(scope["method"], "POST")
-                return await self._infer(headers, receive, name, version, trace)
+                client = client_of(scope.get("client"))
+                return await self._infer(headers, receive, name, version, client, trace)
             case [told] if told in verbs():
                 require_method(scope["method"], "POST")
-                query = scope["query_string"]
-                return await self._tell(headers, receive, name, version, told, query, trace)
+                return await self._tell(scope, headers, receive, name, version, told, trace)
             case ["ready"]:
                 require_method(scope["method"], "GET")
                 self._models.get(name, version)
@@ -181,10 +182,11 @@ class App:
         receive: Receive,
         name: str,
         version: str | None,
+        client: int,
         trace: Trace | None,
     ) -> Answer:
         # do not read a body that nobody wants
-        watch = Watch(self._models.get(name, version), trace=trace)
+        watch = Watch(self._models.get(name, version), trace=trace, client=client)
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             json_length = headers.get(b"inference-header-content-length")
@@ -198,18 +200,22 @@ class App:
         version: str | None,
         lines: Sequence[tuple[bytes, bytes]],
         trace: Trace | None = None,
+        *,
+        client: int = 0,
     ) -> Answer:
         """The answer to an inference request whose body came over gRPC.
 
         Args:
             json_length: as in HTTP's header.
             lines: what HTTP's headers would say of the client.
+            client: whose it is, as ``fairness`` numbers them.
         """
         headers: Headers = dict(lines)
         try:
             require_once(lines, headers)
             self._guard.check("POST", f"/v2/models/{name}/infer", headers)
-            watch = Watch(self._models.get(name, version), trace=trace, door="grpc")
+            model = self._models.get(name, version)
+            watch = Watch(model, trace=trace, door="grpc", client=client)
             if len(body) > self._limits.body_bytes:
                 raise too_large(len(body), self._limits.body_bytes)
             with self.bodies.holding(len(body)):
@@ -266,6 +272,7 @@ class App:
             arrays,
             timeout_us=request.timeout_us,
             priority=request.priority,
+            client=watch.client,
             stages=watch.stages,
         )
         watch.lap("queue")
@@ -290,6 +297,7 @@ class App:
             frames,
             timeout_us=request.timeout_us,
             priority=request.priority,
+            client=watch.client,
             stages=watch.stages,
         )
         watch.lap("queue")
@@ -297,17 +305,18 @@ class App:
 
     async def _tell(
         self,
+        scope: Scope,
         headers: Headers,
         receive: Receive,
         name: str,
         version: str | None,
         verb: str,
-        query_string: bytes,
         trace: Trace | None,
     ) -> Answer:
         """A task's answers to image files, for people and scripts without a client library."""
         model = with_verb(self._models.get(name, version), verb)
-        watch = Watch(model, trace=trace, door="pictures")
+        client = client_of(scope.get("client"))
+        watch = Watch(model, trace=trace, door="pictures", client=client)
         most_bytes = self._limits.body_bytes
         async with self.bodies.read(headers, receive, most_bytes=most_bytes) as body:
             watch.lap("receive")
@@ -315,7 +324,7 @@ class App:
             model, route = chosen(default, version), None if version else default.route
             with model, watch.on(model):
                 files = await _files(headers, body)
-                asked = parse_query(query_string)
+                asked = parse_query(scope["query_string"])
                 request = asked.request(model, files, self._limits)
                 outputs, views = await self._run(model, request, watch, route)
                 scores = scores_of(outputs)

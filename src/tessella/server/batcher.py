@@ -10,19 +10,19 @@ so all requests that one look at the sockets has brought are joined, and no thre
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import accumulate
 from time import perf_counter_ns, thread_time_ns
 from typing import Literal
 
 import numpy as np
-import torch
 
 from tessella.core.errors import ServeError
+from tessella.server import joining
+from tessella.server.fairness import Waiting
+from tessella.server.joining import samples_of, split
 from tessella.server.pace import Pace
 from tessella.server.statistics import Computation, Stages, Statistics
 from tessella.server.waiting import (
@@ -35,8 +35,6 @@ from tessella.server.waiting import (
     Waiter,
 )
 
-# A request without a deadline takes its turn as if it had this one, so that nobody waits for ever.
-PATIENCE_NS = 10**9
 # What may run in the event loop's thread, and so holds up everything else there: less than Python's
 # own turn of a thread (5 ms), as far as a measured time is sure: 32 images of a LeNet take 3.2 to
 # 4.1 ms in the loop, and in a thread, which waits for Python's lock, 4.2 to 5.2 ms of the processor
@@ -78,7 +76,7 @@ class Batcher(Infers):
         join: Callable[[str, list[np.ndarray]], np.ndarray] | None = None,
     ) -> None:
         self._engine = engine
-        self._join = join or _join
+        self._join = join or joining.join
         self.has_thread = has_thread
         self.on_done: Callable[[], object] = lambda: None
         self._in_loop = bool(in_loop) and has_thread and not max_delay_us
@@ -93,10 +91,8 @@ class Batcher(Infers):
         self._effort = Pace()  # by the processor's time: other threads and programs do not count
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiting: list[tuple[int, int, int, Request]] = []  # a heap: priority, turn, arrival
-        self._samples = self._members = 0  # that wait
+        self._waiting = Waiting(max_batch)
         self._abreast = 1  # executions that may run at a time
-        self._arrivals = 0
         self._running_until_ns = 0
         self._is_idle = False
         self._is_running = False
@@ -115,6 +111,7 @@ class Batcher(Infers):
         *,
         timeout_us: int | None = None,
         priority: int = DEFAULT_PRIORITY,
+        client: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """As ``Infers.begin``."""
@@ -128,6 +125,7 @@ class Batcher(Infers):
             arrays=arrays,
             deliver=self._deliver,
             priority=priority,
+            client=client,
             deadline_ns=None if timeout_us is None else perf_counter_ns() + 1000 * timeout_us,
             stages=Stages() if stages is None else stages,
             answer=answer,
@@ -137,25 +135,24 @@ class Batcher(Infers):
     def submit(self, request: Request) -> None:
         """Let a request wait for its turn; ``request.deliver`` is called when it is over.
 
+        Where as many wait as may, the last one of the client that has most waiting gives its place.
+
         Raises:
             ServeError: 503, too many requests wait; 429, there is no time for this one.
         """
         request.since_ns = now_ns = perf_counter_ns()
         request.batch = len(next(iter(request.arrays.values())))
+        refused = list[Request]()
         with self._lock:
             if self._release is not None:
                 raise unloaded()
-            if self._members >= self._max_waiting:
-                raise ServeError(
-                    "too many requests wait for this model",
-                    status=503,
-                    seen=f"{self._members} waiting",
-                    fix="try again in a moment, or send fewer requests at once",
-                )
             if request.deadline_ns is not None:
                 self._require_time(request, now_ns)
-            self._push(request, request.deadline_ns or now_ns + PATIENCE_NS)
+            if self._waiting.members >= self._max_waiting:
+                refused = self._give_place(request)
+            self._push(request, now_ns)
             self._wake()
+        deliver(refused)
 
     async def drain(self, unused: asyncio.Event) -> None:
         """Wait until nobody waits for an answer, as ``unused`` says; before ``close``."""
@@ -174,7 +171,7 @@ class Batcher(Infers):
     def has_requests(self) -> bool:
         """Whether something waits that is not a shadow's copy."""
         with self._lock:
-            return bool(self._waiting) and self._waiting[0][0] != SHADOW_PRIORITY
+            return bool(self._waiting) and self._waiting.first.priority != SHADOW_PRIORITY
 
     # --- the queue, under the lock ----------------------------------------------------------------
 
@@ -201,7 +198,7 @@ class Batcher(Infers):
         """
         if not self._in_loop or self._loop is None or self._release is not None:
             return False
-        samples = min(self._samples, self._max_batch)
+        samples = min(self._waiting.samples, self._max_batch)
         if self._only_lone:  # where several come at a time, the next ones are read meanwhile
             if not self._was_lone or len(self._waiting) != 1:
                 return False
@@ -222,37 +219,42 @@ class Batcher(Infers):
                 return False
         return True
 
-    def _push(self, request: Request, turn_ns: int) -> None:
-        self._arrivals += 1
-        heapq.heappush(self._waiting, (request.priority, turn_ns, self._arrivals, request))
-        self._samples += request.batch - request.begun
-        self._members += request.members
-        self._statistics.waiting = self._members
+    def _push(self, request: Request, now_ns: int) -> None:
+        self._waiting.push(request, now_ns)
+        self._statistics.waiting = self._waiting.members
 
-    def _pop(self) -> Request:
-        request = heapq.heappop(self._waiting)[-1]
-        self._samples -= request.batch - request.begun
-        self._members -= request.members
-        return request
+    def _give_place(self, request: Request) -> list[Request]:
+        """Take out a request that gives its place to this one.
+
+        Raises:
+            ServeError: 503, there is none: no client has more waiting.
+        """
+        error = ServeError(
+            "too many requests wait for this model",
+            status=503,
+            seen=f"{self._waiting.members} waiting",
+            fix="try again in a moment, or send fewer requests at once",
+        )
+        last = self._waiting.last_of_greediest(request)
+        if last is None:
+            raise error
+        last.error = error
+        self._drop(last)
+        return [last]
 
     def _require_time(self, request: Request, now_ns: int) -> None:
         """Raise ``ServeError`` 429 if this request cannot be answered before its deadline."""
         assert request.deadline_ns is not None
         running_ns = max(0, self._running_until_ns - now_ns)
         # Who is less urgent will not be waited for; to count them one by one costs more than this.
-        is_behind = bool(self._waiting) and self._is_behind(request)
-        ahead = self._samples // self._abreast if is_behind else 0
+        is_behind = self._waiting.is_before(request, now_ns)
+        ahead = self._waiting.samples // self._abreast if is_behind else 0
         needed_ns = running_ns + self._pace.expected_ns(ahead + request.batch, self._max_batch)
         if now_ns + needed_ns > request.deadline_ns:
             if not self._waiting and not self._is_running and self._pace.is_old(now_ns):
                 self._pace = Pace()  # refused for ever, it would never be measured again
                 return
             raise _no_time(request.deadline_ns - now_ns, needed_ns)
-
-    def _is_behind(self, request: Request) -> bool:
-        """Whether the first that waits goes before this request."""
-        assert request.deadline_ns is not None
-        return self._waiting[0][:2] <= (request.priority, request.deadline_ns)
 
     def _take(self, most: int | None = None) -> tuple[list[Piece], list[Request]]:
         """The next execution: the first that waits, and those behind it that can join; and those
@@ -267,16 +269,16 @@ class Batcher(Infers):
         samples = 0
         now_ns = perf_counter_ns()
         while self._waiting:
-            request = self._waiting[0][-1]
+            request = self._waiting.first
             left = request.batch - request.begun
             if request.gave_up():
-                self._pop()
+                self._waiting.pop()
                 continue
             if request.deadline_ns is not None and not request.begun:
                 needed_ns = self._pace.expected_ns(left, self._max_batch)
                 if now_ns + needed_ns > request.deadline_ns:
                     request.error = _no_time(request.deadline_ns - now_ns, needed_ns)
-                    late.append(self._pop())
+                    late.append(self._waiting.pop())
                     continue
             size = left
             if left > self._max_batch or request.begun:
@@ -286,26 +288,30 @@ class Batcher(Infers):
                     break
                 if request.priority == SHADOW_PRIORITY != pieces[0][0].priority:
                     break  # a copy makes no execution of requests longer
-            self._pop()
+            self._waiting.pop()
             pieces.append((request, request.begun, request.begun + size))
             request.begun += size
             samples += size
         for request, _, end in pieces:
             if end < request.batch:  # the rest goes behind all that wait by now
-                self._push(request, now_ns + PATIENCE_NS)
-        self._statistics.waiting = self._members
+                self._push(request, now_ns)
+        self._statistics.waiting = self._waiting.members
         return pieces, late
 
     def _company_ns(self) -> int:
         """How long to wait for more: until the batch is full, the first request has waited
         ``max_delay_us``, or there is just the time to answer it.
         """
-        if not self._max_delay_ns or self._samples >= self._max_batch or self._release is not None:
+        if (
+            not self._max_delay_ns
+            or self._waiting.samples >= self._max_batch
+            or self._release is not None
+        ):
             return 0
-        first = self._waiting[0][-1]
+        first = self._waiting.first
         until_ns = first.since_ns + self._max_delay_ns
         if first.deadline_ns is not None:
-            needed_ns = self._pace.expected_ns(self._samples, self._max_batch)
+            needed_ns = self._pace.expected_ns(self._waiting.samples, self._max_batch)
             until_ns = min(until_ns, first.deadline_ns - 2 * needed_ns)
         return max(0, until_ns - perf_counter_ns())
 
@@ -450,18 +456,12 @@ class Batcher(Infers):
     def let_go(self) -> None:
         """Hold no request for which nobody waits: behind others that go first, it would stay."""
         with self._lock:
-            for request in [entry[-1] for entry in self._waiting if entry[-1].gave_up()]:
-                self._drop(request)
+            self._drop(*[one for one in self._waiting if one.gave_up()])
 
-    def _drop(self, request: Request) -> None:
-        """Take what is left of a failed request out of the queue."""
-        kept = [entry for entry in self._waiting if entry[-1] is not request]
-        if len(kept) < len(self._waiting):
-            self._samples -= request.batch - request.begun
-            self._members -= request.members
-            heapq.heapify(kept)
-            self._waiting = kept
-            self._statistics.waiting = self._members
+    def _drop(self, *requests: Request) -> None:
+        """Take what is left of failed requests out of the queue."""
+        self._waiting.drop(requests)
+        self._statistics.waiting = self._waiting.members
 
     def _compute(self, pieces: list[Piece]) -> tuple[list[Arrays], Computation]:
         """Join the inputs, run the engine and split the outputs."""
@@ -535,56 +535,3 @@ def _settle(requests: list[Request]) -> None:
         else:
             assert request.outputs is not None
             answer.set_result(request.outputs)
-
-
-class PageLocked:
-    """Joins samples in memory from which a GPU copies by itself, the same for every execution.
-
-    An engine with 32 images of 150 kB in ordinary memory takes 0.4 ms more than with images that
-    are on the GPU (H200).
-
-    Args:
-        samples: the most that are joined.
-    """
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._memory: dict[str, np.ndarray] = {}
-
-    def __call__(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
-        if len(parts) == 1:
-            return _join(name, parts)
-        shape, kind = (self._samples, *parts[0].shape[1:]), parts[0].dtype
-        held = self._memory.get(name)
-        if held is None or (held.shape, held.dtype) != (shape, kind):
-            held = torch.from_numpy(np.empty(shape, kind)).pin_memory().numpy()
-            self._memory[name] = held
-        return np.concatenate(parts, out=held[: sum(map(len, parts))])
-
-
-def _join(name: str, parts: list[np.ndarray]) -> np.ndarray:
-    """One writable, aligned array: an array from a body may be unaligned and read-only."""
-    if len(parts) > 1:
-        return np.concatenate(parts)
-    (part,) = parts
-    return part if part.flags.carray else np.array(part, order="C")
-
-
-def samples_of(pieces: list[Piece]) -> int:
-    return sum(end - start for _, start, end in pieces)
-
-
-def split(outputs: Mapping[str, np.ndarray], pieces: list[Piece]) -> list[Arrays]:
-    """The outputs of each piece: parts of the same arrays."""
-    batches = [end - start for _, start, end in pieces]
-    if len(batches) == 1:
-        return [dict(outputs)]
-    total = sum(batches)
-    for name, array in outputs.items():
-        if len(array) != total:
-            raise ValueError(f"output {name} has {len(array)} rows for {total} samples")
-    ends = list(accumulate(batches))
-    return [
-        {name: array[end - batch : end] for name, array in outputs.items()}
-        for end, batch in zip(ends, batches, strict=True)
-    ]

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tessella.core.errors import ServeError
 from tessella.server.answers import Answer, encoded
 from tessella.server.body import SMALL_BYTES
+from tessella.server.fairness import client_of
 from tessella.server.limits import Limits
 from tessella.server.short_way import MOST_HEAD_BYTES, Known, ShortRequest, ShortWay
 
@@ -47,6 +48,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         is_plain = connection is not None and self.scheme == "http"
+        self._client = client_of(self.client)
         self._descriptor: int | None = connection.fileno() if is_plain else None
         self._head_bytes = 0
         self._reading_head = True
@@ -269,7 +271,8 @@ class Connection(HttpToolsProtocol):
         """Begin a request of the short way with what has come of its body."""
         self._stop_deadline()
         self._reading_head = False
-        self._request = self.short_way.request(known, self._respond)
+        self.short_way.awake.came()
+        self._request = self.short_way.request(known, self._client, self._respond)
         self._gather(body)
 
     def _gather(self, body: memoryview) -> None:
@@ -350,6 +353,7 @@ class Connection(HttpToolsProtocol):
             self.server_state.total_requests += 1
             self.flow.resume_reading()
             self._answered_s = self.loop.time()
+            self.short_way.awake.answered(self.loop)
         if self._behind:
             self.loop.call_soon(self._go_on)
 

@@ -469,6 +469,7 @@ class _Acceptor:
             deliver=self._deliver,
             priority=ticket.priority,
             deadline_ns=ticket.deadline_ns or None,
+            client=ticket.client,
             tag=(ticket.number, ticket.start + layout.nbytes, ticket.end),
             shapes=layout.shapes,
         )

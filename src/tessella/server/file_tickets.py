@@ -118,6 +118,7 @@ class FileTickets:
                 deliver=self._answer_here,
                 priority=first.priority,
                 deadline_ns=first.deadline_ns or None,
+                client=first.client,
                 tag=tuple(group),
                 members=len(group),
                 shapes=(pixels.shape[1:],),

@@ -343,7 +343,7 @@ class InferCall(Call, Quick):
     DOOR = "grpc"
 
     def __init__(self, shared: Shared, stream: Stream, head: Head) -> None:
-        Quick.__init__(self)
+        Quick.__init__(self, stream.client)
         Call.__init__(self, shared, stream, head)
         self._is_started = False  # and is answered by a batcher
         self._known: Known | None = None

@@ -197,6 +197,7 @@ class GrpcFront:
             message.model_version or None,
             [HOST, *_tokens(call.head)],
             trace,
+            client=call.stream.client,
         )
         if answer.status != 200:
             return answer

@@ -15,6 +15,7 @@ from typing import cast
 
 from tessella.core.errors import TessellaError
 from tessella.server.body import BodyReader
+from tessella.server.fairness import client_of
 from tessella.server.http2_frames import (
     ACK,
     END_HEADERS,
@@ -62,13 +63,13 @@ class Stream:
     """
 
     __slots__ = (
-        "_connection", "_last", "_out", "_position", "_seen", "handler", "heard_s", "is_read",
-        "number", "room", "stood_s", "window",
+        "_connection", "_last", "_out", "_position", "_seen", "client", "handler", "heard_s",
+        "is_read", "number", "room", "stood_s", "window",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, window: int, now_s: float) -> None:
         self._connection = connection
-        self.number = number
+        self.number, self.client = number, connection.client
         self.window = window  # what we may send
         self.room = STREAM_WINDOW  # what the client may send
         self.heard_s = self.stood_s = now_s
@@ -177,8 +178,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, opened: Opened, bodies: BodyReader, all: set[Connection]) -> None:
         self._opened, self._bodies, self._limits, self._all = opened, bodies, bodies.limits, all
-        self.streams: dict[int, Stream] = {}
-        self.blocked: dict[int, Stream] = {}  # that wait for the connection's window
+        self.streams, self.blocked = dict[int, Stream](), dict[int, Stream]()  # these for a window
         self.window = 65535
         self.frame_bytes = 16384  # of ours
         self._first_window = 65535  # of a new stream, to send
@@ -201,6 +201,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
+        self.client = client_of(transport.get_extra_info("peername"))
         self._loop = asyncio.get_running_loop()
         self._whole_s = self._loop.time()  # when nothing was incomplete
         self._all.add(self)

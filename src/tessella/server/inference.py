@@ -180,6 +180,7 @@ class Watch:
     Args:
         begun_ns: when its head was there, on ``perf_counter``'s clock; None is now.
         door: by which it came: one of ``statistics.DOORS``.
+        client: whose it is, as ``fairness`` numbers them.
         trace: that learns the model and the stages; with it the time is the trace's.
     """
 
@@ -190,8 +191,10 @@ class Watch:
         trace: Trace | None = None,
         *,
         door: str = "http",
+        client: int = 0,
     ) -> None:
         self.stages = Stages()
+        self.client = client
         self.trace = trace
         self._door = door
         self._statistics = model.statistics

@@ -21,7 +21,8 @@ from typing import Protocol
 import numpy as np
 
 from tessella.core.errors import ServeError, TessellaError, UsageError
-from tessella.server.batcher import Batcher, deliver, samples_of, unloaded
+from tessella.server.batcher import Batcher, deliver, unloaded
+from tessella.server.joining import samples_of
 from tessella.server.statistics import Computation, InstanceCounts, Stages, Statistics
 from tessella.server.versions import check_name
 from tessella.server.waiting import Arrays, Piece, Request
@@ -270,7 +271,9 @@ class SharedBatcher(Batcher):
                 self._changed.wait(company_ns / 1e9)
             pieces = self._next_again()
             if not pieces and self._waiting:
-                share = -(-self._samples // self._abreast) if self._shares else self._max_batch
+                share = (
+                    -(-self._waiting.samples // self._abreast) if self._shares else self._max_batch
+                )
                 pieces, late = self._take(min(share, self._max_batch))
             if pieces:
                 self._expect(pieces)
@@ -406,11 +409,11 @@ class SharedBatcher(Batcher):
 
     def _stranded(self, why: Callable[[], ServeError]) -> list[Request]:
         """All that wait, which nobody will answer, with the error that says why."""
-        waiting = [entry[-1] for entry in self._waiting] + [piece[0] for piece in self._again]
+        waiting = [*self._waiting] + [piece[0] for piece in self._again]
         requests = [r for r in dict.fromkeys(waiting) if r.error is None]
         for request in requests:
             request.error = why()
-        self._waiting, self._samples, self._members = [], 0, 0
+        self._waiting.clear()
         self._statistics.waiting = 0
         self._again.clear()
         return requests

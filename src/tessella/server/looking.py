@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import selectors
 import socket
+from collections.abc import Callable
 from time import perf_counter_ns
 
 # How long after a lone request a thread looks for the next one before it sleeps, where cores are
@@ -49,3 +51,46 @@ class Looking(selectors.DefaultSelector):
         is_lone = not has_files and now_ns - self._last_ns > LONE_NS
         self._last_ns = now_ns
         self._until_ns = now_ns + self._spin_ns if is_lone else 0
+
+
+class Awake:
+    """Keeps an event loop from sleeping for ``SPIN_NS``, within which a lone client's next request
+    comes.
+
+    Attributes:
+        is_on: it does.
+
+    Args:
+        is_alone: whether no other client can have a request meanwhile.
+        spins: whether it ever does: where cores are idle.
+    """
+
+    def __init__(self, is_alone: Callable[[], bool], *, spins: bool) -> None:
+        self._is_alone, self._spins = is_alone, spins
+        self.is_on = False
+        self._until_ns = self._answered_ns = 0
+        self._is_close = False  # the last request came so soon behind an answer
+
+    def stay(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Keep the running event loop awake from now on."""
+        if self._spins:
+            self._until_ns = perf_counter_ns() + SPIN_NS
+            if not self.is_on:
+                self.is_on = True
+                loop.call_soon(self._stay, loop)
+
+    def came(self) -> None:
+        """A request has come: other threads may have to work for it."""
+        self._is_close = perf_counter_ns() - self._answered_ns < SPIN_NS
+        self._until_ns = 0
+
+    def answered(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A request has its answer: the loop stays awake if the last one came close behind."""
+        self._answered_ns = perf_counter_ns()
+        if self._is_close and self._is_alone():
+            self.stay(loop)
+
+    def _stay(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_on = self._is_alone() and perf_counter_ns() < self._until_ns
+        if self.is_on:
+            loop.call_soon(self._stay, loop)

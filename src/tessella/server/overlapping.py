@@ -13,7 +13,8 @@ from time import perf_counter_ns
 import numpy as np
 
 from tessella.runtime.overlapped import Call, Overlapped
-from tessella.server.batcher import LONE_NS, Batcher, deliver, samples_of, split
+from tessella.server.batcher import LONE_NS, Batcher, deliver
+from tessella.server.joining import samples_of, split
 from tessella.server.statistics import Computation, Statistics
 from tessella.server.waiting import Arrays, Piece, Request
 
@@ -112,7 +113,7 @@ class OverlappingBatcher(Batcher):
         """
         if not self._waiting or not self._overlapped.has_room:
             return False
-        return not self._executions or self._samples >= self._max_batch
+        return not self._executions or self._waiting.samples >= self._max_batch
 
     def _is_alone(self, pieces: list[Piece]) -> bool:
         """Whether an execution is of one request, all there is to do, and brief: then the engine's

@@ -25,11 +25,13 @@ from tessella.core.jpeg import Frame
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.runtime import Engine, load_tried
 from tessella.runtime.overlapped import Overlapped, can_overlap
-from tessella.server.batcher import Batcher, PageLocked
+from tessella.server.batcher import Batcher
 from tessella.server.instance_process import Instances
 from tessella.server.instances import Placement, SharedBatcher
+from tessella.server.joining import PageLocked
 from tessella.server.jpegs import Decode, Decoded, Files, JpegQueue, host_decodes
 from tessella.server.limits import DEFAULT_LIMITS, Limits
+from tessella.server.listening import give_back
 from tessella.server.overlapping import OverlappingBatcher
 from tessella.server.protocol import Signature, signature
 from tessella.server.statistics import Stages, Statistics
@@ -145,6 +147,7 @@ class Model(InfersFiles):
         *,
         timeout_us: int | None,
         priority: int,
+        client: int,
         stages: Stages,
     ) -> None:
         """As ``InfersFiles.begin_files``."""
@@ -160,7 +163,12 @@ class Model(InfersFiles):
                 stages.decoded(spent_ns)
                 left_us = None if timeout_us is None else max(0, timeout_us - spent_ns // 1000)
                 self.batcher.begin(
-                    {name: pixels}, answer, timeout_us=left_us, priority=priority, stages=stages
+                    {name: pixels},
+                    answer,
+                    timeout_us=left_us,
+                    priority=priority,
+                    client=client,
+                    stages=stages,
                 )
             except Exception as error:
                 answer.set_exception(error)
@@ -350,6 +358,8 @@ class Repository:
                 entry.state = "UNLOADING"
                 self._changed(name)
                 await model.retire()
+                del model
+                await asyncio.to_thread(give_back)
             entry.state, entry.reason = "UNAVAILABLE", "unloaded"
 
     def require_ready(self) -> None:

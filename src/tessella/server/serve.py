@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from tessella.server.listening import (
     configured,
     keep_what_is_loaded,
 )
+from tessella.server.looking import Awake
 from tessella.server.repository import Repository
 from tessella.server.shared_memory import Regions
 from tessella.server.supervisor import Settings, repository_of, serve_in_processes
@@ -148,8 +150,12 @@ def _serve_here(settings: Settings, ready: Callable[[str], None] | None) -> None
         doors=doors,
         tracing=Tracing(scheme=doors.scheme) if settings.trace else None,
     )
-    with settled as server:
+    with settled as (server, app):
         keep_what_is_loaded()
+        # Of the cores, half have nothing to do with this process. ``Server`` has other threads
+        # beside it, which would wait for Python's lock.
+        spins = len(os.sched_getaffinity(0)) >= 2
+        app.short_way.awake = Awake(server.has_one_client, spins=spins)
         if ready is not None:
             server.on_ready = ready
 
@@ -197,7 +203,7 @@ class Server:
         doors.check()
         self._settled = ExitStack()
         guard = Guard(host=host, token=token)
-        self._server = self._settled.enter_context(
+        self._server, _ = self._settled.enter_context(
             _prepared(
                 models, guard, host=host, port=port, limits=limits, doors=doors, tracing=tracing
             )
@@ -257,7 +263,7 @@ def _prepared(
     limits: Limits,
     doors: Doors,
     tracing: Tracing | None,
-) -> Iterator[HttpServer]:
+) -> Iterator[tuple[HttpServer, App]]:
     """Check the settings, take the ports and load the models: all that can fail before the start.
     What a server needs to the end is given back after the block.
     """
@@ -281,4 +287,4 @@ def _prepared(
         front = None
         if of_grpc is not None:
             front = GrpcFront(app, guard, of_grpc, doors, limits)
-        yield HttpServer(configured(app, limits, doors), listener, front)
+        yield HttpServer(configured(app, limits, doors), listener, front), app

@@ -24,6 +24,7 @@ from tessella.server.body import Headers, accepted
 from tessella.server.guard import Guard, require_once
 from tessella.server.inference import Inference, ServedModel, Watch, chosen
 from tessella.server.jpegs import frames_of
+from tessella.server.looking import Awake
 from tessella.server.protocol import InferRequest, Unread
 from tessella.server.shared_memory import BRIEF_BYTES
 from tessella.server.tracing import Trace, Tracing
@@ -78,10 +79,15 @@ _LENGTH = re.compile(rb"\r\ncontent-length: ?(0|[1-9][0-9]{0,8})\r\n", re.IGNORE
 
 
 class ShortWay:
-    """The heads that this process knows, for all its connections."""
+    """The heads that this process knows, for all its connections.
+
+    Attributes:
+        awake: keeps the event loop awake for a lone client.
+    """
 
     def __init__(self, inference: Inference, guard: Guard) -> None:
         self.inference = inference
+        self.awake = Awake(lambda: False, spins=False)
         self._guard = guard
         self._most_bytes = min(MOST_BODY_BYTES, inference.limits.body_bytes)
         # without their lengths; None: their bodies need the long way
@@ -167,9 +173,10 @@ class ShortWay:
             asked=asked,
         )
 
-    def request(self, known: Known, respond: Callable[[Answer], None]) -> ShortRequest:
-        """A request with a known head."""
-        return (ShortRequest if known.asked is None else ShortPicture)(self, known, respond)
+    def request(self, known: Known, client: int, respond: Callable[[Answer], None]) -> ShortRequest:
+        """A request with a known head, of a client as ``fairness`` numbers them."""
+        kind = ShortRequest if known.asked is None else ShortPicture
+        return kind(self, known, client, respond)
 
 
 def _cut(head: bytes) -> tuple[bytes, int] | None:
@@ -225,11 +232,13 @@ class Quick(ABC):
     its outputs is itself. What would hold up the event loop takes the long way.
     """
 
-    __slots__ = ("_begun_ns", "_is_answered", "_model", "_request", "_route", "_trace", "_watch")
+    __slots__ = (
+        "_begun_ns", "_client", "_is_answered", "_model", "_request", "_route", "_trace", "_watch",
+    )  # fmt: skip
     DOOR = "http"  # one of ``statistics.DOORS``
 
-    def __init__(self) -> None:
-        self._begun_ns = perf_counter_ns()
+    def __init__(self, client: int) -> None:
+        self._begun_ns, self._client = perf_counter_ns(), client
         self._is_answered = False
         self._model: ServedModel
         self._request: InferRequest
@@ -252,7 +261,9 @@ class Quick(ABC):
         except Exception as error:
             self._finish(error_answer(error))
             return True
-        self._watch = watch = Watch(model, self._begun_ns, self._trace, door=self.DOOR)
+        self._watch = watch = Watch(
+            model, self._begun_ns, self._trace, door=self.DOOR, client=self._client
+        )
         watch.lap("receive")
         self._model = model.__enter__()
         try:
@@ -283,6 +294,7 @@ class Quick(ABC):
             self,
             timeout_us=timeout_us,
             priority=request.priority,
+            client=self._client,
             stages=self._watch.stages,
         )
 
@@ -361,8 +373,10 @@ class ShortRequest(Quick):
 
     __slots__ = ("_held", "_respond", "_way", "content", "known")
 
-    def __init__(self, way: ShortWay, known: Known, respond: Callable[[Answer], None]) -> None:
-        super().__init__()
+    def __init__(
+        self, way: ShortWay, known: Known, client: int, respond: Callable[[Answer], None]
+    ) -> None:
+        super().__init__(client)
         self.known = known
         self.content: bytearray | memoryview = memoryview(b"")
         self._way = way
@@ -447,6 +461,7 @@ class ShortPicture(ShortRequest):
             self,
             timeout_us=timeout_us,
             priority=request.priority,
+            client=self._client,
             stages=self._watch.stages,
         )
 

@@ -324,11 +324,7 @@ class _Watching:
         assert self._http is not None
         server = HttpServer(config, self._http, front, counted=self._of_http.of(place))
         server.on_ready = lambda url: ready()
-        # Over one connection of HTTP comes one request at a time; over one of gRPC many.
-        link.has_one_client = lambda: (
-            len(server.server_state.connections) == 1
-            and not (front is not None and front.has_clients)
-        )
+        link.has_one_client = server.has_one_client
         server.run(sockets=[self._http])
 
 

@@ -25,7 +25,7 @@ from tessella.core.errors import InputError, ServeError, TessellaError
 from tessella.server.statistics import Stages
 
 _HEAD = struct.Struct("<Ic")
-_TICKET = struct.Struct("<IIBqQQ")
+_TICKET = struct.Struct("<IIBqQQI")
 _DONE = struct.Struct("<IQQQ")
 _SPENT = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<I")
@@ -71,6 +71,7 @@ class Ticket(NamedTuple):
         start, end: where its place begins and ends.
         sizes: the dimensions of all inputs, one behind the other; of files, the bytes of each.
         letter: of its frame: ``i``, or ``p`` for files.
+        client: whose it is, as ``fairness`` numbers them.
     """
 
     number: int
@@ -81,18 +82,25 @@ class Ticket(NamedTuple):
     end: int
     sizes: tuple[int, ...]
     letter: bytes = b"i"
+    client: int = 0
 
     def pack(self) -> bytes:
         head = _TICKET.pack(
-            self.number, self.model, self.priority, self.deadline_ns, self.start, self.end
+            self.number,
+            self.model,
+            self.priority,
+            self.deadline_ns,
+            self.start,
+            self.end,
+            self.client,
         )
         return frame(self.letter, head + pack_sizes(self.sizes))
 
     @classmethod
     def unpack(cls, content: bytes, letter: bytes = b"i") -> Ticket:
         told = _ticket((len(content) - _TICKET.size) // 4).unpack_from(content)
-        number, model, priority, deadline_ns, start, end = told[:6]
-        return cls(number, model, priority, deadline_ns, start, end, told[6:], letter)
+        number, model, priority, deadline_ns, start, end, client = told[:7]
+        return cls(number, model, priority, deadline_ns, start, end, told[7:], letter, client)
 
 
 @functools.lru_cache(MOST_STRUCTS)

@@ -38,6 +38,7 @@ class Request:
         deadline_ns: when the answer has to be there, on ``perf_counter``'s clock; None is whenever.
         answer: what an event loop waits for; None where ``deliver`` is all.
         tag: what ``deliver`` knows it by.
+        client: whose it is, as ``fairness`` numbers them.
         members: how many clients' requests it stands for.
         shapes: of the inputs, but for the batch: only requests of equal ones can be joined.
         parts: outputs of its pieces, by the sample that each begins with.
@@ -49,6 +50,7 @@ class Request:
     deliver: Callable[[list[Request]], object]
     priority: int = DEFAULT_PRIORITY
     deadline_ns: int | None = None
+    client: int = 0
     stages: Stages = field(default_factory=Stages)
     answer: Waiter | None = None
     tag: tuple[Any, ...] = ()
@@ -92,12 +94,14 @@ class Infers(Protocol):
         *,
         timeout_us: int | None = None,
         priority: int = DEFAULT_PRIORITY,
+        client: int = 0,
         stages: Stages | None = None,
     ) -> Arrays:
         """The engine's outputs for these inputs, computed alone or in a batch with other requests.
 
         Args:
             timeout_us: when the answer is of no use any more, from now on.
+            client: of ``fairness.client_of``, with whom others share the engine.
             stages: where the time went is added to it.
 
         Raises:
@@ -105,7 +109,9 @@ class Infers(Protocol):
             Exception: whatever the engine raised for this request.
         """
         answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
-        self.begin(arrays, answer, timeout_us=timeout_us, priority=priority, stages=stages)
+        self.begin(
+            arrays, answer, timeout_us=timeout_us, priority=priority, client=client, stages=stages
+        )
         return await answer
 
     def begin(
@@ -115,6 +121,7 @@ class Infers(Protocol):
         *,
         timeout_us: int | None = None,
         priority: int = DEFAULT_PRIORITY,
+        client: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """As ``infer``, for a waiter that the event loop tells the outputs or the error.
@@ -138,6 +145,7 @@ class InfersFiles(Protocol):
         *,
         timeout_us: int | None,
         priority: int,
+        client: int,
         stages: Stages,
     ) -> Arrays:
         """As ``Infers.infer``, for files whose frames ``core.jpeg.frame_of`` read.
@@ -147,7 +155,13 @@ class InfersFiles(Protocol):
         """
         answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
         self.begin_files(
-            files, frames, answer, timeout_us=timeout_us, priority=priority, stages=stages
+            files,
+            frames,
+            answer,
+            timeout_us=timeout_us,
+            priority=priority,
+            client=client,
+            stages=stages,
         )
         return await answer
 
@@ -159,6 +173,7 @@ class InfersFiles(Protocol):
         *,
         timeout_us: int | None,
         priority: int,
+        client: int,
         stages: Stages,
     ) -> None:
         """As ``infer_files``, for a waiter that the event loop tells the outputs or the error.
