@@ -1,4 +1,4 @@
-"""``aten::grid_sampler_2d`` on a GPU, bilinear: some places of a result a block, channel by channel.
+"""``aten::grid_sampler_2d`` on a GPU, bilinear: places of a result a block, channel by channel.
 
 In plain Triton; places and sums are in float32, also where torch's own kernel has them in 16 bits.
 """
