@@ -194,6 +194,9 @@ def test_boxes_are_drawn_moved_relabelled_deleted_and_saved(labelled: Served, ch
     (saved,) = versions(labelled.root)
     assert saved[0] == pytest.approx([21, 30, 51, 50, 1, 0], abs=0.5)
     assert saved[1] == [1, 2, 9, 12, 0, 0]
+    # a proposal of what is there changes nothing: there is nothing to save
+    chromium.execute_script(f"editing.propose({str(number)[1:]}, [[1, 2, 9, 12, 0, 0.9]])")
+    assert chromium.find_element(By.CSS_SELECTOR, ".editor").get_attribute("data-dirty") is None
     for width in (1280, 390):
         resize(chromium, width, 900)
         fit(chromium, width, "label")
