@@ -69,8 +69,7 @@ def test_areas_lie_between_what_cells_tell_without_drawing() -> None:
         least, most = areas_between(cells >= PART, boxes, size)
         areas = masks.areas()
         assert (least <= areas).all() and (areas <= most).all()
-        wide = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) > 1e4
-        assert (most - least)[6:][wide[6:]].sum() < areas[6:][wide[6:]].sum() or not wide.any()
+        assert ((most - least) < 0.9 * areas).sum() > 100  # they tell something
         first, behind = columns_of(boxes, size[1])
         drawn = [np.flatnonzero(masks.begins // masks.stride == d) for d in range(300)]
         for mine, low, high in zip(drawn, first, behind, strict=True):
