@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tessella.core.spec import TensorSpec
 from tessella.graph.capture import capture
 from tessella.kernels.detect import gridded, regions
+from tessella.kernels.detect.assigned import assign
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 from tests.support.kernels.compile_only import compile_all
@@ -85,8 +86,8 @@ def test_what_a_network_asks_is_taken_and_other_modes_are_left_to_torch() -> Non
 
 
 def on_hopper() -> Iterator[tuple[str, Callable[[], object]]]:
-    """A grid's first configuration, and those of Mask R-CNN's masks in FP16 that are likeliest to
-    spill."""
+    """A grid's first configuration, those of Mask R-CNN's masks in FP16 that are likeliest to spill,
+    and the assignment of 300 queries."""
     problem = asked((2, 64, 32, 32), (32, 32), 0, 0, False, dtype="float16")
     tensors = [meta.empty(torch.device("cpu")) for meta in problem.given]
     yield "grid", functools.partial(gridded.bind(problem, {}), *tensors)
@@ -105,6 +106,8 @@ def on_hopper() -> Iterator[tuple[str, Callable[[], object]]]:
     for config in regions.configs(problem)[:2]:
         call = regions.bind(problem, {}, **config)
         yield f"boxes {config}", functools.partial(call, *tensors, out=out)
+    counts = torch.zeros(4, dtype=torch.int32)
+    yield "things", functools.partial(assign, torch.empty(4, 8, 300), counts)
 
 
 def test_compiled_for_hopper_nothing_spills() -> None:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tessella.device.launch import launch
 
-FAR = 1e30  # more than any sum of costs
+FAR = tl.constexpr(1e30)  # more than any sum of costs
 MOST = 1e9  # of a cost: what is no number, or infinite, is taken last
 
 
