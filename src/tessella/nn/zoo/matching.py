@@ -123,8 +123,8 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
     code = getattr(function, "__code__", None)
     if code is None or not set(names) <= set(code.co_names):
         return function
-    made = types.FunctionType(
-        code, {**function.__globals__, **names}, function.__name__, function.__defaults__
-    )
+    # without the module's name, by which torch.compile would find what the module has
+    known = {k: v for k, v in function.__globals__.items() if k != "__name__"}
+    made = types.FunctionType(code, {**known, **names}, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
