@@ -12,9 +12,10 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from tessella.kernels.detect.assigned import MOST, assign
+from tessella.core.errors import KernelError
+from tessella.kernels.detect import assigned as kernel
 from tessella.nn.zoo import d_fine, matching, rf_detr
-from tessella.nn.zoo.matching import Matcher, assigned
+from tessella.nn.zoo.matching import MOST, RIGHT, Matcher, assigned, by_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(
@@ -72,9 +73,10 @@ def test_the_kernel_s_sums_are_the_least(things: int, queries: int) -> None:
     cost[2] *= 1e-3
     cost[2, 0, :2] = torch.tensor([torch.nan, torch.inf])[: min(2, queries)]
     counts = torch.tensor([things, things, max(1, things - 2), 0], dtype=torch.int32)
-    found = assign(cost.to(DEVICE), counts.to(DEVICE)).cpu()
+    found = by_kernel(cost.to(DEVICE), counts.tolist())
+    assert found is not None
     judged = cost.nan_to_num(MOST, MOST, -MOST).double().numpy()
-    for mine, costs, count in zip(found.numpy(), judged, counts.tolist(), strict=True):
+    for mine, costs, count in zip(found.cpu().numpy(), judged, counts.tolist(), strict=True):
         assert (mine[count:] == -1).all()
         assert len(set(mine[:count].tolist())) == count
         assert ((mine[:count] >= 0) & (mine[:count] < queries)).all()
@@ -82,6 +84,30 @@ def test_the_kernel_s_sums_are_the_least(things: int, queries: int) -> None:
         least = costs[rows, columns].sum()
         total = costs[np.arange(count), mine[:count]].sum()
         assert total <= least + 1e-4 * max(1.0, abs(least) if abs(least) < MOST / 2 else 1e3)
+
+
+@runs
+@pytest.mark.parametrize("wrong", ["the first thing", "one query twice", "no kernel"])
+def test_a_kernel_that_is_wrong_is_told_and_not_asked_again(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    calls: list[int] = []
+
+    def assign(costs: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        calls.append(len(counts))
+        if wrong == "no kernel":
+            raise KernelError("a kernel could not be launched", seen="x", fix="y")
+        twice = torch.zeros(3, 4, dtype=torch.int64, device=costs.device)
+        return twice if wrong == "one query twice" else twice + torch.arange(4).to(twice)
+
+    monkeypatch.setattr(kernel, "assign", assign)
+    monkeypatch.delitem(RIGHT, cost.device, raising=False)
+    with pytest.warns(RuntimeWarning, match="by SciPy on the host"):
+        assert by_kernel(cost, [4, 4, 4]) is None
+    assert by_kernel(cost, [4, 4, 4]) is None
+    assert len(calls) == 1
+    RIGHT.pop(cost.device)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_areas_lie_between_what_cells_tell_without_drawing() -> None:
         masks = runs_of(cells, boxes, size)
         least, most = areas_between(cells >= PART, boxes, size)
         areas = masks.areas()
-        assert (least <= areas).all() and (areas <= most).all()
+        assert (least <= areas).all()
+        assert (areas <= most).all()
         assert ((most - least) < 0.9 * areas).sum() > 100  # they tell something
         first, behind = columns_of(boxes, size[1])
         drawn = [np.flatnonzero(masks.begins // masks.stride == d) for d in range(300)]

@@ -86,8 +86,8 @@ def test_what_a_network_asks_is_taken_and_other_modes_are_left_to_torch() -> Non
 
 
 def on_hopper() -> Iterator[tuple[str, Callable[[], object]]]:
-    """A grid's first configuration, those of Mask R-CNN's masks that are likeliest to spill, and the
-    assignment of 300 queries."""
+    """A grid's first configuration, those of Mask R-CNN's masks that are likeliest to spill, and
+    the assignment of 300 queries."""
     problem = asked((2, 64, 32, 32), (32, 32), 0, 0, False, dtype="float16")
     tensors = [meta.empty(torch.device("cpu")) for meta in problem.given]
     yield "grid", functools.partial(gridded.bind(problem, {}), *tensors)

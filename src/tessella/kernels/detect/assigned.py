@@ -16,7 +16,6 @@ import triton.language as tl
 from tessella.device.launch import launch
 
 FAR = tl.constexpr(1e30)  # more than any sum of costs
-MOST = 1e9  # of a cost: what is no number, or infinite, is taken last
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def assign_kernel(cost, counts, out, queries, things, LANES: tl.constexpr):
         row = thing + 0
         of_row = tl.zeros((), tl.float32)
         mine = tl.zeros((), tl.float32)
-        going = tl.full((), 1, tl.int32)
+        going = tl.full((), LANES, tl.int32)  # steps that are left: a query is seen once
         while going > 0:
             told = tl.load(cost + row * queries + lane, mask=lane < queries, other=0)
             reached = told - of_row - price
@@ -56,8 +55,9 @@ def assign_kernel(cost, counts, out, queries, things, LANES: tl.constexpr):
             row = tl.sum(tl.where(here, owner, 0), 0)
             of_row = tl.sum(tl.where(here, held, 0.0), 0)
             seen = tl.where(here, 1, seen)
-            going = (row >= 0).to(tl.int32)
-        while last >= 0:  # back along the path, each query gets the thing of the one in front
+            going = tl.where(row >= 0, going - 1, 0)
+        hops = tl.full((), LANES, tl.int32)
+        while (last >= 0) & (hops > 0):  # back along the path: each gets the thing of that in front
             here = lane == last
             front = tl.sum(tl.where(here, before, 0), 0)
             there = lane == front
@@ -66,6 +66,7 @@ def assign_kernel(cost, counts, out, queries, things, LANES: tl.constexpr):
             owner = tl.where(here, tl.where(front < 0, thing, given), owner)
             held = tl.where(here, tl.where(front < 0, mine, worth), held)
             last = front + 0
+            hops -= 1
     tl.store(out + problem * things + owner, lane.to(tl.int64), mask=owner >= 0)
 
 
@@ -73,11 +74,12 @@ def assign(cost_PTQ: torch.Tensor, counts_P: torch.Tensor) -> torch.Tensor:
     """The query of each thing of some problems, int64 [P, T]; −1 behind a problem's things.
 
     Args:
-        cost_PTQ: of each thing and query, float32 on a GPU; some thousand queries at most.
+        cost_PTQ: of each thing and query, float32 on a GPU, none above 1e9; some thousand queries
+            at most.
         counts_P: how many things each problem has, int32: not more than there are queries.
     """
     problems, things, queries = cost_PTQ.shape
-    costs = cost_PTQ.nan_to_num(MOST, MOST, -MOST).clamp(-MOST, MOST).contiguous()
+    costs = cost_PTQ.contiguous()
     out = torch.full((problems, things), -1, dtype=torch.int64, device=costs.device)
     if out.numel():
         lanes = triton.next_power_of_2(queries)
