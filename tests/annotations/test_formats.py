@@ -246,7 +246,7 @@ def test_what_is_no_plain_file_is_not_opened(tmp_path):
     write(tmp_path / "list.txt", "images/a.png\n")
     for names in ("train.txt", "list.txt"):
         yaml = write(tmp_path / "data.yaml", f"names: [cat]\ntrain: {names}\n")
-        with pytest.raises(DataError, match=r"no plain file|leads to no pictures"):
+        with pytest.raises(DataError, match=r"no plain file|leads? to no pictures"):
             yolo.read(yaml)
 
 
@@ -271,6 +271,42 @@ def test_coco_as_tables_and_other_tools_write_it(tmp_path):
     assert one.file == str(tmp_path / "images/default/a b.png")
     assert (one.height, one.width, [t.label for t in one.things]) == (HEIGHT, WIDTH, [0, 1])
     assert not got.problems
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/data/upload/3/a.png", "https://x.example/p/a.png?key=1", r"..\media\a.png", "images\\a.png"],
+)
+def test_pictures_that_label_studio_names_as_it_stores_them_are_found(tmp_path, name):
+    picture(tmp_path / "images/a.png")
+    write(tmp_path / "result.json", json.dumps(document(images=[{"id": 7, "file_name": name}])))
+    for root in (None, tmp_path / "images"):
+        got = read_annotations(tmp_path, image_root=root)
+        assert [p.file for p in got.pictures] == [str(tmp_path / "images/a.png")]
+        assert not got.problems
+        assert ("last part" in " ".join(got.notes)) == (root is not None or name[0] != "i")
+    twice = [{"id": number, "file_name": f"/{number}/a.png"} for number in (1, 2)]
+    write(tmp_path / "result.json", json.dumps(document(images=twice)))
+    assert not read_annotations(tmp_path).pictures
+
+
+def test_what_cvat_s_brush_drew_is_a_thing_each(tmp_path):
+    """CVAT gives every run length ``iscrowd`` 1."""
+    picture(tmp_path / "images/default/a.png")
+    mask = {"size": [HEIGHT, WIDTH], "counts": [5, 3, HEIGHT * WIDTH - 8]}
+    drawn = thing(segmentation=mask, iscrowd=1, bbox=[0, 5, 1, 3])
+    entries = [
+        {**drawn, "attributes": {"occluded": False}},
+        {**drawn, "attributes": {"occluded": False, "is_crowd": True}},
+        drawn,
+    ]
+    plain = document(images=[{"id": 7, "file_name": "a.png"}])
+    for number, (entry, crowd) in enumerate(zip(entries, [False, True, True], strict=True)):
+        path = tmp_path / "annotations/instances_default.json"
+        write(path, json.dumps({**plain, "annotations": [{**entry, "id": number}]}))
+        got = read_annotations(tmp_path)
+        assert [t.crowd for p in got.pictures for t in p.things] == [crowd]
+        assert bool(got.notes) != crowd
 
 
 # --- the other formats ----------------------------------------------------------------------------

@@ -49,6 +49,14 @@ def test_counts_of_any_size_come_back(rng):
         counts = rng.integers(0, 1 << bits, 50)
         np.testing.assert_array_equal(rle.expanded(rle.compressed(counts)), counts)
     assert rle.compressed(np.array([], np.int64)) == b""
+    several = [rng.integers(0, 999, length) for length in (1, 2, 3, 4, 9, 1, 60)]
+    texts = [rle.compressed(counts) for counts in several]
+    for made, counts in zip(rle.expanded_each(texts), several, strict=True):
+        np.testing.assert_array_equal(made, counts)
+    assert rle.expanded_each([]) == []
+    unended = bytes([texts[4][0] | 32])  # goes on in the next text
+    with pytest.raises(ValueError, match="not run lengths"):
+        rle.expanded_each([unended, *texts])
 
 
 def test_runs_that_touch_or_are_empty_are_none_of_their_own(rng):

@@ -124,6 +124,20 @@ def test_what_is_broken_is_told_and_the_rest_written_as_coco(
     assert "no annotations here" in refused.err
 
 
+def test_crowds_alone_are_refused_where_boxes_are_learned(pictures: Path) -> None:
+    source = coco_json(pictures)
+    plain = json.loads(source.read_text())
+    for thing in plain["annotations"]:
+        thing["iscrowd"] = 1
+    source.write_text(json.dumps(plain))
+    settings = ImportSettings(task="detection", size=8, holdout=0.0)
+    with pytest.raises(DataError, match="nothing but crowds"):
+        import_images(source, pictures / "data", settings)
+    plain["annotations"][0]["iscrowd"] = 0
+    source.write_text(json.dumps(plain))
+    assert len(import_images(source, pictures / "data", settings).train) == len(THINGS)
+
+
 def test_a_folder_with_several_files_is_refused(pictures: Path) -> None:
     (pictures / "annotations").mkdir()
     for name in ("one", "two"):  # of splits, which their names tell, they would be one dataset

@@ -7,7 +7,7 @@ import pytest
 from pycocotools import mask as coco_mask
 
 from tessella.annotations import rle
-from tessella.tasks.instances.cells import PART, SIDE, runs_of
+from tessella.tasks.instances.cells import PART, SIDE, areas_between, columns_of, runs_of
 from tessella.tasks.instances.runs import of_counts
 
 # of pycocotools' decoder with NumPy 2
@@ -55,6 +55,27 @@ def test_areas_and_overlaps_are_pycocotools() -> None:
     expected = coco_mask.iou(mine, theirs, crowds.tolist())
     np.testing.assert_array_equal(found, np.where(chosen, expected, 0))
     assert (found > 0).sum() > 50
+
+
+def test_areas_lie_between_what_cells_tell_without_drawing() -> None:
+    rng = np.random.default_rng(2)
+    rows, columns = np.mgrid[:SIDE, :SIDE] - SIDE / 2
+    for size in (SIZE, (480, 640), (3, 2000)):
+        cells, boxes = told(rng, 300)
+        cells[6:] = (np.hypot(rows, columns) < rng.uniform(2, 16, (294, 1, 1))) * 0.8
+        boxes[6:] *= np.tile(size[::-1], 2) / np.tile(SIZE[::-1], 2)
+        boxes[7] = np.nan
+        masks = runs_of(cells, boxes, size)
+        least, most = areas_between(cells >= PART, boxes, size)
+        areas = masks.areas()
+        assert (least <= areas).all()
+        assert (areas <= most).all()
+        assert ((most - least) < 0.9 * areas).sum() > 100  # they tell something
+        first, behind = columns_of(boxes, size[1])
+        drawn = [np.flatnonzero(masks.begins // masks.stride == d) for d in range(300)]
+        for mine, low, high in zip(drawn, first, behind, strict=True):
+            places = masks.begins[mine] % masks.stride // size[0]
+            assert ((low <= places) & (places < high)).all()
 
 
 def test_no_masks_overlap_none_and_boxes_may_be_of_any_numbers() -> None:

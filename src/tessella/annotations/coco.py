@@ -52,10 +52,20 @@ def _read(path: Path, image_root: Path | None, split: str) -> Annotations:
         )
     problems: list[Problem] = []
     numbers, classes = _classes(data["categories"], path, problems)
-    root = image_root or _root(path, data["images"])
-    checkers, files = _pictures(data["images"], root, path, problems)
+    images, notes = data["images"], []
+    root = _root(path, images, image_root)
+    if root is None and (root := _root(path, shorter := _by_last_part(images), image_root)):
+        images = shorter
+        notes.append(f"the pictures were found in {root} by the last part of their names")
+    root = root or image_root or path.parent
+    checkers, files = _pictures(images, root, path, problems)
     for entry in data["annotations"]:
         _add(entry, checkers, numbers, path, problems)
+    if drawn := sum(_drawn_in_cvat(entry) for entry in data["annotations"]):
+        what = (
+            "masks that CVAT calls a crowd, as it does all that a brush has drawn: each is a thing"
+        )
+        notes.append(f"{drawn:,} {what}")
     pictures = [
         Picture(
             file=files[key],
@@ -68,13 +78,14 @@ def _read(path: Path, image_root: Path | None, split: str) -> Annotations:
         for key, checker in checkers.items()
     ]
     lost = [p.path for p in pictures if not os.path.isfile(p.file)]
-    note = f"{len(lost):,} of {len(pictures):,} pictures are not in {root}, the first "
-    note += f"{lost[0][:80]!r}: --image-root names another folder" if lost else ""
+    if lost:
+        note = f"{len(lost):,} of {len(pictures):,} pictures are not in {root}, the first "
+        notes.append(f"{note}{lost[0][:80]!r}: --image-root names another folder")
     return Annotations(
         classes=classes,
         pictures=tuple(pictures),
         problems=tuple(problems),
-        notes=(note,) if lost else (),
+        notes=tuple(notes),
     )
 
 
@@ -103,20 +114,31 @@ def _classes(
     return {number: label for label, number in enumerate(ids)}, tuple(known[i] for i in ids)
 
 
-def _root(path: Path, images: list[Any]) -> Path:
-    """The folder of the pictures: the file's own or its parent, or a usual one inside these."""
+def _root(path: Path, images: list[Any], told: Path | None) -> Path | None:
+    """The folder of the pictures, which has the first one: the one that was told, or else the
+    file's own or its parent, or a usual one inside these."""
     first = next((i.get("file_name") for i in images if isinstance(i, dict)), None)
     if not isinstance(first, str):
-        return path.parent
+        return None
     parents = (path.parent, path.parent.parent)
     own = path.stem.removeprefix("instances_")
     usual = (own, *FOLDERS, f"images/{own}")
     places = [parent / folder for parent in parents for folder in usual]
-    for place in places:
+    for place in [told] if told else places:
         name = inside(first, place)
         if name is not None and (place / name).is_file():
             return place
-    return path.parent
+    return None
+
+
+def _by_last_part(images: list[Any]) -> list[Any]:
+    """The pictures by the last part of their names, as Label Studio's ``/data/upload/3/cat.jpg``
+    and addresses lie beside no file; none where two would have one name."""
+    named = [i for i in images if isinstance(i, dict) and isinstance(i.get("file_name"), str)]
+    parts = [i["file_name"].replace("\\", "/").rsplit("/", 1)[-1].split("?")[0] for i in named]
+    if len(set(parts)) < len(parts):
+        return []
+    return [{**image, "file_name": part} for image, part in zip(named, parts, strict=True)]
 
 
 def _pictures(
@@ -195,8 +217,21 @@ def _add(
         box = _box_around(polygons, counts, checker)
         if box is None:
             return
-    checker.add(
-        numbers[category], box, crowd=entry.get("iscrowd") == 1, polygons=polygons, counts=counts
+    crowd = entry.get("iscrowd") == 1 and not _drawn_in_cvat(entry)
+    checker.add(numbers[category], box, crowd=crowd, polygons=polygons, counts=counts)
+
+
+def _drawn_in_cvat(entry: Any) -> bool:
+    """Whether a thing is a mask of CVAT's brush, which exports all of them with ``iscrowd`` 1; that
+    CVAT wrote it is seen from its own attribute."""
+    if not isinstance(entry, dict) or entry.get("iscrowd") != 1:
+        return False
+    attributes = entry.get("attributes")
+    return (
+        isinstance(entry.get("segmentation"), dict)
+        and isinstance(attributes, dict)
+        and "occluded" in attributes
+        and attributes.get("is_crowd") is not True
     )
 
 

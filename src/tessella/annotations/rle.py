@@ -103,8 +103,17 @@ def expanded(text: bytes) -> Counts:
     Raises:
         ValueError: no such text, or a count that is negative or too large.
     """
-    codes = np.frombuffer(text, np.uint8).astype(np.int64) - 48
-    if not len(codes) or codes.min() < 0 or codes.max() > 63 or codes[-1] & 32:
+    return expanded_each([text])[0]
+
+
+def expanded_each(texts: Sequence[bytes]) -> list[Counts]:
+    """The counts in each of some texts; raises as ``expanded`` does."""
+    if not texts:
+        return []
+    codes = np.frombuffer(b"".join(texts), np.uint8).astype(np.int64) - 48
+    behind = np.cumsum([len(text) for text in texts])
+    whole = all(texts) and codes.min() >= 0 and codes.max() < 64
+    if not whole or (codes[behind - 1] & 32).any():
         raise ValueError("not run lengths")
     ends = np.flatnonzero((codes & 32) == 0)
     starts = np.concatenate([[0], ends[:-1] + 1])
@@ -114,12 +123,17 @@ def expanded(text: bytes) -> Counts:
     place = np.arange(len(codes)) - np.repeat(starts, lengths)
     deltas = np.add.reduceat((codes & 31) << (5 * place), starts)
     deltas -= np.where(codes[ends] & 16, np.int64(1) << (5 * lengths), 0)
+    cuts = np.searchsorted(ends, behind)
+    firsts = np.concatenate([[0], cuts[:-1]])
     counts = deltas.copy()
-    counts[1::2] = np.cumsum(deltas[1::2])
-    counts[2::2] = np.cumsum(deltas[2::2])
+    number = np.arange(len(deltas)) - np.repeat(firsts, cuts - firsts)  # of a count in its text
+    for these in (number % 2 == 1, (number % 2 == 0) & (number > 0)):
+        sums = np.cumsum(np.where(these, deltas, 0))
+        before = np.repeat(np.concatenate([[0], sums])[firsts], cuts - firsts)
+        counts[these] = (sums - before)[these]
     if counts.min() < 0 or counts.max() > 1 << 34:
         raise ValueError("a run of less than no pixels")
-    return counts
+    return np.split(counts, cuts[:-1])
 
 
 def fits(text: bytes, height: int, width: int) -> bool:

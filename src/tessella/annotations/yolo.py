@@ -130,9 +130,10 @@ def _read(
                     pictures[where] = picture
     if not pictures:
         raise DataError(
-            "the data.yaml leads to no pictures",
+            "the annotations lead to no pictures",
             seen=f"{list(entries.values())} in {base}"[:200],
-            fix="let train and val name folders of pictures below it",
+            fix="let train and val name folders of pictures below it; an export without pictures, "
+            "as Label Studio's YOLO, needs them in its folder images",
         )
     folders = {file.parent for file in labels if file.parent.name == "labels"}
     for folder in sorted(folders):

@@ -430,6 +430,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("deformable_attention", "sampled", "detect.sampled", version=2),
     *_cpu("nms", "numpy", "detect.numpy_nms"),
     *_gpu("nms", "rounds", "detect.nms_rounds"),
+    *_gpu("pyramid_roi_align", "regions", "detect.regions"),
     # element by element
     *_aten(
         f"{_ACTIVATIONS} {_FUNCTIONS} {_SUMS}",
@@ -493,6 +494,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
     *_gpu("fallback", "ranked", "detect.ranked", **_NEW),
     *_gpu("fallback", "gathered", "detect.gathered", **_NEW),
+    *_gpu("fallback", "gridded", "detect.gridded", **_NEW),
     *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),
     Kernel(
         id="reference",

@@ -93,7 +93,7 @@ def go(
     train, val = write_scattered(folder, count=pictures, val=held_out, size=size, sides=sides)
 
     emit(phase("import", f"importing {train} as a dataset"))
-    settings = ImportSettings(task=task, size=size, val_folder=val)
+    settings = ImportSettings(task=task, size=size, val_folder=val, name="digits")
     dataset = import_images(train, workspace / "datasets" / "digits", settings, emit=emit)
 
     emit(phase("train", f"training {network}"))

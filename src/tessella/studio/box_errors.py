@@ -188,10 +188,10 @@ class BoxErrors:
         self._curve.options.clear()
         self._curve.options.update(charts.precision_recall(points, here))
         self._curve.update()
-        self._here.text = (
-            f"precision {_share(precision)}, recall {_share(recall)}: "
-            f"{told:,} told, {hits:,} right, {things:,} there"
-        )
+        counts = f"{told:,} told, {hits:,} right, {things:,} there"
+        self._here.text = f"precision {_share(precision)}, recall {_share(recall)}: {counts}"
+        if self._asked.threshold is None and self._asked.label is None:
+            self._here.text += "; the curve is of one score for all classes, the point not"
 
     def _show_table(self, report: ErrorReport) -> None:
         known = {c["label"]: c["average_precision"] for c in self._report["classes"]}

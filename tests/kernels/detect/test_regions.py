@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 import torch
 from torchvision.ops import roi_align
 
+from tessella.kernels.detect import regions
 from tessella.operations.problem import Problem
 from tessella.operations.reference.detect import pyramid_roi_align
 from tessella.operations.tensor_meta import TensorMeta
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES, STRIDES = (12, 16, 6, 8, 3, 4), (4, 8, 16)
 
 
@@ -23,6 +28,20 @@ def right(
             map, stride = maps[level][image : image + 1], STRIDES[level]
             told.append(roi_align(map, [box[None]], side, 1 / stride, samples, aligned=False)[0])
     return torch.stack(told).unflatten(0, boxes.shape[:2])
+
+
+def asked(tensors: list[torch.Tensor], dtype: str, **attrs: int) -> Problem:
+    value, boxes, _ = tensors
+    side = attrs["side"]
+    shape = (*boxes.shape[:2], value.shape[2], side, side)
+    metas = tuple(
+        TensorMeta(shape=tuple(t.shape), dtype=d)
+        for t, d in zip(tensors, (dtype, "float32", "int64"), strict=True)
+    )
+    return Problem(
+        op="pyramid_roi_align", inputs=metas, outputs=(TensorMeta(shape=shape, dtype=dtype),),
+        attrs={"sizes": SIZES, "strides": STRIDES, **attrs},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -52,6 +71,16 @@ def test_the_reference_is_torchvision_s(dtype: torch.dtype, side: int, samples: 
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert made.dtype == dtype
     torch.testing.assert_close(made.double(), wanted, atol=tolerance, rtol=tolerance)
+    if dtype != torch.float32 or not INTERPRETED:
+        return
+    given = [value, boxes.to(wide), levels]
+    problem = asked(given, "float32", side=side, samples=samples)
+    assert regions.fits(problem) is None
+    apart = torch.cat([torch.full_like(value, torch.nan), value], 2)[..., value.shape[2] :]
+    for config in regions.configs(problem)[:2]:
+        out = torch.full(wanted.shape, torch.nan)
+        made = regions.bind(problem, {}, **config)(apart, *given[1:], out=out)
+        torch.testing.assert_close(made.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 def test_boxes_that_are_no_numbers_and_levels_that_there_are_not_read_no_other_memory() -> None:
@@ -61,6 +90,11 @@ def test_boxes_that_are_no_numbers_and_levels_that_there_are_not_read_no_other_m
     made = pyramid_roi_align(value, boxes, levels, sizes=SIZES, strides=STRIDES, side=2, samples=2)
     assert (made[0, 2] == 1).all()
     assert ((made == 0) | (made == 1) | made.isnan()).all()
+    if INTERPRETED:
+        problem = asked([value, boxes, levels], "float32", side=2, samples=2)
+        out = torch.full(made.shape, torch.nan)
+        with np.errstate(invalid="ignore"):  # the interpreter's infinity less infinity
+            assert torch.equal(regions.bind(problem, {})(value, boxes, levels, out=out), made)
 
 
 @pytest.mark.parametrize(

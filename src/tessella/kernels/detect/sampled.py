@@ -118,7 +118,7 @@ def fits(problem: Problem) -> str | None:
         return f"floating numbers of 16 and 32 bits, not {odd[0]}"
     if not all(m.format == "contiguous" for m in (problem["boxes"], problem.output)):
         return "needs dense boxes, and makes dense rows"
-    if not all(_has_rows(m) for m in tensors):
+    if not all(has_rows(m) for m in tensors):
         return "needs dense rows, which may lie apart"
     images, _, channels = problem.output.shape
     heads, points = problem.attrs["heads"], sum(problem.attrs["points"])
@@ -126,17 +126,17 @@ def fits(problem: Problem) -> str | None:
         return "nothing to see, or more than 65,535 images or heads"
     if points > MAX_POINTS or channels // heads > MAX_DEPTH:
         return f"{points} points, or {channels // heads} channels a head"
-    if max(m.shape[0] * _strides(m)[0] for m in tensors) > MAX_ELEMENTS:
+    if max(m.shape[0] * strides_of(m)[0] for m in tensors) > MAX_ELEMENTS:
         return "indices have 32 bits"
     return None
 
 
-def _has_rows(meta: TensorMeta) -> bool:
+def has_rows(meta: TensorMeta) -> bool:
     """Whether the strides are known, and a row's numbers lie side by side."""
     return meta.format == "contiguous" or (meta.strides is not None and meta.strides[-1] == 1)
 
 
-def _strides(meta: TensorMeta) -> tuple[int, ...]:
+def strides_of(meta: TensorMeta) -> tuple[int, ...]:
     return meta.strides or meta.dense_strides
 
 

@@ -24,6 +24,7 @@ from tessella.nn.zoo.detr import (
     sides_twice,
     things_of,
 )
+from tessella.nn.zoo.matching import Matcher, with_names
 from tessella.nn.zoo.standard import IMAGENET_MEAN, IMAGENET_STD
 
 QUERIES = 300
@@ -108,6 +109,7 @@ class DFine(nn.Module):
             layer.encoder_attn = Attention(layer.encoder_attn)
         # the heads stand in the decoder, too, and only those are called
         del network.class_embed, network.bbox_embed
+        network.loss_function = _loss_of(network)
         self.network = network
         self.register_buffer("_edges", torch.tensor(EDGES), persistent=False)
 
@@ -182,6 +184,22 @@ class DFine(nn.Module):
         quality = decoder.lqe_layers[-1]
         likely = shares.topk(quality.top_prob_values).values
         return points, decoder.class_embed[-1](queries) + sureness(quality, likely)
+
+
+def _loss_of(network: Any) -> Any:
+    """The network's own loss, by our matcher."""
+    from transformers.loss.loss_d_fine import DFineLoss
+
+    class Loss(DFineLoss):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.matcher = Matcher(
+                of_class=config.matcher_class_cost,
+                of_box=config.matcher_bbox_cost,
+                of_overlap=config.matcher_giou_cost,
+            )
+
+    return with_names(network.loss_function, DFineLoss=Loss)
 
 
 # shifts of left, top, right and bottom edges → of the middle's x and y, of width and height

@@ -25,6 +25,7 @@ from tessella.nn.zoo.detr import (
     require_transformers,
     things_of,
 )
+from tessella.nn.zoo.matching import Matcher, with_names
 
 QUERIES = 300
 PATCH, WINDOWS = 16, 2
@@ -72,6 +73,7 @@ class RfDetr(nn.Module):
         for layer in network.model.decoder.layers:
             layer.cross_attn = Attention(layer.cross_attn)
         place_once(network.model.backbone.backbone.embeddings, size)
+        network.loss_function = with_names(network.loss_function, LwDetrHungarianMatcher=_matcher)
         self.network = network
         proposals, inside = places_of(size)
         self._all_inside = bool(inside.all())
@@ -184,6 +186,10 @@ class RfDetr(nn.Module):
         for layer in others:
             told = layer(told.relu())
         return told
+
+
+def _matcher(class_cost: float, bbox_cost: float, giou_cost: float) -> Matcher:
+    return Matcher(of_class=class_cost, of_box=bbox_cost, of_overlap=giou_cost)
 
 
 def _norm(norm: nn.LayerNorm) -> tuple[Any, ...]:

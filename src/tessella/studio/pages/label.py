@@ -231,7 +231,9 @@ class _Editor:
             text("p", f"Shown dashed or hatched: accept or delete each.{again}").classes(
                 "muted small"
             )
-            run = parts.field(ui.select(fitting, value=fitting[0], label="Run"))
+            mine = self._dataset.info.content_hash
+            own = [r for r in fitting if runs[r].info.dataset_hash == mine]
+            run = parts.field(ui.select(fitting, value=(own or fitting)[0], label="Run"))
 
             async def propose() -> None:
                 with parts.errors_shown():

@@ -57,14 +57,13 @@ window.boxing = (() => {
       draw();
     }
     function propose(found) {
-      keep();
       const sure = all.filter((each) => each.score === undefined);
-      const isThere = (box, label) => sure.some((each) => each.label === label && overlap(each.box, box) >= SAME);
-      all = [...sure];
-      for (const [x0, y0, x1, y1, label, score] of found) {
-        const box = [x0, y0, x1, y1];
-        if (!isThere(box, label)) all.push({ box, label, crowd: 0, score });
-      }
+      const isThere = ({ box, label }) => sure.some((each) => each.label === label && overlap(each.box, box) >= SAME);
+      const made = found.map(([x0, y0, x1, y1, label, score]) => ({ box: [x0, y0, x1, y1], label, crowd: 0, score }));
+      const fresh = made.filter((each) => !isThere(each));
+      if (!fresh.length && sure.length === all.length) return; // nothing has changed
+      keep();
+      all = [...sure, ...fresh];
       draw();
     }
 

@@ -64,7 +64,8 @@ window.masking = (() => {
       const sure = things.filter(isSure);
       const isThere = (one) => sure.some((each) => each.label === one.label && overlap(maskOf(each), maskOf(one)) >= SAME);
       const made = found.map((one) => ({ ...parsed(one), proposed: true }));
-      set([...sure, ...(apart ? made.filter((one) => !isThere(one)) : made)], -1);
+      const fresh = apart ? made.filter((one) => !isThere(one)) : made;
+      if (fresh.length || sure.length < things.length) set([...sure, ...fresh], -1);
     }
     function overlap(one, other) {
       if (!one || !other || !meets(one, other)) return 0;

@@ -52,6 +52,12 @@ def find(request: Request) -> Found:
             seen=f"{len(found.pictures):,} pictures in {request.source}; {' '.join(found.said())}",
             fix="give pictures with boxes; tessella data annotations lists what is broken",
         )
+    if all(thing.crowd for picture in found.pictures for thing in picture.things):
+        raise DataError(
+            "the annotations have nothing but crowds, of which nothing is learned",
+            seen=f"each thing in {request.source} is marked as a crowd or as difficult",
+            fix="export them without that mark: iscrowd 0 in COCO, difficult 0 in Pascal VOC",
+        )
     return Found(
         classes=found.classes,
         sources=tuple(Source(p.file, p.path, p, p.split) for p in found.pictures),

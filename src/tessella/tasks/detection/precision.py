@@ -196,8 +196,8 @@ def matched(there: There, told: Told, classes: int, overlaps: Overlaps) -> list[
     low, high = (np.searchsorted(keys, told_keys[order], side=s) for s in ("left", "right"))
     matches = np.zeros((len(AREAS), len(OVERLAPS), len(order)), np.int8)
     _match(there, things, low, high, order, overlaps, matches)
-    inside = _inside(told.areas)
-    counts: Bools = _inside(there.areas) & ~there.crowds
+    inside_AM = inside(told.areas)
+    counts: Bools = inside(there.areas) & ~there.crowds
     found = []
     for k in range(classes):
         mine = np.flatnonzero(told.labels[order] == k)
@@ -208,7 +208,7 @@ def matched(there: There, told: Told, classes: int, overlaps: Overlaps) -> list[
             ClassMatches(
                 images=told.images[rows],
                 scores=told.scores[rows],
-                inside_AD=inside[:, rows],
+                inside_AD=inside_AM[:, rows],
                 matches_ATD=matches[:, :, mine],
                 there=there.images[own],
                 counts_AG=counts[:, own],
@@ -221,7 +221,7 @@ def _last(*images: Ints) -> int:
     return max((int(i.max()) for i in images if len(i)), default=0)
 
 
-def _inside(areas_M: Floats) -> Bools:
+def inside(areas_M: Floats) -> Bools:
     """Whether areas lie in each of ``AREAS``, [A, M]."""
     found: Bools = (areas_M >= AREAS[:, :1]) & (areas_M <= AREAS[:, 1:])
     return found
@@ -244,7 +244,7 @@ def _match(
     near = np.zeros(len(order), bool)
     near[rows[values >= OVERLAPS[0]]] = True
     crowds = there.crowds[things]
-    ignored: Bools = ~_inside(there.areas[things]) | crowds
+    ignored: Bools = ~inside(there.areas[things]) | crowds
     for count in np.unique(counts[near]).tolist():
         mine = np.flatnonzero(near & (counts == count))
         values_DG = values[(ends[mine] - count)[:, None] + np.arange(count)]

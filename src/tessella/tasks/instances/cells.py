@@ -65,8 +65,7 @@ def runs_of(cells_DSS: Floats, boxes_D4: npt.NDArray[np.float64], size: tuple[in
     part of the thing where its number is ``PART`` or more.
     """
     (height, width), side = size, cells_DSS.shape[2]
-    known = ~np.isnan(boxes_D4).any(axis=1, keepdims=True)  # what has diverged tells anything
-    x0, y0, x1, y1 = np.where(known, boxes_D4.clip(-FAR, FAR), 0.0).T
+    x0, y0, x1, y1 = _sides(boxes_D4)
     (left, right), (top, bottom) = _pixels(x0, x1, width), _pixels(y0, y1, height)
     counts = np.where(bottom > top, right - left, 0)
     thing_X = np.repeat(np.arange(len(boxes_D4)), counts)  # X: the columns of all boxes
@@ -133,6 +132,52 @@ def _edges(
         edges = np.flatnonzero(inside[:, 1:] != inside[:, :-1])
         found.append(start * (side + 1) + edges)
     return np.concatenate(found)
+
+
+def areas_between(
+    inside_DSS: npt.NDArray[np.bool_], boxes_D4: npt.NDArray[np.float64], size: tuple[int, int]
+) -> Floats:
+    """The pixels that masks have at least and at most, [2, D], without drawing them.
+
+    Between the middles of four cells that are all ``PART`` or more every pixel is part of the
+    thing, and none between four that are less.
+
+    Args:
+        inside_DSS: which cells are ``PART`` or more.
+    """
+    x0, y0, x1, y1 = _sides(boxes_D4)
+    side = inside_DSS.shape[2]
+    across, up = _stretches(x0, x1, size[1], side), _stretches(y0, y1, size[0], side)
+
+    def pixels(cells: npt.NDArray[np.bool_]) -> Floats:
+        """Those between four middles of which all are of these."""
+        pairs = cells[:, 1:] & cells[:, :-1]
+        fours = (pairs[:, :, 1:] & pairs[:, :, :-1]).astype(np.float64)
+        return np.asarray(((fours @ across[:, :, None])[:, :, 0] * up).sum(axis=1))
+
+    every = up.sum(axis=1) * across.sum(axis=1)
+    return np.stack([pixels(inside_DSS), every - pixels(~inside_DSS)])
+
+
+def columns_of(boxes_D4: npt.NDArray[np.float64], width: int) -> tuple[rle.Counts, rle.Counts]:
+    """The columns of pixels that boxes reach: the first, and that behind."""
+    x0, _, x1, _ = _sides(boxes_D4)
+    return _pixels(x0, x1, width)
+
+
+def _sides(boxes_D4: npt.NDArray[np.float64]) -> Floats:
+    """x0, y0, x1 and y1 of boxes; what has diverged tells anything."""
+    known = ~np.isnan(boxes_D4).any(axis=1, keepdims=True)
+    return np.asarray(np.where(known, boxes_D4.clip(-FAR, FAR), 0.0).T)
+
+
+def _stretches(low_D: Floats, high_D: Floats, most: int, side: int) -> Floats:
+    """How many pixels of a row lie between the middles of a cell and the next, [D, side - 1]; those
+    in front of the first middle and behind the last count to their neighbours."""
+    first, behind = (v[:, None] for v in _pixels(low_D, high_D, most))
+    middles = low_D[:, None] + (np.arange(1, side - 1) + 0.5) * ((high_D - low_D) / side)[:, None]
+    cuts = np.ceil(middles - 0.5).clip(first, behind)
+    return np.diff(cuts, axis=1, prepend=first, append=behind)
 
 
 def _pixels(low_D: Floats, high_D: Floats, most: int) -> tuple[rle.Counts, rle.Counts]:

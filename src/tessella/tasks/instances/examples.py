@@ -167,7 +167,20 @@ class MaskSets(boxes.BoxSets):
         if (top, left, *seen) != (0, 0, *size):
             return [rle.counts_of(mask) for mask in self.shown(index)]
         _, owners = self.seen(index, self.still(index))
-        return [self._counts(owner, size) for owner in owners.tolist()]
+        return self._together(owners, size) or [self._counts(r, size) for r in owners.tolist()]
+
+    def _together(
+        self, rows: npt.NDArray[np.int64], size: tuple[int, int]
+    ) -> list[rle.Counts] | None:
+        """The run lengths of masks, read in one go; None where these are too long or are wrong."""
+        texts = self._masks.take(pa.array(rows)).to_pylist()
+        if sum(map(len, texts)) > rle.MAX_TEXT:
+            return None
+        try:
+            found = rle.expanded_each(texts)
+        except ValueError:
+            return None
+        return found if all(counts.sum() == size[0] * size[1] for counts in found) else None
 
     def _moved(self, index: int, moves: Moves) -> Iterator[tuple[Floats, Mask]]:
         """Each box as ``seen`` has it, and its mask of the whole that the network sees.

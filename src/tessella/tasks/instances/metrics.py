@@ -18,7 +18,8 @@ from tessella.core.task import TaskRecord
 from tessella.tasks.detection import metrics as boxes
 from tessella.tasks.detection.errors import FIELDS
 from tessella.tasks.detection.head import MOST
-from tessella.tasks.detection.precision import ClassMatches, Ints, Told, matched
+from tessella.tasks.detection.precision import ClassMatches, Ints, Told, inside, matched
+from tessella.tasks.instances.cells import areas_between, columns_of
 from tessella.tasks.instances.errors import match, thresholds
 from tessella.tasks.instances.examples import MaskSets
 from tessella.tasks.instances.head import CELLS
@@ -27,7 +28,9 @@ from tessella.tasks.instances.packing import (
     PACKED,
     TOGETHER,
     WIDTH,
+    boxes_of,
     drawn,
+    is_part,
     size_of,
     things_of,
 )
@@ -103,7 +106,10 @@ def _boxes(rows_NR: Rows) -> Rows:
 
 
 def _matched(rows_NR: Rows, targets: MaskSets, classes: int) -> list[ClassMatches]:
-    """Every mask that is told with what it hits, by class."""
+    """Every mask that is told with what it hits, by class.
+
+    Drawn are those that may hit a thing, and those whose area may be of one size or another.
+    """
     told_NMF = things_of(rows_NR)
     images, places = np.nonzero(told_NMF[..., 4] > 0)
     _, there = boxes.things(targets)
@@ -114,15 +120,20 @@ def _matched(rows_NR: Rows, targets: MaskSets, classes: int) -> list[ClassMatche
         zip(pairwise(told_ends.tolist()), pairwise(there_ends.tolist()), strict=True)
     ):
         size, rows = size_of(targets, image), told_NMF[image, places[begin:end]]
-        masks = drawn(rows, size)
-        areas[begin:end] = masks.areas() * targets.zooms[image]
-        if first == last:
-            continue
-        same = rows[:, 5, None] == there.labels[first:last]
+        place_D4 = boxes_of(rows, size)
         things = of_counts(targets.counts(image), size)
-        found = masks.shares(things, there.crowds[first:last], same)
+        chosen_DG = rows[:, 5, None] == there.labels[first:last]
+        chosen_DG &= things.reached(*columns_of(place_D4, size[1]))
+        # of the others it is enough to know how they count by size, which few must be drawn for
+        some, most = areas_between(is_part(rows), place_D4, size) * targets.zooms[image]
+        unsure = (inside(some) != inside(most)).any(axis=0)
+        seen = np.flatnonzero(chosen_DG.any(axis=1) | unsure)
+        masks = drawn(rows[seen], size)
+        some[seen] = masks.areas() * targets.zooms[image]
+        areas[begin:end] = some
+        found = masks.shares(things, there.crowds[first:last], chosen_DG[seen])
         one, other = np.nonzero(found)
-        pairs.append((begin + one) * len(there.images) + first + other)
+        pairs.append((begin + seen[one]) * len(there.images) + first + other)
         values.append(found[one, other])
     known_P, share_P = np.concatenate(pairs), np.concatenate(values)
 

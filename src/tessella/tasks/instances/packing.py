@@ -5,11 +5,13 @@ Imports no torch: the studio reads them without.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from tessella.tasks.detection.errors import FIELDS
-from tessella.tasks.instances.cells import CELLS, SIDE, runs_of
+from tessella.tasks.instances.cells import CELLS, PART, SIDE, runs_of
 from tessella.tasks.instances.examples import MaskSets
 from tessella.tasks.instances.runs import Runs
 from tessella.tasks.task import Rows
@@ -32,17 +34,26 @@ def drawn(rows_DW: Rows, size: tuple[int, int]) -> Runs:
         rows_DW: ``WIDTH`` numbers each.
         size: height and width of what the network sees.
     """
+    cells = _steps(rows_DW) / np.float32(LEVELS)
+    return runs_of(cells, boxes_of(rows_DW, size), size)
+
+
+def boxes_of(rows_DW: Rows, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    """The boxes of told things, in pixels of what the network sees."""
     height, width = size
-    boxes = rows_DW[:, :4].astype(np.float64) * [width, height, width, height]
-    return runs_of(_unpacked(rows_DW[:, FIELDS:]), boxes, size)
+    return rows_DW[:, :4].astype(np.float64) * [width, height, width, height]
 
 
-def _unpacked(numbers: Rows) -> npt.NDArray[np.float32]:
-    """The cells [D, SIDE, SIDE] of rows' numbers."""
-    whole = numbers.astype(np.int32)
-    threes = np.stack([whole & 255, whole >> 8 & 255, whole >> 16 & 255], axis=-1)
-    cells = threes.reshape(-1, TOGETHER * PACKED)[:, :CELLS].reshape(-1, SIDE, SIDE) / LEVELS
-    return np.asarray(cells, np.float32)
+def is_part(rows_DW: Rows) -> npt.NDArray[np.bool_]:
+    """Which cells of told things are ``PART`` or more, [D, SIDE, SIDE]."""
+    return _steps(rows_DW) >= math.ceil(PART * LEVELS)
+
+
+def _steps(rows_DW: Rows) -> npt.NDArray[np.uint8]:
+    """The cells of told things, [D, SIDE, SIDE], in steps of a 255th."""
+    numbers = rows_DW[:, FIELDS:].astype("<i4")
+    threes = numbers.view(np.uint8).reshape(-1, PACKED, 4)[:, :, :TOGETHER]
+    return threes.reshape(-1, PACKED * TOGETHER)[:, :CELLS].reshape(-1, SIDE, SIDE)
 
 
 def size_of(targets: MaskSets, image: int) -> tuple[int, int]:

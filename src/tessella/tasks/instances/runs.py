@@ -51,13 +51,20 @@ class Runs:
         right[some] = (self.ends[firsts[1:][some] - 1] - 1) % self.stride // self.height
         return left, right
 
+    def reached(self, first_D: Ints, behind_D: Ints) -> Bools:
+        """Which masks have pixels between columns, [D, count]: the first of these, and that behind
+        the last.
+        """
+        left, right = self._columns()
+        found: Bools = (first_D[:, None] <= right) & (left < behind_D[:, None])
+        return found
+
     def shares(self, others: Runs, crowds_G: Bools, chosen_DG: Bools) -> Floats:
         """Of each mask and each of others that are of the same size: the pixels in both over those
         in one; where the other is a crowd, over its own; 0 where the pair is not chosen.
         """
-        (left, right), (low, high) = self._columns(), others._columns()
-        meet_DG = (left[:, None] <= high) & (low <= right[:, None])
-        one_P, other_P = np.nonzero(chosen_DG & meet_DG)
+        left, right = self._columns()
+        one_P, other_P = np.nonzero(chosen_DG & others.reached(left, right + 1))
         common_P = self._common(others, one_P, other_P)
         mine_P, theirs_P = self.areas()[one_P], others.areas()[other_P]
         either_P = np.where(crowds_G[other_P], mine_P, mine_P + theirs_P - common_P)
