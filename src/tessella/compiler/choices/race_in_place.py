@@ -1,0 +1,130 @@
+"""Short steps of a GPU's program: what is near the fastest is tried in the program itself.
+
+A search times a kernel alone, with empty caches, between two marks that cost as much as a short
+kernel does. Among its neighbours it finds their results in the second-level cache, begins while the
+one before still runs, and leaves the next one multiprocessors or not. So for the steps that weigh
+most, one after the other, whole programs are measured that differ in that step's kernel or its
+configuration, and the fastest is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from tessella.compiler.choices import race
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured
+from tessella.compiler.choices.race_close_calls import is_short, may_take_over, with_first
+from tessella.core.device import fingerprint
+from tessella.core.events import Emit, phase
+from tessella.core.record import digest
+from tessella.graph.graph import Graph
+from tessella.search.tuning import Trial
+
+NEAR, NEAR_US = 1.25, 1.0  # times the fastest alone, or so much more: what may win in its place
+MIN_SHARE = 0.004  # of the program: a step that takes less changes nothing that can be measured
+MAX_STEPS, MAX_OTHERS = 20, 5  # of a bucket, steps of one problem counted once; of each of these
+SECONDS = 5.0  # of measuring a program, for each second that one step may take
+WORTH_IT = 0.998  # the other program must win by a fifth of a percent
+NAME = "in_place"  # of what the cache keeps
+VERSION = 1
+
+
+def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
+    """The choices for a graph with concrete shapes, short steps decided by the whole program.
+
+    Steps with one problem change together. What was raced is in ``Choice.raced_us``.
+    """
+    chosen = list(choices)
+    for steps in _heaviest(chosen, tuner):
+        first = chosen[steps[0]]
+        winner, times_us = _raced(graph, chosen, steps, tuner)
+        for i in steps:
+            told = {**chosen[i].raced_us, **times_us}
+            chosen[i] = replace(with_first(winner, chosen[i]), raced_us=told)
+        if (winner.kernel, winner.config) != (first.kernel, first.config):
+            what = f"{winner.kernel} {winner.config}, alone it was {first.kernel} {first.config}"
+            took = f"{times_us[winner.kernel]:,.0f} µs (whole program)"
+            emit(phase("race", f"{first.node.outputs[0].name}: {took}; {what}"))
+    return chosen
+
+
+def _heaviest(choices: Sequence[Choice], tuner: Tuner) -> list[list[int]]:
+    """Steps of one problem together: those that weigh most come first."""
+    if tuner.budget_s <= 0:
+        return []
+    total_us = sum(c.trials[0].time_us or 0.0 for c in choices)
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for index, choice in enumerate(choices):
+        if is_short(choice, tuner.target):
+            key = as_measured(choice.problem).key, bool(choice.slices)
+            groups.setdefault(key, []).append(index)
+    weights = [
+        (sum(choices[i].trials[0].time_us or 0.0 for i in steps), steps)
+        for steps in groups.values()
+    ]
+    heavy = [(us, steps) for us, steps in weights if us >= MIN_SHARE * total_us]
+    heavy.sort(key=lambda one: (-one[0], one[1]))
+    return [steps for _, steps in heavy[:MAX_STEPS]]
+
+
+def _raced(
+    graph: Graph, choices: Sequence[Choice], steps: Sequence[int], tuner: Tuner
+) -> tuple[Trial, dict[str, float]]:
+    """What some steps of one problem shall run, and the program's time by kernel, as far as told.
+
+    The decision is remembered, not the times: a lock does not keep which configurations there were.
+    """
+    first = choices[steps[0]]
+    device = fingerprint(tuner.target).hash
+    key = digest([NAME, steps, [(c.problem.key, c.kernel, c.config, c.slices) for c in choices]])
+    if (known := tuner.cache.get(device, key, NAME, VERSION)) is not None:
+        return Trial(**known.config["trial"]), known.config["raced_us"]
+    trials = [first.trials[0], *_others(first)]
+    raced_us: dict[str, float] = {}
+    winner = trials[0]
+    if len(trials) > 1:
+        programs = [(graph, _with(trial, choices, steps)) for trial in trials]
+        timings = race.measured(programs, tuner, SECONDS * tuner.budget_s * len(programs))
+        times = [timing.time_us for timing in timings]
+        if min(times) < WORTH_IT * times[0]:
+            winner = trials[times.index(min(times))]
+        raced_us = {first.kernel: times[0]} | {winner.kernel: times[trials.index(winner)]}
+    decided: dict[str, Any] = {"trial": _plain(winner), "raced_us": raced_us}
+    tuner.cache.put(device, key, VERSION, Trial(kernel=NAME, config=decided))
+    return winner, raced_us
+
+
+def _with(trial: Trial, choices: Sequence[Choice], steps: Sequence[int]) -> list[Choice]:
+    return [with_first(trial, c) if i in steps else c for i, c in enumerate(choices)]
+
+
+def _others(choice: Choice) -> list[Trial]:
+    """Kernels and configurations that were near the fastest by themselves, the nearest first."""
+    best = choice.trials[0]
+    best_us = best.time_us or 0.0
+    limit_us = max(NEAR * best_us, best_us + NEAR_US)
+    near = [
+        trial
+        for trial in _configurations(choice)
+        if (trial.time_us or 0.0) <= limit_us
+        and (trial.kernel, trial.config) != (best.kernel, best.config)
+    ]
+    return sorted(near, key=lambda trial: trial.time_us or 0.0)[:MAX_OTHERS]
+
+
+def _configurations(choice: Choice) -> Iterator[Trial]:
+    """Each configuration that was timed of each kernel that may take the step over."""
+    for trial in choice.trials:
+        if trial.refused is not None or trial.time_us is None or not may_take_over(trial, choice):
+            continue
+        yield trial
+        for tried in trial.tried:
+            if tried.refused is None and tried.time_us is not None and tried.config != trial.config:
+                yield replace(trial, config=tried.config, time_us=tried.time_us)
+
+
+def _plain(trial: Trial) -> dict[str, Any]:
+    """A trial as the cache keeps it, without the other configurations."""
+    return asdict(replace(trial, tried=(), inspection=None))
