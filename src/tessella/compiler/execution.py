@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler.choices.choose_kernels import Tuner
 from tessella.core.device import torch_device
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
-from tessella.execution.steps import Binder
+from tessella.execution.steps import Binder, Known
 from tessella.graph.graph import Graph
 from tessella.graph.value import shape_at
 from tessella.operations.tensor_meta import TensorMeta
 
 
-def bound(graph: Graph, bucket: Bucket, tuner: Tuner, arena: Arena | None = None) -> BoundBucket:
+@dataclass
+class Ground:
+    """Where programs that differ in few steps run, one at a time, and what is bound there."""
+
+    arena: Arena
+    known: Known = field(default_factory=dict)
+
+
+def bound(graph: Graph, bucket: Bucket, tuner: Tuner, ground: Ground | None = None) -> BoundBucket:
     """The bucket of a graph with concrete shapes, in an arena of its own if none is given."""
+    ground = ground or Ground(Arena(bucket.arena_bytes, torch_device(tuner.target)))
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),
         outputs=tuple(v.name for v in graph.outputs),
@@ -30,6 +41,7 @@ def bound(graph: Graph, bucket: Bucket, tuner: Tuner, arena: Arena | None = None
         inputs=inputs,
         target=tuner.target,
         math=tuner.math,
-        arena=arena or Arena(bucket.arena_bytes, torch_device(tuner.target)),
+        arena=ground.arena,
+        known=ground.known,
     )
     return BoundBucket(binder)

@@ -16,6 +16,7 @@ from typing import Any
 from tessella.compiler.choices import race
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured
 from tessella.compiler.choices.race_close_calls import is_short, may_take_over, with_first
+from tessella.compiler.execution import Ground
 from tessella.core.device import fingerprint
 from tessella.core.events import Emit, phase
 from tessella.core.record import digest
@@ -37,9 +38,10 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
     Steps with one problem change together. What was raced is in ``Choice.raced_us``.
     """
     chosen = list(choices)
+    races = _Races(graph, tuner)
     for steps in _heaviest(chosen, tuner):
         first = chosen[steps[0]]
-        winner, times_us = _raced(graph, chosen, steps, tuner)
+        winner, times_us = races.decided(chosen, steps)
         for i in steps:
             told = {**chosen[i].raced_us, **times_us}
             chosen[i] = replace(with_first(winner, chosen[i]), raced_us=told)
@@ -69,31 +71,45 @@ def _heaviest(choices: Sequence[Choice], tuner: Tuner) -> list[list[int]]:
     return [steps for _, steps in heavy[:MAX_STEPS]]
 
 
-def _raced(
-    graph: Graph, choices: Sequence[Choice], steps: Sequence[int], tuner: Tuner
-) -> tuple[Trial, dict[str, float]]:
-    """What some steps of one problem shall run, and the program's time by kernel, as far as told.
+class _Races:
+    """The races of one program, in one place: most steps of all are the same, and bound once."""
 
-    The decision is remembered, not the times: a lock does not keep which configurations there were.
-    """
-    first = choices[steps[0]]
-    device = fingerprint(tuner.target).hash
-    key = digest([NAME, steps, [(c.problem.key, c.kernel, c.config, c.slices) for c in choices]])
-    if (known := tuner.cache.get(device, key, NAME, VERSION)) is not None:
-        return Trial(**known.config["trial"]), known.config["raced_us"]
-    trials = [first.trials[0], *_others(first)]
-    raced_us: dict[str, float] = {}
-    winner = trials[0]
-    if len(trials) > 1:
-        programs = [(graph, _with(trial, choices, steps)) for trial in trials]
-        timings = race.measured(programs, tuner, SECONDS * tuner.budget_s * len(programs))
+    def __init__(self, graph: Graph, tuner: Tuner) -> None:
+        self._graph, self._tuner = graph, tuner
+        self._ground: Ground | None = None
+
+    def decided(
+        self, choices: Sequence[Choice], steps: Sequence[int]
+    ) -> tuple[Trial, dict[str, float]]:
+        """What steps of one problem shall run, and the program's time by kernel, as far as told.
+
+        The decision is remembered, not the times: a lock does not keep which configurations there
+        were.
+        """
+        tuner = self._tuner
+        device = fingerprint(tuner.target).hash
+        made = [(c.problem.key, c.kernel, c.config, c.slices) for c in choices]
+        key = digest([NAME, steps, made])
+        if (known := tuner.cache.get(device, key, NAME, VERSION)) is not None:
+            return Trial(**known.config["trial"]), known.config["raced_us"]
+        winner, raced_us = self._raced(choices, steps)
+        decided: dict[str, Any] = {"trial": _plain(winner), "raced_us": raced_us}
+        tuner.cache.put(device, key, VERSION, Trial(kernel=NAME, config=decided))
+        return winner, raced_us
+
+    def _raced(
+        self, choices: Sequence[Choice], steps: Sequence[int]
+    ) -> tuple[Trial, dict[str, float]]:
+        first = choices[steps[0]].trials[0]
+        trials = [first, *_others(choices[steps[0]])]
+        if len(trials) == 1:
+            return first, {}
+        programs = [(self._graph, _with(trial, choices, steps)) for trial in trials]
+        seconds = SECONDS * self._tuner.budget_s * len(programs)
+        timings, self._ground = race.measured(programs, self._tuner, seconds, self._ground)
         times = [timing.time_us for timing in timings]
-        if min(times) < WORTH_IT * times[0]:
-            winner = trials[times.index(min(times))]
-        raced_us = {first.kernel: times[0]} | {winner.kernel: times[trials.index(winner)]}
-    decided: dict[str, Any] = {"trial": _plain(winner), "raced_us": raced_us}
-    tuner.cache.put(device, key, VERSION, Trial(kernel=NAME, config=decided))
-    return winner, raced_us
+        best = times.index(min(times)) if min(times) < WORTH_IT * times[0] else 0
+        return trials[best], {first.kernel: times[0]} | {trials[best].kernel: times[best]}
 
 
 def _with(trial: Trial, choices: Sequence[Choice], steps: Sequence[int]) -> list[Choice]:
