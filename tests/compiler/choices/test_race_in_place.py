@@ -64,6 +64,7 @@ def decided(
     monkeypatch: pytest.MonkeyPatch,
     cache: TimingCache,
     choices: list[Choice],
+    noisy: bool = False,
 ) -> list[Choice]:
     """The pass, where a program takes what ``us`` says of its convolutions, and 1 µs for others."""
 
@@ -71,7 +72,7 @@ def decided(
         convolutions = [[c for c in made if c.node.op == "conv2d"] for _, made in programs]
         asked.append([", ".join(map(name, made)) for made in convolutions])
         times = [sum(us.get(name(c), 1.0) for c in made) for made in convolutions]
-        return [Timing(time_us=time_us, spread_us=0.0) for time_us in times], None
+        return [Timing(time_us=time_us, spread_us=0.0, noisy=noisy) for time_us in times], None
 
     monkeypatch.setattr(race, "measured", measured)
     return race_in_place.apply(graph, choices, tuner_of(graph, cache), silent)
@@ -131,3 +132,22 @@ def test_what_is_not_asked(
     monkeypatch.setattr(race_close_calls, "is_gpu", lambda target: False)
     decided(graph, {}, asked, monkeypatch, TimingCache(), choices_of(graph))
     assert asked == []
+
+
+def test_a_busy_machine_changes_nothing_and_is_asked_again(
+    graph: Graph, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = {"onednn 0": 100.0, "onednn 1": 90.0, "aten -": 50.0}
+    cache, choices = TimingCache(), choices_of(graph)
+    for noisy, taken in ((True, "onednn 0"), (False, "aten -")):
+        made = decided(graph, us, asked, monkeypatch, cache, choices, noisy)
+        assert [name(c) for c in convolutions(made)] == [taken, taken]
+    assert len(asked) == 4
+    # what the check has found wrong since is not taken from the cache
+    wrong = [
+        replace(c, trials=tuple(replace(t, refused="wrong") if "aten" in t.kernel else t
+                                for t in c.trials))
+        for c in choices
+    ]  # fmt: skip
+    made = decided(graph, us, asked, monkeypatch, cache, wrong)
+    assert [name(c) for c in convolutions(made)] == ["onednn 1", "onednn 1"]

@@ -21,6 +21,7 @@ from tessella.core.device import fingerprint
 from tessella.core.events import Emit, phase
 from tessella.core.record import digest
 from tessella.graph.graph import Graph
+from tessella.search.timing import Timing
 from tessella.search.tuning import Trial
 
 NEAR, NEAR_US = 1.25, 1.0  # times the fastest alone, or so much more: what may win in its place
@@ -89,31 +90,41 @@ class _Races:
         tuner = self._tuner
         device = fingerprint(tuner.target).hash
         made = [(c.problem.key, c.kernel, c.config, c.slices) for c in choices]
-        key = digest([NAME, steps, made])
+        able = [t.kernel for t in choices[steps[0]].trials if t.refused is None]
+        key = digest([NAME, steps, able, made])
         if (known := tuner.cache.get(device, key, NAME, VERSION)) is not None:
             return Trial(**known.config["trial"]), known.config["raced_us"]
-        winner, raced_us = self._raced(choices, steps)
+        trials = [choices[steps[0]].trials[0], *_others(choices[steps[0]])]
+        timings = self._timings(trials, choices, steps) if len(trials) > 1 else []
+        winner, raced_us = _winner(trials, timings)
         decided: dict[str, Any] = {"trial": _plain(winner), "raced_us": raced_us}
-        tuner.cache.put(device, key, VERSION, Trial(kernel=NAME, config=decided))
+        trial = Trial(kernel=NAME, config=decided)
+        quiet = not any(timing.noisy for timing in timings)  # else another build asks again
+        tuner.cache.put(device, key, VERSION, trial, lasting=quiet)
         return winner, raced_us
 
-    def _raced(
-        self, choices: Sequence[Choice], steps: Sequence[int]
-    ) -> tuple[Trial, dict[str, float]]:
-        first = choices[steps[0]].trials[0]
-        trials = [first, *_others(choices[steps[0]])]
-        if len(trials) == 1:
-            return first, {}
-        programs = [(self._graph, _with(trial, choices, steps)) for trial in trials]
+    def _timings(
+        self, trials: Sequence[Trial], choices: Sequence[Choice], steps: Sequence[int]
+    ) -> list[Timing]:
+        """The time of the program with each of these trials at the steps."""
+        programs = [
+            (self._graph, [with_first(t, c) if i in steps else c for i, c in enumerate(choices)])
+            for t in trials
+        ]
         seconds = SECONDS * self._tuner.budget_s * len(programs)
         timings, self._ground = race.measured(programs, self._tuner, seconds, self._ground)
-        times = [timing.time_us for timing in timings]
-        best = times.index(min(times)) if min(times) < WORTH_IT * times[0] else 0
-        return trials[best], {first.kernel: times[0]} | {trials[best].kernel: times[best]}
+        return timings
 
 
-def _with(trial: Trial, choices: Sequence[Choice], steps: Sequence[int]) -> list[Choice]:
-    return [with_first(trial, c) if i in steps else c for i, c in enumerate(choices)]
+def _winner(trials: Sequence[Trial], timings: Sequence[Timing]) -> tuple[Trial, dict[str, float]]:
+    """The first trial, or that with which the program is clearly faster; and the times of both."""
+    if not timings:
+        return trials[0], {}
+    best, timing = min(zip(trials, timings, strict=True), key=lambda one: one[1].time_us)
+    is_clear = timing.time_us < WORTH_IT * timings[0].time_us
+    if not is_clear or timing.noisy or timings[0].noisy:
+        best, timing = trials[0], timings[0]
+    return best, {trials[0].kernel: timings[0].time_us} | {best.kernel: timing.time_us}
 
 
 def _others(choice: Choice) -> list[Trial]:
