@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -62,7 +62,8 @@ class Binder:
         weights: the constants by name, on the target's device.
         inputs: what each of the program's inputs is at this batch size.
         known: steps that were bound in this arena before, by their first result: those of a program
-            that differs in others are the same.
+            that differs in others are the same, wherever their operands lie, which a call is given.
+            None to remember none.
     """
 
     program: Program
@@ -72,7 +73,7 @@ class Binder:
     target: str
     math: Math
     arena: Arena
-    known: Known = field(default_factory=dict)
+    known: Known | None = None
 
     @cached_property
     def _buffers(self) -> dict[str, Buffer]:
@@ -108,7 +109,7 @@ class Binder:
         }
         problem = self._problem(step, tuple(constants), ends)
         places = self._places(step)
-        before, known = self.known.get(step.outputs[0], (None, None))
+        before, known = (self.known or {}).get(step.outputs[0], (None, None))
         if known and (before, known.step, known.problem) == (places, step, problem):
             return known
         try:
@@ -146,7 +147,7 @@ class Binder:
                 fix="build the plan again with this version of Tessella",
             ) from error
         bound = BoundStep(step=step, problem=problem, call=call, out=out, lying=made)
-        if out is not None:  # else its place depends on those of others
+        if self.known is not None and out is not None:  # else its place depends on those of others
             self.known[step.outputs[0]] = places, bound
         return bound
 

@@ -32,6 +32,11 @@ class Allowance:
             self.started = now
         return None if self.seconds is None else max(0.0, self.started + self.seconds - now)
 
+    @property
+    def since_s(self) -> float:
+        """The seconds since a time was first asked for."""
+        return 0.0 if self.started is None else time.monotonic() - self.started
+
     def spend(self) -> None:
         """Called before each measurement.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,15 @@ from tessella.compiler.choices import choose_kernels, race, race_close_calls, ra
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.core.events import silent
 from tessella.graph import Graph
+from tessella.search.allowance import Allowance
+from tessella.search.evidence import Candidate
 from tessella.search.timing import Timing
 from tessella.search.tuning import TimingCache, Trial, Tried
 from tests.support.networks import captured
 
-# alone: the first one's configurations, then the other's; 13.0 is too far, 10.9 was refused
-FIRST = ((0, 10.0), (1, 10.4), (2, 13.0))
+# alone: the first one's configurations, then the other's; 13.0 is too far, 10.9 was refused, and
+# the third configuration is wrong when it is compared with float64
+FIRST = ((0, 10.0), (1, 10.4), (2, 13.0), (3, 10.1))
 TRIALS = (
     Trial(
         kernel="conv2d.onednn",
@@ -75,7 +79,15 @@ def decided(
         return [Timing(time_us=time_us, spread_us=0.0, noisy=noisy) for time_us in times], None
 
     monkeypatch.setattr(race, "measured", measured)
+    monkeypatch.setattr(race_in_place, "find", searched)
     return race_in_place.apply(graph, choices, tuner_of(graph, cache), silent)
+
+
+def searched(*_: object, candidates: Sequence[Candidate], **__: object) -> tuple[Trial, ...]:
+    """The search of one candidate, which a third configuration does not survive."""
+    ((row, config),) = candidates
+    refused = "wrong" if config.get("tile") == 3 else None
+    return (Trial(kernel=row.id, config=config, time_us=9.0, workspace_bytes=8, refused=refused),)
 
 
 def name(choice: Choice) -> str:
@@ -107,12 +119,15 @@ def test_what_makes_the_program_faster_is_taken_for_each_step(
     cache, choices = TimingCache(), choices_of(graph)
     made = decided(graph, us, asked, monkeypatch, cache, choices)
     assert [name(c) for c in convolutions(made)] == [taken, taken]
-    assert asked[0] == ["onednn 0, onednn 0", "onednn 1, onednn 0", "aten -, onednn 0"]
+    assert asked[0] == [
+        "onednn 0, onednn 0", "onednn 3, onednn 0", "onednn 1, onednn 0", "aten -, onednn 0",
+    ]  # fmt: skip
     assert asked[1][0] == f"{taken}, onednn 0"
     assert len(asked) == 2
     last = convolutions(made)[1]
     assert {k.split(".")[1]: us for k, us in last.raced_us.items()} == raced_us
-    assert last.trials[0].time_us == {"onednn 0": 10.0, "onednn 1": 10.4, "aten -": 10.5}[taken]
+    was_first = taken == "onednn 0"
+    assert last.trials[0].workspace_bytes == (0 if was_first else 8)  # its own, not the first's
     assert all(a is b for a, b in zip(made, choices, strict=True) if b.node.op != "conv2d")
     # a lock remembers the decision, and not which configurations there were
     plain = [replace(c, trials=tuple(replace(t, tried=()) for t in c.trials)) for c in choices]
@@ -143,6 +158,12 @@ def test_a_busy_machine_changes_nothing_and_is_asked_again(
         made = decided(graph, us, asked, monkeypatch, cache, choices, noisy)
         assert [name(c) for c in convolutions(made)] == [taken, taken]
     assert len(asked) == 4
+    # where the time for measuring has ended, every step has a kernel all the same
+    ended = Allowance(seconds=0.0, measured=True)
+    monkeypatch.setattr(race, "measured", lambda programs, tuner, *_: tuner.allowance.spend())
+    tuner = replace(tuner_of(graph, TimingCache()), allowance=ended)
+    made = race_in_place.apply(graph, choices, tuner, silent)
+    assert [name(c) for c in convolutions(made)] == ["onednn 0", "onednn 0"]
     # what the check has found wrong since is not taken from the cache
     wrong = [
         replace(c, trials=tuple(replace(t, refused="wrong") if "aten" in t.kernel else t

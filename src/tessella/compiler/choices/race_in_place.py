@@ -9,24 +9,32 @@ configuration, and the fastest is kept.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from tessella.compiler.choices import race
-from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured, constants_of
 from tessella.compiler.choices.race_close_calls import is_short, may_take_over, with_first
 from tessella.compiler.execution import Ground
 from tessella.core.device import fingerprint
+from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
 from tessella.core.record import digest
 from tessella.graph.graph import Graph
+from tessella.kernels import catalog
+from tessella.search.allowance import OutOfTime
+from tessella.search.find import find
 from tessella.search.timing import Timing
 from tessella.search.tuning import Trial
 
 NEAR, NEAR_US = 1.25, 1.0  # times the fastest alone, or so much more: what may win in its place
-MIN_SHARE = 0.004  # of the program: a step that takes less changes nothing that can be measured
-MAX_STEPS, MAX_OTHERS = 20, 5  # of a bucket, steps of one problem counted once; of each of these
+MIN_SHARE = 0.01  # of the program: a step that takes less changes little that can be measured
+MAX_STEPS, MAX_OTHERS = 20, 4  # of a bucket, steps of one problem counted once; of each of these
+MAX_LOST = 5  # in a row changed nothing: lighter ones will not either
+MOST_SHARE, LEAST_S = 0.15, 4.0  # of the time since the build began to measure; but so long
 SECONDS = 5.0  # of measuring a program, for each second that one step may take
 WORTH_IT = 0.998  # the other program must win by a fifth of a percent
 NAME = "in_place"  # of what the cache keeps
@@ -36,10 +44,11 @@ VERSION = 1
 def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> list[Choice]:
     """The choices for a graph with concrete shapes, short steps decided by the whole program.
 
-    Steps with one problem change together. What was raced is in ``Choice.raced_us``.
+    Steps with one problem change together. What was raced is in ``Choice.raced_us``. Where the time
+    for measuring ends, the rest stays as it is.
     """
     chosen = list(choices)
-    races = _Races(graph, tuner)
+    races, lost = _Races(graph, tuner), 0
     for steps in _heaviest(chosen, tuner):
         first = chosen[steps[0]]
         winner, times_us = races.decided(chosen, steps)
@@ -50,6 +59,9 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
             what = f"{winner.kernel} {winner.config}, alone it was {first.kernel} {first.config}"
             took = f"{times_us[winner.kernel]:,.0f} µs (whole program)"
             emit(phase("race", f"{first.node.outputs[0].name}: {took}; {what}"))
+            lost = -1
+        if (lost := lost + 1) == MAX_LOST:
+            break
     return chosen
 
 
@@ -78,6 +90,7 @@ class _Races:
     def __init__(self, graph: Graph, tuner: Tuner) -> None:
         self._graph, self._tuner = graph, tuner
         self._ground: Ground | None = None
+        self._took_s = 0.0
 
     def decided(
         self, choices: Sequence[Choice], steps: Sequence[int]
@@ -87,21 +100,30 @@ class _Races:
         The decision is remembered, not the times: a lock does not keep which configurations there
         were.
         """
-        tuner = self._tuner
+        tuner, first = self._tuner, choices[steps[0]]
         device = fingerprint(tuner.target).hash
         made = [(c.problem.key, c.kernel, c.config, c.slices) for c in choices]
-        able = [t.kernel for t in choices[steps[0]].trials if t.refused is None]
-        key = digest([NAME, steps, able, made])
+        able = [t.kernel for t in first.trials if t.refused is None]
+        versions = [catalog.kernel(name).version for name in able]
+        key = digest([NAME, steps, able, versions, made])
         if (known := tuner.cache.get(device, key, NAME, VERSION)) is not None:
             return Trial(**known.config["trial"]), known.config["raced_us"]
-        trials = [choices[steps[0]].trials[0], *_others(choices[steps[0]])]
-        timings = self._timings(trials, choices, steps) if len(trials) > 1 else []
-        winner, raced_us = _winner(trials, timings)
+        began, trials = time.monotonic(), [first.trials[0], *_others(first)]
+        winner, raced_us, lasting = trials[0], dict[str, float](), len(trials) == 1
+        if not lasting and self._took_s < self._most_s():
+            with contextlib.suppress(OutOfTime):  # every step has a kernel
+                timings = self._timings(trials, choices, steps)
+                winner, raced_us = self._winner(first, trials, timings)
+                lasting = not any(timing.noisy for timing in timings)  # else another build asks
         decided: dict[str, Any] = {"trial": _plain(winner), "raced_us": raced_us}
         trial = Trial(kernel=NAME, config=decided)
-        quiet = not any(timing.noisy for timing in timings)  # else another build asks again
-        tuner.cache.put(device, key, VERSION, trial, lasting=quiet)
+        tuner.cache.put(device, key, VERSION, trial, lasting=lasting)
+        self._took_s += time.monotonic() - began
         return winner, raced_us
+
+    def _most_s(self) -> float:
+        """How long all races of a program may take."""
+        return max(LEAST_S, MOST_SHARE * self._tuner.allowance.since_s)
 
     def _timings(
         self, trials: Sequence[Trial], choices: Sequence[Choice], steps: Sequence[int]
@@ -115,16 +137,41 @@ class _Races:
         timings, self._ground = race.measured(programs, self._tuner, seconds, self._ground)
         return timings
 
+    def _winner(
+        self, choice: Choice, trials: Sequence[Trial], timings: Sequence[Timing]
+    ) -> tuple[Trial, dict[str, float]]:
+        """The first trial, or that with which the program is clearly the fastest, if it is right;
+        and the times of both.
+        """
+        first, kept = trials[0], timings[0]
+        for trial, timing in sorted(
+            zip(trials, timings, strict=True), key=lambda one: one[1].time_us
+        ):
+            if timing.time_us >= WORTH_IT * kept.time_us:
+                break
+            if timing.noisy or kept.noisy:
+                continue
+            if (right := self._checked(choice, trial)) is not None:
+                return right, {first.kernel: kept.time_us} | {right.kernel: timing.time_us}
+        return first, {first.kernel: kept.time_us}
 
-def _winner(trials: Sequence[Trial], timings: Sequence[Timing]) -> tuple[Trial, dict[str, float]]:
-    """The first trial, or that with which the program is clearly faster; and the times of both."""
-    if not timings:
-        return trials[0], {}
-    best, timing = min(zip(trials, timings, strict=True), key=lambda one: one[1].time_us)
-    is_clear = timing.time_us < WORTH_IT * timings[0].time_us
-    if not is_clear or timing.noisy or timings[0].noisy:
-        best, timing = trials[0], timings[0]
-    return best, {trials[0].kernel: timings[0].time_us} | {best.kernel: timing.time_us}
+    def _checked(self, choice: Choice, trial: Trial) -> Trial | None:
+        """The trial as a search has it that tries nothing else, and compares ours with float64;
+        None if it is wrong.
+        """
+        tuner, row = self._tuner, catalog.kernel(trial.kernel)
+        problem = as_measured(choice.problem)
+        with contextlib.suppress(CompileError):
+            found = find(
+                problem,
+                constants_of(choice.node, problem, tuner.constants),
+                target=tuner.target,
+                options=replace(tuner.options, algorithms=[row.algorithm]),
+                candidates=[(row, trial.config)],
+            )
+            same = (t for t in found if (t.kernel, t.config) == (trial.kernel, trial.config))
+            return next((t for t in same if t.refused is None), None)
+        return None
 
 
 def _others(choice: Choice) -> list[Trial]:
