@@ -18,11 +18,15 @@ class Allowance:
     measurement is made however long the choice took.
 
     >>> Allowance(seconds=0.0).spend()      # the first measurement is always made
+
+    Attributes:
+        optional_s: the seconds of measurements without which a plan would be finished, too.
     """
 
     seconds: float | None = None
     started: float | None = None
     measured: bool = False
+    optional_s: float = 0.0
 
     @property
     def left_s(self) -> float | None:

@@ -34,7 +34,7 @@ NEAR, NEAR_US = 1.25, 1.0  # times the fastest alone, or so much more: what may 
 MIN_SHARE = 0.01  # of the program: a step that takes less changes little that can be measured
 MAX_STEPS, MAX_OTHERS = 20, 4  # of a bucket, steps of one problem counted once; of each of these
 MAX_LOST = 5  # in a row changed nothing: lighter ones will not either
-MOST_SHARE, LEAST_S = 0.15, 4.0  # of the time since the build began to measure; but so long
+MOST_SHARE, LEAST_S = 0.1, 5.0  # of the time since the build began to measure; but so long
 SECONDS = 5.0  # of measuring a program, for each second that one step may take
 WORTH_IT = 0.998  # the other program must win by a fifth of a percent
 NAME = "in_place"  # of what the cache keeps
@@ -90,7 +90,6 @@ class _Races:
     def __init__(self, graph: Graph, tuner: Tuner) -> None:
         self._graph, self._tuner = graph, tuner
         self._ground: Ground | None = None
-        self._took_s = 0.0
 
     def decided(
         self, choices: Sequence[Choice], steps: Sequence[int]
@@ -110,7 +109,9 @@ class _Races:
             return Trial(**known.config["trial"]), known.config["raced_us"]
         began, trials = time.monotonic(), [first.trials[0], *_others(first)]
         winner, raced_us, lasting = trials[0], dict[str, float](), len(trials) == 1
-        if not lasting and self._took_s < self._most_s():
+        allowance = tuner.allowance
+        most_s = max(LEAST_S, MOST_SHARE * allowance.since_s)
+        if not lasting and allowance.optional_s < most_s:
             with contextlib.suppress(OutOfTime):  # every step has a kernel
                 timings = self._timings(trials, choices, steps)
                 winner, raced_us = self._winner(first, trials, timings)
@@ -118,12 +119,8 @@ class _Races:
         decided: dict[str, Any] = {"trial": _plain(winner), "raced_us": raced_us}
         trial = Trial(kernel=NAME, config=decided)
         tuner.cache.put(device, key, VERSION, trial, lasting=lasting)
-        self._took_s += time.monotonic() - began
+        allowance.optional_s += time.monotonic() - began
         return winner, raced_us
-
-    def _most_s(self) -> float:
-        """How long all races of a program may take."""
-        return max(LEAST_S, MOST_SHARE * self._tuner.allowance.since_s)
 
     def _timings(
         self, trials: Sequence[Trial], choices: Sequence[Choice], steps: Sequence[int]
