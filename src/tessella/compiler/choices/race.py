@@ -85,9 +85,9 @@ def measured(
 
 def _run(graph: Graph, bucket: Bucket, tuner: Tuner, ground: Ground) -> Callable[[], object]:
     """The program as a plan will have it: in an arena, and on a GPU as a CUDA graph."""
-    inputs = [sample(value, torch_device(tuner.target)) for value in graph.inputs]
-    run = partial(bound(graph, bucket, tuner, ground), inputs)
-    return run if inputs[0].device.type == "cpu" else Captured(run).replay
+    device = torch_device(tuner.target)
+    run = partial(bound(graph, bucket, tuner, ground), [sample(v, device) for v in graph.inputs])
+    return run if device.type == "cpu" else Captured(run).replay
 
 
 def sample(value: Value, device: torch.device) -> torch.Tensor:
