@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler.choices.choose_kernels import Tuner
 from tessella.core.device import torch_device
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
-from tessella.execution.steps import Binder, Known
+from tessella.execution.steps import Binder
 from tessella.graph.graph import Graph
 from tessella.graph.value import shape_at
 from tessella.operations.tensor_meta import TensorMeta
 
 
-@dataclass
-class Ground:
-    """Where programs that differ in few steps run, one at a time, and what is bound there."""
-
-    arena: Arena
-    known: Known = field(default_factory=dict)
-
-
-def bound(graph: Graph, bucket: Bucket, tuner: Tuner, ground: Ground | None = None) -> BoundBucket:
+def bound(graph: Graph, bucket: Bucket, tuner: Tuner, arena: Arena | None = None) -> BoundBucket:
     """The bucket of a graph with concrete shapes, in an arena of its own if none is given."""
-    ground = ground or Ground(Arena(bucket.arena_bytes, torch_device(tuner.target)))
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),
         outputs=tuple(v.name for v in graph.outputs),
@@ -41,7 +30,6 @@ def bound(graph: Graph, bucket: Bucket, tuner: Tuner, ground: Ground | None = No
         inputs=inputs,
         target=tuner.target,
         math=tuner.math,
-        arena=ground.arena,
-        known=ground.known,
+        arena=arena or Arena(bucket.arena_bytes, torch_device(tuner.target)),
     )
     return BoundBucket(binder)

@@ -15,7 +15,6 @@ class Arena:
     """``nbytes`` of memory on a device; all buckets of an engine share it, one runs at a time."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
         self._bytes = empty_bytes(nbytes, device)
 
     def view(self, buffer: Buffer, buffers: Mapping[str, Buffer]) -> torch.Tensor | None:

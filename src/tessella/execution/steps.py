@@ -51,9 +51,6 @@ class BoundStep:
         return self.out is None and not isinstance(self.call, Launch)
 
 
-Known = dict[str, tuple[tuple[Buffer, ...], BoundStep]]  # with the buffers that it writes into
-
-
 @dataclass(frozen=True, kw_only=True)
 class Binder:
     """What the steps of a bucket are bound with.
@@ -61,9 +58,6 @@ class Binder:
     Attributes:
         weights: the constants by name, on the target's device.
         inputs: what each of the program's inputs is at this batch size.
-        known: steps that were bound in this arena before, by their first result: those of a program
-            that differs in others are the same, wherever their operands lie, which a call is given.
-            None to remember none.
     """
 
     program: Program
@@ -73,7 +67,6 @@ class Binder:
     target: str
     math: Math
     arena: Arena
-    known: Known | None = None
 
     @cached_property
     def _buffers(self) -> dict[str, Buffer]:
@@ -108,10 +101,6 @@ class Binder:
             if n is not None and n in self.weights
         }
         problem = self._problem(step, tuple(constants), ends)
-        places = self._places(step)
-        before, known = (self.known or {}).get(step.outputs[0], (None, None))
-        if known and (before, known.step, known.problem) == (places, step, problem):
-            return known
         try:
             _require_shapes(step, problem)
             row = catalog.kernel(step.kernel)
@@ -146,16 +135,7 @@ class Binder:
                 seen=first_line(error),
                 fix="build the plan again with this version of Tessella",
             ) from error
-        bound = BoundStep(step=step, problem=problem, call=call, out=out, lying=made)
-        if self.known is not None and out is not None:  # else its place depends on those of others
-            self.known[step.outputs[0]] = places, bound
-        return bound
-
-    def _places(self, step: Step) -> tuple[Buffer, ...]:
-        """The buffers that a step writes into, and those of which they are slices."""
-        names = [n for n in (*step.outputs, step.workspace) if n is not None]
-        names += [self._slices[n].of for n in names if n in self._slices]
-        return tuple(self._buffers[n] for n in names)
+        return BoundStep(step=step, problem=problem, call=call, out=out, lying=made)
 
     def _lying(
         self,

@@ -72,11 +72,11 @@ def decided(
 ) -> list[Choice]:
     """The pass, where a program takes what ``us`` says of its convolutions, and 1 µs for others."""
 
-    def measured(programs: race.Programs, *_: object) -> tuple[list[Timing], None]:
+    def measured(programs: race.Programs, *_: object) -> list[Timing]:
         convolutions = [[c for c in made if c.node.op == "conv2d"] for _, made in programs]
         asked.append([", ".join(map(name, made)) for made in convolutions])
         times = [sum(us.get(name(c), 1.0) for c in made) for made in convolutions]
-        return [Timing(time_us=time_us, spread_us=0.0, noisy=noisy) for time_us in times], None
+        return [Timing(time_us=time_us, spread_us=0.0, noisy=noisy) for time_us in times]
 
     monkeypatch.setattr(race, "measured", measured)
     monkeypatch.setattr(race_in_place, "find", searched)

@@ -14,7 +14,7 @@ import torch
 from tessella.artifacts.program import Bucket
 from tessella.compiler.choices import plan_memory
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
-from tessella.compiler.execution import Ground, bound
+from tessella.compiler.execution import bound
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
 from tessella.device.float32_math import float32_math
@@ -50,43 +50,32 @@ def times_us(programs: Programs, tuner: Tuner, *, seconds: float | None = None) 
     if all(known):
         return [trial.time_us or 0.0 for trial in known if trial]
     seconds = SECONDS * tuner.budget_s if seconds is None else seconds
-    timings, _ = measured(programs, tuner, seconds)
+    timings = measured(programs, tuner, seconds)
     for name, timing in zip(names, timings, strict=True):
         tuner.cache.put(device, key, VERSION, Trial(kernel=name, **vars(timing)))
     return [timing.time_us for timing in timings]
 
 
-def measured(
-    programs: Programs, tuner: Tuner, seconds: float, ground: Ground | None = None
-) -> tuple[list[Timing], Ground]:
-    """``times_us`` of programs of which nothing is known, and of which nothing is remembered.
-
-    Args:
-        ground: of an earlier race, whose programs had most of their steps in common with these.
-
-    Returns:
-        The programs' times, and where they ran.
-    """
+def measured(programs: Programs, tuner: Tuner, seconds: float) -> list[Timing]:
+    """``times_us`` of programs of which nothing is known, and of which nothing is remembered."""
     tuner.allowance.spend()
     device = torch_device(tuner.target)
     # any batch: only a plan's reader asks for it
     buckets = [plan_memory.apply(graph, choices, 1) for graph, choices in programs]
-    needed = max(bucket.arena_bytes for bucket in buckets)
-    if ground is None or needed > ground.arena.nbytes:
-        ground = Ground(Arena(needed, device))
+    arena = Arena(max(bucket.arena_bytes for bucket in buckets), device)  # one runs at a time
     with torch.inference_mode(), float32_math(tuner.math):
         runs = {
-            str(i): _run(graph, bucket, tuner, ground)
+            str(i): _run(graph, bucket, tuner, arena)
             for i, ((graph, _), bucket) in enumerate(zip(programs, buckets, strict=True))
         }
         timings = latency(runs, device=device, seconds=seconds)
-    return [timings[name] for name in runs], ground
+    return [timings[name] for name in runs]
 
 
-def _run(graph: Graph, bucket: Bucket, tuner: Tuner, ground: Ground) -> Callable[[], object]:
+def _run(graph: Graph, bucket: Bucket, tuner: Tuner, arena: Arena) -> Callable[[], object]:
     """The program as a plan will have it: in an arena, and on a GPU as a CUDA graph."""
     device = torch_device(tuner.target)
-    run = partial(bound(graph, bucket, tuner, ground), [sample(v, device) for v in graph.inputs])
+    run = partial(bound(graph, bucket, tuner, arena), [sample(v, device) for v in graph.inputs])
     return run if device.type == "cpu" else Captured(run).replay
 
 

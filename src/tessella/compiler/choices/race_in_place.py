@@ -18,7 +18,6 @@ from typing import Any
 from tessella.compiler.choices import race
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured, constants_of
 from tessella.compiler.choices.race_close_calls import is_short, may_take_over, with_first
-from tessella.compiler.execution import Ground
 from tessella.core.device import fingerprint
 from tessella.core.errors import CompileError
 from tessella.core.events import Emit, phase
@@ -35,7 +34,7 @@ MIN_SHARE = 0.01  # of the program: a step that takes less changes little that c
 MAX_STEPS, MAX_OTHERS = 20, 4  # of a bucket, steps of one problem counted once; of each of these
 MAX_LOST = 5  # in a row changed nothing: lighter ones will not either
 MOST_SHARE, LEAST_S = 0.1, 5.0  # of the time since the build began to measure; but so long
-SECONDS = 5.0  # of measuring a program, for each second that one step may take
+SECONDS = 2.5  # of measuring a program, for each second that one step may take
 WORTH_IT = 0.998  # the other program must win by a fifth of a percent
 NAME = "in_place"  # of what the cache keeps
 VERSION = 1
@@ -85,11 +84,10 @@ def _heaviest(choices: Sequence[Choice], tuner: Tuner) -> list[list[int]]:
 
 
 class _Races:
-    """The races of one program, in one place: most steps of all are the same, and bound once."""
+    """The races of one program."""
 
     def __init__(self, graph: Graph, tuner: Tuner) -> None:
         self._graph, self._tuner = graph, tuner
-        self._ground: Ground | None = None
 
     def decided(
         self, choices: Sequence[Choice], steps: Sequence[int]
@@ -131,8 +129,7 @@ class _Races:
             for t in trials
         ]
         seconds = SECONDS * self._tuner.budget_s * len(programs)
-        timings, self._ground = race.measured(programs, self._tuner, seconds, self._ground)
-        return timings
+        return race.measured(programs, self._tuner, seconds)
 
     def _winner(
         self, choice: Choice, trials: Sequence[Trial], timings: Sequence[Timing]
