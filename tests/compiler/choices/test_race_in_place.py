@@ -15,7 +15,7 @@ from tessella.graph import Graph
 from tessella.search.allowance import Allowance
 from tessella.search.evidence import Candidate
 from tessella.search.timing import Timing
-from tessella.search.tuning import TimingCache, Trial, Tried
+from tessella.search.tuning import Lock, TimingCache, Trial, Tried
 from tests.support.networks import captured
 
 # alone: the first one's configurations, then the other's; 13.0 is too far, 10.9 was refused, and
@@ -116,7 +116,7 @@ def test_what_makes_the_program_faster_is_taken_for_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two convolutions of two problems, one race after the other; nothing far or refused."""
-    cache, choices = TimingCache(), choices_of(graph)
+    cache, choices = Lock(), choices_of(graph)
     made = decided(graph, us, asked, monkeypatch, cache, choices)
     assert [name(c) for c in convolutions(made)] == [taken, taken]
     assert asked[0] == [
@@ -131,7 +131,7 @@ def test_what_makes_the_program_faster_is_taken_for_each_step(
     assert all(a is b for a, b in zip(made, choices, strict=True) if b.node.op != "conv2d")
     # a lock remembers the decision, and not which configurations there were
     plain = [replace(c, trials=tuple(replace(t, tried=()) for t in c.trials)) for c in choices]
-    again = decided(graph, us, asked, monkeypatch, cache, plain)
+    again = decided(graph, us, asked, monkeypatch, Lock(lines=cache.used), plain)
     assert [(name(c), c.raced_us) for c in again] == [(name(c), c.raced_us) for c in made]
     assert len(asked) == 2
 
