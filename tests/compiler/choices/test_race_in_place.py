@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,7 @@ TRIALS = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph() -> Graph:
     return captured("lenet").at_batch(2)
 
@@ -43,6 +44,7 @@ def tuner_of(graph: Graph, cache: TimingCache, budget_s: float = 0.01) -> Tuner:
     return Tuner(target="cpu", math="ieee", constants=constants, cache=cache, budget_s=budget_s)
 
 
+@functools.cache
 def choices_of(graph: Graph) -> list[Choice]:
     """LeNet's steps: of the convolutions with what stands above, the rest light."""
     made = choose_kernels.apply(graph, {}, tuner_of(graph, TimingCache(), 0.0), silent, "test")
