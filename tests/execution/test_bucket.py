@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tessella.compiler import verify
+from tessella.compiler import execution, verify
 from tessella.compiler.choices import choose_kernels, overwrite_residuals, plan_memory, race
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import with_layout
 from tessella.core.errors import CompileError
 from tessella.core.events import silent
 from tessella.core.spec import TensorSpec
+from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
 from tessella.graph.build import Builder
 from tessella.graph.graph import Graph
@@ -37,14 +38,14 @@ def chosen(graph: Graph) -> tuple[Graph, list[Choice], Tuner]:
 
 def test_a_race_runs_in_the_arena_of_the_plan() -> None:
     graph, choices, tuner = chosen(captured("vit").at_batch(2))
-    run = race._run(graph, choices, tuner)
+    bucket = plan_memory.apply(graph, choices, 2)
+    run = race._run(graph, bucket, tuner, Arena(bucket.arena_bytes, torch.device("cpu")))
     (answer,) = run()
     x = race.sample(graph.inputs[0], torch.device("cpu"))
     (right,) = interpret(graph, {graph.inputs[0].name: x}, upcast=torch.float64).values()
     torch.testing.assert_close(answer.double(), right, rtol=1e-4, atol=1e-4)
     bound = run.func
     assert isinstance(bound, BoundBucket)
-    bucket = plan_memory.apply(graph, choices, 2)
     arenas = {s.out.untyped_storage().data_ptr() for s in bound.steps if s.out is not None}
     sizes = {s.out.untyped_storage().nbytes() for s in bound.steps if s.out is not None}
     assert (len(arenas), sizes) == (1, {bucket.arena_bytes})
@@ -93,8 +94,7 @@ def test_views_of_the_arena_are_made_once_and_see_each_run() -> None:
     row = build.one("select", [half], dim=2, index=3)
     graph = build.finish([build.one("exp", [row])], ["y"])
     graph, choices, tuner = chosen(graph)
-    bound = race._run(graph, choices, tuner).func
-    assert isinstance(bound, BoundBucket)
+    bound = execution.bound(graph, plan_memory.apply(graph, choices, 1), tuner)
     views = [s for s in bound.steps if s.step.op in ("slice", "select")]
     assert len(views) == 2
     for seed in range(3):

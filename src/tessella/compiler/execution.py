@@ -13,8 +13,8 @@ from tessella.graph.value import shape_at
 from tessella.operations.tensor_meta import TensorMeta
 
 
-def bound(graph: Graph, bucket: Bucket, tuner: Tuner) -> BoundBucket:
-    """The bucket of a graph with concrete shapes, in an arena of its own."""
+def bound(graph: Graph, bucket: Bucket, tuner: Tuner, arena: Arena | None = None) -> BoundBucket:
+    """The bucket of a graph with concrete shapes, in an arena of its own if none is given."""
     program = Program(
         inputs=tuple(v.name for v in graph.inputs),
         outputs=tuple(v.name for v in graph.outputs),
@@ -30,6 +30,6 @@ def bound(graph: Graph, bucket: Bucket, tuner: Tuner) -> BoundBucket:
         inputs=inputs,
         target=tuner.target,
         math=tuner.math,
-        arena=Arena(bucket.arena_bytes, torch_device(tuner.target)),
+        arena=arena or Arena(bucket.arena_bytes, torch_device(tuner.target)),
     )
     return BoundBucket(binder)

@@ -21,6 +21,7 @@ from tessella.compiler.choices import (
     overwrite_residuals,
     plan_memory,
     race_close_calls,
+    race_in_place,
 )
 from tessella.compiler.precision import Assignment
 from tessella.compiler.rewrites import (
@@ -309,6 +310,8 @@ PASSES = (
          "a sum is made where its residual lies, if nothing else needs that"),
     Pass("choose", race_close_calls.apply,
          "kernels within noise of each other: the faster whole program decides"),
+    Pass("choose", race_in_place.apply,
+         "short steps' kernels and configurations, tried where they will run", on_gpu),
     Pass("memory", plan_memory.apply, "lifetimes, and one arena for the live values"),
 )
 # fmt: on

@@ -18,11 +18,15 @@ class Allowance:
     measurement is made however long the choice took.
 
     >>> Allowance(seconds=0.0).spend()      # the first measurement is always made
+
+    Attributes:
+        optional_s: the seconds of measurements without which a plan would be finished, too.
     """
 
     seconds: float | None = None
     started: float | None = None
     measured: bool = False
+    optional_s: float = 0.0
 
     @property
     def left_s(self) -> float | None:
@@ -31,6 +35,11 @@ class Allowance:
         if self.started is None:
             self.started = now
         return None if self.seconds is None else max(0.0, self.started + self.seconds - now)
+
+    @property
+    def since_s(self) -> float:
+        """The seconds since a time was first asked for."""
+        return 0.0 if self.started is None else time.monotonic() - self.started
 
     def spend(self) -> None:
         """Called before each measurement.

@@ -11,16 +11,18 @@ from functools import partial
 
 import torch
 
+from tessella.artifacts.program import Bucket
 from tessella.compiler.choices import plan_memory
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.execution import bound
 from tessella.core.device import fingerprint, torch_device
 from tessella.core.record import digest
 from tessella.device.float32_math import float32_math
+from tessella.execution.arena import Arena
 from tessella.execution.capture import Captured
 from tessella.graph.graph import Graph, Value
 from tessella.graph.value import shape_at
-from tessella.search.timing import latency
+from tessella.search.timing import Timing, latency
 from tessella.search.tuning import Trial
 
 Programs = Sequence[tuple[Graph, Sequence[Choice]]]
@@ -47,25 +49,33 @@ def times_us(programs: Programs, tuner: Tuner, *, seconds: float | None = None) 
     known = [tuner.cache.get(device, key, name, VERSION) for name in names]
     if all(known):
         return [trial.time_us or 0.0 for trial in known if trial]
+    seconds = SECONDS * tuner.budget_s if seconds is None else seconds
+    timings = measured(programs, tuner, seconds)
+    for name, timing in zip(names, timings, strict=True):
+        tuner.cache.put(device, key, VERSION, Trial(kernel=name, **vars(timing)))
+    return [timing.time_us for timing in timings]
+
+
+def measured(programs: Programs, tuner: Tuner, seconds: float) -> list[Timing]:
+    """``times_us`` of programs of which nothing is known, and of which nothing is remembered."""
     tuner.allowance.spend()
+    device = torch_device(tuner.target)
+    # any batch: only a plan's reader asks for it
+    buckets = [plan_memory.apply(graph, choices, 1) for graph, choices in programs]
+    arena = Arena(max(bucket.arena_bytes for bucket in buckets), device)  # one runs at a time
     with torch.inference_mode(), float32_math(tuner.math):
-        timings = latency(
-            {n: _run(*program, tuner) for n, program in zip(names, programs, strict=True)},
-            device=torch_device(tuner.target),
-            seconds=SECONDS * tuner.budget_s if seconds is None else seconds,
-        )
-    for name in names:
-        timing = timings[name]
-        trial = Trial(kernel=name, **vars(timing))
-        tuner.cache.put(device, key, VERSION, trial)
-    return [timings[name].time_us for name in names]
+        runs = {
+            str(i): _run(graph, bucket, tuner, arena)
+            for i, ((graph, _), bucket) in enumerate(zip(programs, buckets, strict=True))
+        }
+        timings = latency(runs, device=device, seconds=seconds)
+    return [timings[name] for name in runs]
 
 
-def _run(graph: Graph, choices: Sequence[Choice], tuner: Tuner) -> Callable[[], object]:
+def _run(graph: Graph, bucket: Bucket, tuner: Tuner, arena: Arena) -> Callable[[], object]:
     """The program as a plan will have it: in an arena, and on a GPU as a CUDA graph."""
     device = torch_device(tuner.target)
-    bucket = plan_memory.apply(graph, choices, 1)  # any batch: only a plan's reader asks for it
-    run = partial(bound(graph, bucket, tuner), [sample(v, device) for v in graph.inputs])
+    run = partial(bound(graph, bucket, tuner, arena), [sample(v, device) for v in graph.inputs])
     return run if device.type == "cpu" else Captured(run).replay
 
 

@@ -7,7 +7,8 @@ cannot tell apart are asked again in the program, the heaviest steps first, gree
 A kernel of ours costs less among others than a library's, which no search of single kernels sees:
 on a GPU it starts while the one before still runs (``device.overlap``), on a CPU it is little code,
 where a call of torch's is much that the other steps have thrown out of the caches. So first, all
-that a library wins by less than that are asked together.
+that a library wins by less than that are asked together. Short steps of a GPU have a pass of their
+own, ``race_in_place``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 
 from tessella.compiler.choices import race
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, as_measured
+from tessella.core.architectures import is_gpu
 from tessella.core.device import torch_device
 from tessella.core.events import Emit, phase
 from tessella.graph.graph import Graph
@@ -31,6 +33,8 @@ MAX_CALLS = 6  # a bucket
 # time is the same. In ResNet-50 at batches of 16 and 32 no race of two such gained 2 %; at 4 images
 # a race takes 3 s to tell one twentieth of a twentieth of the program
 LONG_US = 2000.0
+# On a GPU, among others such a step's time is another than alone: caches and starts are most of it
+SHORT_US = 25.0
 SECONDS = 10.0  # of one race, for each second that one step may take
 WORTH_IT = 0.995  # the other kernel's program must win by half a percent
 # What overlap hides of a kernel on a GPU: about 1 µs, and as much noise as is usual; on a CPU
@@ -50,7 +54,7 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
         before = chosen[steps[0]]
         group = kind(as_measured(before.problem), 0)[0], str(bool(before.slices))
         pair = (*group, *sorted((before.kernel, other.kernel)))
-        swapped = {i: replace(chosen[i], trials=_first(other, chosen[i].trials)) for i in steps}
+        swapped = {i: with_first(other, chosen[i]) for i in steps}
         changed = [swapped.get(i, choice) for i, choice in enumerate(chosen)]
         if (winner := tuner.raced.get(pair)) is not None:
             chosen = changed if winner == other.kernel else chosen
@@ -83,10 +87,11 @@ def _overlapped(
         if best.time_us is None or catalog.kernel(best.kernel).source == "tessella":
             continue
         for trial in choice.trials[1:]:
-            ours = catalog.kernel(trial.kernel).source == "tessella" and _may(trial, choice)
+            ours = catalog.kernel(trial.kernel).source == "tessella"
+            ours = ours and may_take_over(trial, choice)
             if ours and trial.refused is None and trial.time_us is not None:
                 if trial.time_us - best.time_us <= most_us:
-                    changed[index] = replace(choice, trials=_first(trial, choice.trials))
+                    changed[index] = with_first(trial, choice)
                 break
     asked = [i for i, (a, b) in enumerate(zip(choices, changed, strict=True)) if a is not b]
     if not asked:
@@ -127,10 +132,18 @@ def _close_calls(
         first = choices[steps[0]]
         heavy_us = len(steps) * (first.trials[0].time_us or 0.0)
         other = _within_noise(first)
-        if other is not None and heavy_us >= MIN_SHARE * total_us and not _is_long(first, target):
+        is_asked = not _is_long(first, target) and not is_short(first, target)
+        if other is not None and heavy_us >= MIN_SHARE * total_us and is_asked:
             found.append((heavy_us, steps, other))
     found.sort(key=lambda call: (-call[0], call[1]))
     return [(steps, other) for _, steps, other in found[:MAX_CALLS]]
+
+
+def is_short(choice: Choice, target: str) -> bool:
+    """Whether a step is one that ``race_in_place`` asks for."""
+    best = choice.trials[0]
+    is_counted = best.time_us is not None and not catalog.kernel(best.kernel).aliases
+    return is_gpu(target) and is_counted and (best.time_us or 0.0) <= SHORT_US
 
 
 def _is_long(choice: Choice, target: str) -> bool:
@@ -143,18 +156,20 @@ def _within_noise(choice: Choice) -> Trial | None:
     if best.time_us is None or catalog.kernel(best.kernel).aliases:
         return None
     for trial in choice.trials[1:]:
-        if trial.refused is not None or trial.time_us is None or not _may(trial, choice):
+        if trial.refused is not None or trial.time_us is None or not may_take_over(trial, choice):
             continue
         margin_us = max(CLOSE * best.time_us, (best.spread_us or 0.0) + (trial.spread_us or 0.0))
         return trial if trial.time_us - best.time_us <= margin_us else None
     return None
 
 
-def _may(trial: Trial, choice: Choice) -> bool:
+def may_take_over(trial: Trial, choice: Choice) -> bool:
     """No view, whose memory the other steps would have to know of; a slice is written into."""
     row = catalog.kernel(trial.kernel)
     return not row.aliases and (not choice.slices or row.writes_out)
 
 
-def _first(trial: Trial, trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    return (trial, *(t for t in trials if t.kernel != trial.kernel))
+def with_first(trial: Trial, choice: Choice) -> Choice:
+    """The choice with another winner."""
+    others = (t for t in choice.trials if t.kernel != trial.kernel)
+    return replace(choice, trials=(trial, *others))
