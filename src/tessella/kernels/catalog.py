@@ -484,6 +484,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("image_to_tensor", "transform.image_aten"),
     *_gpu("rearrange", "rows", "transform.rearrange_rows"),
     *_gpu("rearrange", "tiles", "transform.rearrange_tiles"),
+    *_x86("rearrange", "{}", "transform.x86_rearrange"),
     *_aten("rearrange", "transform.rearrange_aten"),
     *_aten("reshape permute", "transform.views", "view", views=True, **_NEW),
     *_aten(
