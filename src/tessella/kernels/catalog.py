@@ -289,6 +289,7 @@ def _aten(ops: str, module: str, algorithm: str = "aten", **flags: Any) -> tuple
 
 
 _NEW: dict[str, Any] = {"writes_out": False}
+_FLOORED: dict[str, Any] = {"source": "onednn", "floor": True, **_NEW}
 _INTO: dict[str, Any] = {"sliced_out": True, "floor": True}
 _ADDS: dict[str, Any] = {
     "views": True,
@@ -303,7 +304,7 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
-    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", sliced_out=True),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", **_INTO),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=2, gamma=True, **_INTO),
     *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", **_INTO),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", **_INTO),
@@ -314,9 +315,9 @@ KERNELS: tuple[Kernel, ...] = (
     *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
     *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
     *_int8("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2"),
-    *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
+    *_cpu("conv2d", "onednn", "conv.libraries.onednn", **_FLOORED),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
-    *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
+    *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", **_FLOORED),
     *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
     *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),

@@ -13,6 +13,7 @@ from torch import nn
 
 from tessella.compiler.rewrites import fold_floors, fuse_epilogue
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.device.x86 import code
 from tessella.graph import capture, check, interpret
 from tessella.kernels import catalog
 from tessella.operations import problems
@@ -72,27 +73,34 @@ def test_the_numbers_stay(
     assert fold_floors.apply(graph, "cpu") == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_kernel_that_knows_a_floor_raises_to_it(name: str) -> None:
+def test_every_kernel_that_knows_a_floor_raises_to_it(name: str, dtype: str) -> None:
     shape, window = LAYERS[name]
     torch.manual_seed(0)
     channels = shape[1] * int(window.get("groups", 1))
-    x = torch.randn(2, channels, 9, 7).to(memory_format=torch.channels_last)
-    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    kind, near = getattr(torch, dtype), 1e-4 if dtype == "float32" else 2e-2
+    x = torch.randn(2, channels, 9, 7).to(kind).to(memory_format=torch.channels_last)
+    weight, bias = torch.randn(shape).to(kind), torch.randn(shape[0]).to(kind)
     wide = F.conv2d(x.double(), weight.double(), bias.double(), **window)
-    tried = 0
-    for row, floor in product(catalog.candidates("conv2d", "cpu"), (-0.5, 0.25)):
+    residual = torch.randn(wide.shape).to(kind).to(memory_format=torch.channels_last)
+    tried = set()
+    for row, floor, added in product(
+        catalog.candidates("conv2d", "cpu"), (-0.5, 0.25), (None, residual)
+    ):
         problem = problems.conv(
-            *map(meta_of, (x, weight, bias)), activation="relu", floor=floor, constant=(1, 2),
-            **window,
+            *map(meta_of, (x, weight, bias)), None if added is None else meta_of(added),
+            activation="relu", floor=floor, constant=(1, 2), **window,
         )  # fmt: skip
         if row.refusal(problem) is not None:
             continue
-        tried += row.isa is not None
+        tried.add(row.source if row.isa is None else row.isa)
         call, buffers = bind(row, problem, {1: weight, 2: bias}, torch.device("cpu"))
-        made = call(x, **buffers)
-        torch.testing.assert_close(made.double(), wide.clamp(min=floor), rtol=1e-4, atol=1e-4)
-    assert tried
+        made = call(*(t for t in (x, added) if t is not None), **buffers).double()
+        right = (wide if added is None else wide + added.double()).clamp(min=floor)
+        torch.testing.assert_close(made, right, rtol=near, atol=near)
+    has = ["onednn", *(["amx_bf16"] if dtype == "bfloat16" and name != "by channel" else [])]
+    assert {isa for isa in has if isa == "onednn" or code.refusal(isa) is None} <= tried
 
 
 @pytest.mark.parametrize(

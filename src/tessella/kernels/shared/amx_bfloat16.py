@@ -261,6 +261,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
         together=math.ceil(len(panels.begins) / math.ceil(wanted / items)),
         pitches=(pixel_bytes(x), pixel_bytes(y), added),
         activation=problem.epilogue.activation,
+        floor=float(problem.epilogue.floor),
         spread=spread,
         along=step,
     )
