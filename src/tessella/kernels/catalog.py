@@ -405,6 +405,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
     *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86("mean", "{}", "pool.x86"),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_x86("layer_norm", "{}", "norm.x86", in_place=True),

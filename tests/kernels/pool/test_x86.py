@@ -180,6 +180,19 @@ def test_adaptive_means_of_equal_windows(
         is_the_mean(here.name, problem("adaptive_avg_pool2d", shape, attrs, dtype))
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_means_of_all_pixels(keepdim: bool) -> None:
+    here = x86.code.require_instructions()
+    for dtype in ("float32", *["bfloat16"] * x86.code.has_bfloat16()):
+        for dim in ([2, 3], [-1, -2]):
+            attrs = {"dim": dim, "keepdim": keepdim}
+            is_the_mean(here.name, problem("mean", (2, 203, 7, 9), attrs, dtype))
+    row = catalog.kernel(f"mean.{here.name}")
+    for dim, format in (([1, 2], "channels_last"), (None, "channels_last"), ([2, 3], "contiguous")):
+        asked = problem("mean", (2, 64, 7, 9), {"dim": dim, "keepdim": True}, format=format)
+        assert row.refusal(asked) is not None
+
+
 def test_other_adaptive_means_are_left_to_others() -> None:
     row = catalog.kernel(f"adaptive_avg_pool2d.{x86.code.require_instructions().name}")
 

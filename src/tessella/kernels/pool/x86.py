@@ -4,7 +4,7 @@ between.
 A thread takes one row of the result after another. Of its pixels a vector of channels at a time,
 four of them together, are the maxima of what the window reads, or the sums, which are scaled; a
 table says which rows and columns of each window lie inside of the image. Adaptive means whose
-windows are all of one size are plain ones; a global mean is.
+windows are all of one size are plain ones; a global mean is, and that of all pixels.
 
 NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
 vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
@@ -53,6 +53,8 @@ MOST_ADDED = 2**10
 def fits(problem: Problem) -> str | None:
     if problem.is_constant("input"):
         return "its input is a constant"
+    if (problem := _as_adaptive(problem)).op == "mean":
+        return "means of an image's pixels, made dense"
     if why := _adaptive_refusal(problem):
         return why
     problem = _with_windows(problem)
@@ -92,7 +94,7 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    problem = _with_windows(problem)
+    problem = _with_windows(_as_adaptive(problem))
     x, y = problem["input"], problem.output
     lines, columns = _lines(problem), _spans(problem, 1)
     _require_inside(problem, lines, columns)
@@ -116,6 +118,18 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         return x.data_ptr(), out.data_ptr()
 
     return code.Launch(made, items, numbers, few=x.nbytes <= ALONE_BYTES)
+
+
+def _as_adaptive(problem: Problem) -> Problem:
+    """A mean over the pixels of an image as a pooling to one of them; others as they are."""
+    x, y, dim = problem["input"], problem.output, problem.attr("dim")
+    if problem.op != "mean" or len(x.shape) != 4 or dim is None or y.format == "strided":
+        return problem
+    if sorted(axis % 4 for axis in dim) != [2, 3]:
+        return problem
+    made = replace(y, shape=(*x.shape[:2], 1, 1), format="channels_last")
+    attrs = {"output_size": (1, 1)}
+    return replace(problem, op="adaptive_avg_pool2d", outputs=(made,), attrs=attrs)
 
 
 def _adaptive_refusal(problem: Problem) -> str | None:
