@@ -89,7 +89,7 @@ def test_every_kernel_that_knows_a_floor_raises_to_it(name: str, dtype: str) -> 
         catalog.candidates("conv2d", "cpu"), (-0.5, 0.25), (None, residual)
     ):
         problem = problems.conv(
-            *map(meta_of, (x, weight, bias)), None if added is None else meta_of(added),
+            meta_of(x), meta_of(weight), meta_of(bias), None if added is None else meta_of(added),
             activation="relu", floor=floor, constant=(1, 2), **window,
         )  # fmt: skip
         if row.refusal(problem) is not None:
