@@ -96,6 +96,17 @@ def test_torchs_threads_share_the_work(dtype: str, monkeypatch: pytest.MonkeyPat
         agrees(p, seed)
 
 
+def test_threads_share_the_channels_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = x86.code.require_instructions()
+    for threads, channels in ((2, 320), (3, 784), (4, 203), (4, 64)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        p = problem("adaptive_avg_pool2d", (1, channels, 19, 19), {"output_size": (1, 1)})
+        call = x86.bind(p, {})
+        assert isinstance(call, x86.code.Launch)
+        assert (call.items.count >= threads) == (channels not in (203, 64 * (here.lanes == 16)))
+        is_the_mean(here.name, p)
+
+
 def test_dilated_windows() -> None:
     agrees(asked((2, 40, 13, 11), maximum((2, 3), (1, 2), (1, 0), (3, 2)), "float32"))
 
