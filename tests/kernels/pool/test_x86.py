@@ -199,6 +199,8 @@ def test_means_of_all_pixels(keepdim: bool) -> None:
             attrs = {"dim": dim, "keepdim": keepdim}
             is_the_mean(here.name, problem("mean", (2, 203, 7, 9), attrs, dtype))
     row = catalog.kernel(f"mean.{here.name}")
+    asked = problem("mean", (2, 64, 7, 9), {"dim": [2, 3], "keepdim": True})
+    assert row.refusal(replace(asked, attrs={"dim": 2, "keepdim": True})) is not None
     for dim, format in (([1, 2], "channels_last"), (None, "channels_last"), ([2, 3], "contiguous")):
         asked = problem("mean", (2, 64, 7, 9), {"dim": dim, "keepdim": True}, format=format)
         assert row.refusal(asked) is not None

@@ -141,9 +141,9 @@ def _parts(pool: _Pool, wanted: int) -> int:
 def _as_adaptive(problem: Problem) -> Problem:
     """A mean over the pixels of an image as a pooling to one of them; others as they are."""
     x, y, dim = problem["input"], problem.output, problem.attr("dim")
-    if problem.op != "mean" or len(x.shape) != 4 or dim is None or y.format == "strided":
+    if problem.op != "mean" or len(x.shape) != 4 or y.format == "strided":
         return problem
-    if sorted(axis % 4 for axis in dim) != [2, 3]:
+    if not isinstance(dim, list | tuple) or [*dim] not in ([2, 3], [3, 2], [-2, -1], [-1, -2]):
         return problem
     made = replace(y, shape=(*x.shape[:2], 1, 1), format="channels_last")
     attrs = {"output_size": (1, 1)}

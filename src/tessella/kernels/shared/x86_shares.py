@@ -17,6 +17,7 @@ MANY_ITEMS = 16  # for each thread: whoever is last matters little
 MOST_FINER = 4  # times as many blocks
 LEAST_TILES = 2  # of a block
 ITEM_COST = 0.25  # of a tile of one panel
+MOST_TRIED = 4000  # items of all cuts that are tried: some milliseconds
 EVEN = 0.97  # of the threads' time is work: more is not looked for
 
 
@@ -39,14 +40,15 @@ def cut(
         return least, 0
     most = max(least, min(MOST_FINER * least, tiles // LEAST_TILES))
     ways = [(blocks, way) for blocks in range(least, most + 1) for way in range(len(panels))]
-    best, found = 0.0, (least, 0)
+    best, found, left = 0.0, (least, 0), MOST_TRIED
     for blocks, way in sorted(ways, key=lambda w: w[0] * len(panels[w[1]])):
         sizes = [end - begin for begin, end in pairwise(edges(tiles, blocks))]
         costs = [ITEM_COST + n * size for n in panels[way] for _ in range(images) for size in sizes]
         share = tiles * images * sum(panels[way]) / (threads * _end(costs, threads))
         if share > best:
             best, found = share, (blocks, way)
-        if best >= EVEN:
+        left -= len(costs)
+        if best >= EVEN or left < 0:
             break
     return found
 
