@@ -28,7 +28,7 @@ from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tessella.search.find import bind
 from tests.support.guard_pages import guarded
-from tests.support.problems import attentions, looks, pools, recurrent
+from tests.support.problems import attentions, looks, pools, rearrangements, recurrent
 from tests.support.problems.direct_convolutions import problem as convolution
 
 CPU = torch.device("cpu")
@@ -267,6 +267,9 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
         Problem(op="cat", inputs=tuple(parts), outputs=(joined,), attrs={"dim": 1}),
         [numbers(m) for m in parts],
     )
+    for shuffled in (rearrangements.shuffle(2, 90, 5, "channels_last", dtype="bfloat16"),
+                     rearrangements.windows(2, 14, 7, 37, 3)):  # fmt: skip
+        yield shuffled, [numbers(m) for m in shuffled.given]
     vector, narrow = (TensorMeta(shape=(43,), dtype="float32"),
                       TensorMeta(shape=(5, 43), dtype="bfloat16"))  # fmt: skip
     program = (("batch_norm", (0, 1, 2, 3, 4), {"eps": 1e-5}), ("relu", (5,), {}))

@@ -57,7 +57,7 @@ def check_memory(program: Program, bucket: Bucket) -> None:
             if (bytes_ := region(name)) is None:
                 continue
             written = bytes_.flatten()
-            for part in inputs if step.kernel == "cat.in_place" else ():
+            for part in inputs if step.op == "cat" else ():
                 there = region(part) if part in buffers else None
                 if there is not None and torch.isin(there, bytes_).all():
                     ids[name] = ids[name].union(*(ids[base] for base in bases[part]))

@@ -47,8 +47,10 @@ class BoundStep:
 
     @property
     def views(self) -> bool:
-        """Whether it only looks at its input in another way."""
-        return self.out is None and not isinstance(self.call, Launch)
+        """Whether it only looks at its input in another way, or joins what lies there joined."""
+        there = len(self.problem.in_place)
+        is_there = there > 0 and there == len(self.problem.given)
+        return is_there or (self.out is None and not isinstance(self.call, Launch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -289,6 +289,7 @@ def _aten(ops: str, module: str, algorithm: str = "aten", **flags: Any) -> tuple
 
 
 _NEW: dict[str, Any] = {"writes_out": False}
+_FLOORED: dict[str, Any] = {"source": "onednn", "floor": True, **_NEW}
 _INTO: dict[str, Any] = {"sliced_out": True, "floor": True}
 _ADDS: dict[str, Any] = {
     "views": True,
@@ -303,7 +304,7 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
-    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", sliced_out=True),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=2, isa="amx_bf16", **_INTO),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=2, gamma=True, **_INTO),
     *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", **_INTO),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", **_INTO),
@@ -314,9 +315,9 @@ KERNELS: tuple[Kernel, ...] = (
     *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", isa="avx512_vnni"),
     *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", isa="avx2_vnni"),
     *_int8("conv2d", "avx2_int8", "shared.x86_int8", isa="avx2"),
-    *_cpu("conv2d", "onednn", "conv.libraries.onednn", source="onednn", **_NEW),
+    *_cpu("conv2d", "onednn", "conv.libraries.onednn", **_FLOORED),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
-    *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", source="onednn", **_NEW),
+    *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", **_FLOORED),
     *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
     *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),
@@ -404,6 +405,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
     *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86("mean", "{}", "pool.x86"),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
     *_x86("layer_norm", "{}", "norm.x86", in_place=True),
@@ -485,6 +487,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("image_to_tensor", "transform.image_aten"),
     *_gpu("rearrange", "rows", "transform.rearrange_rows"),
     *_gpu("rearrange", "tiles", "transform.rearrange_tiles"),
+    *_x86("rearrange", "{}", "transform.x86_rearrange"),
     *_aten("rearrange", "transform.rearrange_aten"),
     *_aten("reshape permute", "transform.views", "view", views=True, **_NEW),
     *_aten(

@@ -567,12 +567,13 @@ class Search:
 
     def _inspect(self, candidate: _Runnable) -> Inspection:
         out = self._out if candidate.row.writes_out else None
-        return inspect(candidate.run_first, self._exact, out, sliced=self._is_sliced)
+        return inspect(candidate.run_first, self._exact, out, **self._lying)
 
     @property
-    def _is_sliced(self) -> bool:
-        """Whether results lie in a slice of a larger tensor."""
-        return self._out is not None and self._problem.output.strides is not None
+    def _lying(self) -> dict[str, Any]:
+        """Whether results lie in a slice of a larger tensor, and which inputs lie in a result."""
+        sliced = self._out is not None and self._problem.output.strides is not None
+        return {"sliced": sliced, "kept": [(self._inputs or ())[i] for i in self._problem.in_place]}
 
     @functools.cached_property
     def _some_exact(self) -> tuple[torch.Tensor, ...]:
@@ -585,6 +586,5 @@ class Search:
 
     def _deviation(self, candidate: _Runnable) -> float:
         out = self._out if candidate.row.writes_out else None
-        return deviation(
-            candidate.run_first, self._some_exact, out, sliced=self._is_sliced, images=self._some
-        )
+        images = self._some
+        return deviation(candidate.run_first, self._some_exact, out, images=images, **self._lying)

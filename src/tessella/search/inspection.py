@@ -90,6 +90,7 @@ def deviation(
     out: torch.Tensor | None,
     *,
     sliced: bool,
+    kept: Sequence[torch.Tensor] = (),
     images: Sequence[int] | None = None,
 ) -> float:
     """The error of ``inspect`` alone, by one run.
@@ -98,7 +99,7 @@ def deviation(
         images: those that ``exact`` has; None for all.
     """
     if out is not None:
-        whole(out).fill_(POISON)
+        _poison(out, kept)
     made = _results(run())
     if out is not None and sliced and wrote_beside(out):
         return math.inf
@@ -108,7 +109,12 @@ def deviation(
 
 
 def inspect(
-    run: Run, exact: Sequence[torch.Tensor], out: torch.Tensor | None, *, sliced: bool
+    run: Run,
+    exact: Sequence[torch.Tensor],
+    out: torch.Tensor | None,
+    *,
+    sliced: bool,
+    kept: Sequence[torch.Tensor] = (),
 ) -> Inspection:
     """Run a kernel twice and compare its results with each other and with exact ones.
 
@@ -117,9 +123,10 @@ def inspect(
         exact: what its results should be.
         out: where the answer goes, if that is given to it; overwritten with poison before.
         sliced: ``out`` is a slice, and the memory between its parts is not the kernel's.
+        kept: inputs that lie in ``out``, which keep their numbers.
     """
     if out is not None:
-        whole(out).fill_(POISON)
+        _poison(out, kept)
     with watching() as launches:
         first = [result.clone() for result in _results(run())]
     beside = out is not None and sliced and wrote_beside(out)
@@ -136,6 +143,13 @@ def inspect(
         shared_bytes=resources.shared_bytes if resources else None,
         occupancy=round(resources.occupancy(gpu_target()).share, 3) if resources else None,
     )
+
+
+def _poison(out: torch.Tensor, kept: Sequence[torch.Tensor]) -> None:
+    numbers = [part.clone() for part in kept]
+    whole(out).fill_(POISON)
+    for part, own in zip(kept, numbers, strict=True):
+        part.copy_(own)
 
 
 def deviates(

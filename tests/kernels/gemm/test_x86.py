@@ -110,7 +110,7 @@ def test_many_rows_meet_all_panels_block_by_block(monkeypatch: pytest.MonkeyPatc
     ]
     begins = (rows - rows[0]).tolist()
     panel = 1400 * 24 * 4
-    block = 96 * 4  # of the table of places
+    block = 48 * 4  # of the table of places: half of the rows, by tiles of four
     assert begins == [[0, 0], [0, panel], [block, 0], [block, panel]]
     right = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).relu()
     made = bound(x, out=torch.full((100, 48), torch.nan))

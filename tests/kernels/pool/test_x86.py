@@ -96,6 +96,17 @@ def test_torchs_threads_share_the_work(dtype: str, monkeypatch: pytest.MonkeyPat
         agrees(p, seed)
 
 
+def test_threads_share_the_channels_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = x86.code.require_instructions()
+    for threads, channels in ((2, 320), (3, 784), (4, 203), (4, 64)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        p = problem("adaptive_avg_pool2d", (1, channels, 19, 19), {"output_size": (1, 1)})
+        call = x86.bind(p, {})
+        assert isinstance(call, x86.code.Launch)
+        assert (call.items.count >= threads) == (channels not in (203, 64 * (here.lanes == 16)))
+        is_the_mean(here.name, p)
+
+
 def test_dilated_windows() -> None:
     agrees(asked((2, 40, 13, 11), maximum((2, 3), (1, 2), (1, 0), (3, 2)), "float32"))
 
@@ -178,6 +189,21 @@ def test_adaptive_means_of_equal_windows(
     shape, attrs = (2, channels, *sizes), {"output_size": made}
     for dtype in ("float32", *["bfloat16"] * x86.code.has_bfloat16()):
         is_the_mean(here.name, problem("adaptive_avg_pool2d", shape, attrs, dtype))
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_means_of_all_pixels(keepdim: bool) -> None:
+    here = x86.code.require_instructions()
+    for dtype in ("float32", *["bfloat16"] * x86.code.has_bfloat16()):
+        for dim in ([2, 3], [-1, -2]):
+            attrs = {"dim": dim, "keepdim": keepdim}
+            is_the_mean(here.name, problem("mean", (2, 203, 7, 9), attrs, dtype))
+    row = catalog.kernel(f"mean.{here.name}")
+    asked = problem("mean", (2, 64, 7, 9), {"dim": [2, 3], "keepdim": True})
+    assert row.refusal(replace(asked, attrs={"dim": 2, "keepdim": True})) is not None
+    for dim, format in (([1, 2], "channels_last"), (None, "channels_last"), ([2, 3], "contiguous")):
+        asked = problem("mean", (2, 64, 7, 9), {"dim": dim, "keepdim": True}, format=format)
+        assert row.refusal(asked) is not None
 
 
 def test_other_adaptive_means_are_left_to_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -130,7 +131,8 @@ def agrees(asked: Problem, device: torch.device = CPU) -> list[str]:
     x, ran = numbers(asked.inputs[0], device), []
     right = eager(bits(x), asked)
     assert torch.equal(bits(operation("rearrange").call([x], asked.attrs)[0]), right)
-    for row in catalog.candidates("rearrange", "sm_90"):
+    rows = [catalog.candidates("rearrange", target) for target in ("sm_90", "cpu")]
+    for row in dict.fromkeys(itertools.chain(*rows[: 1 + (device == CPU)])):
         if row.last_resort or row.refusal(asked):
             continue
         for config in row.configs(asked):

@@ -3,9 +3,10 @@
 Without it, each of a network's steps wakes torch's threads and waits until all of them have come
 and gone, and a thread from which another process has taken its core holds up every step. Here the
 threads come once. Of a step each takes items while there are some, and goes on when those that took
-any are done: a thread that has not come is not waited for, and one that waits for long lets others
-have its core. One thread of two begins with the first half of the items, the other with the second,
-and then helps: so each mostly reads what it wrote a step ago, which lies in its own caches.
+any are done: a thread that has not come is not waited for, and one that waits for long sleeps, so
+that the one that it waits for may have its core. One thread of two begins with the first half of
+the items, the other with the second, and then helps: so each mostly reads what it wrote a step ago,
+which lies in its own caches.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ from tessella.device.x86.code import CACHE_LINE, NUMBER, MachineCode, Ready, req
 # numbers of a step's row, and behind them, in a cache line of their own, those of its call
 FUNCTION, MOST, ENTERED, ACTIVE, GIVEN = 0, 1, 2, 3, CACHE_LINE // NUMBER
 TABLE, COUNT = 1, 2  # numbers of a call, behind its counter
-STEPS, ROWS, HALF_BYTES, CAME = range(4)  # numbers of the chain's call
+STEPS, ROWS, HALF_BYTES, CAME, SECONDS, NANOSECONDS = range(6)  # numbers of the chain's call
 MANY = 2**31 - 1  # threads
-# of 40 ns, before a thread that waits lets others have its core; and between two times
+# of 40 ns, before a thread that waits lets others have its core, and between two times
 SPINS = 5000
-SCHED_YIELD = 24  # Linux' number of the system call
+YIELDS = 4  # so often it stays ready, then it sleeps: of 20 µs it wakes after some 90
+SCHED_YIELD, NANOSLEEP = 24, 35  # Linux' numbers of the system calls
+# A thread that only yields stays ready, and the system moves none to its core that waits behind
+# another process (load 9 on two cores, MobileNetV3-L b8, sleeping after 0.2 ms: 304 · 234,
+# 308 · 277 and 256 · 231 ms)
+NAP_NS = 20_000
 
 T = TypeVar("T")
 
@@ -53,7 +59,9 @@ class Chain:
         place = self._memory[aligned : aligned + begun.nbytes]
         self._rows = place.numpy().view(np.int64).reshape(begun.shape)
         self._most = int(begun[:, MOST].max())
-        self._given = (ctypes.c_int64 * 4)(len(calls), place.data_ptr(), half * NUMBER, 0)
+        self._given = (ctypes.c_int64 * 6)(
+            len(calls), place.data_ptr(), half * NUMBER, 0, 0, NAP_NS
+        )
         self._code = _machine_code()
 
     def __call__(self, _: object = None) -> None:
@@ -178,6 +186,7 @@ def _take_part(a: _Assembler) -> None:
 
 def _wait(a: _Assembler) -> None:
     """Until all items are taken, and those that took them are done."""
+    a.set("r8", YIELDS)
     a.set("rbx", SPINS)
     a.label("wait")
     a.move("rdi", "r12")
@@ -195,6 +204,14 @@ def _wait(a: _Assembler) -> None:
     a.subtract("rbx", 1)
     a.jump_if("jne", "wait")
     a.set("rax", SCHED_YIELD)
+    a.subtract("r8", 1)
+    a.compare("r8", 0)
+    a.jump_if("jge", "let others")
+    a.move("rdi", "r15")
+    a.add("rdi", SECONDS * NUMBER)
+    a.set("rsi", 0)
+    a.set("rax", NANOSLEEP)
+    a.label("let others")
     a.system_call()
     a.set("rbx", SPINS)
     a.jump("wait")

@@ -37,6 +37,12 @@ VECTOR = {
     "vpxord": (X66, M0F, 0xEF),
     "vpermd": (X66, M0F38, 0x36),
     "vpshufb": (X66, M0F38, 0x00),
+    "vpunpcklbw": (X66, M0F, 0x60),
+    "vpunpcklwd": (X66, M0F, 0x61),
+    "vpunpckldq": (X66, M0F, 0x62),
+    "vpunpckhbw": (X66, M0F, 0x68),
+    "vpunpckhwd": (X66, M0F, 0x69),
+    "vpunpckhdq": (X66, M0F, 0x6A),
     "vpermt2ps": (X66, M0F38, 0x7F),  # of the first and the third by the second's places
 }
 ONLY_AVX512 = ("vdpbf16ps", "vcvtne2ps2bf16", "vpxord", "vpermt2ps", "vscalefps")

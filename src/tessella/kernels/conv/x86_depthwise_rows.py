@@ -25,6 +25,7 @@ from tessella.device.x86.assembler import Assembler, At, InstructionSet
 from tessella.kernels.catalog import Call, Config
 from tessella.kernels.conv import x86_depthwise
 from tessella.kernels.epilogue.x86 import TEMPORARIES, Constants, activate
+from tessella.kernels.shared.x86_shares import edges
 from tessella.kernels.shared.x86_tiles import WORD, Panels, pixel_bytes
 from tessella.operations.problem import Problem
 
@@ -155,10 +156,12 @@ def _items(
 ) -> npt.NDArray[np.int64]:
     """The table of what threads take one by one: a panel's rows in an image."""
     x, y = problem["input"], problem.output
-    some = math.ceil(BLOCK_PIXELS / y.shape[3])
-    image, panel, begin = np.ix_(
-        np.arange(y.shape[0]), np.arange(len(panels.begins)), np.arange(0, y.shape[2], some)
+    blocks = math.ceil(y.shape[2] / math.ceil(BLOCK_PIXELS / y.shape[3]))
+    first = np.array(edges(y.shape[2], blocks))
+    image, panel, block = np.ix_(
+        np.arange(y.shape[0]), np.arange(len(panels.begins)), np.arange(blocks)
     )
+    begin = first[block]
     column = np.array(panels.begins, np.int64)[panel] * x.itemsize
     pixel = (image * y.shape[2] + begin) * y.shape[3]
     values = (
@@ -167,7 +170,7 @@ def _items(
         weight.data_ptr() + panel * weight[0].nbytes,
         0 if bias is None else bias.data_ptr() + panel * bias[0].nbytes,
         lines + begin * len(LINE) * code.NUMBER,
-        np.minimum(some, y.shape[2] - begin),
+        first[block + 1] - begin,
     )
     return np.stack(np.broadcast_arrays(*values), -1).reshape(-1, len(values))
 

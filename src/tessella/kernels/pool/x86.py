@@ -4,7 +4,7 @@ between.
 A thread takes one row of the result after another. Of its pixels a vector of channels at a time,
 four of them together, are the maxima of what the window reads, or the sums, which are scaled; a
 table says which rows and columns of each window lie inside of the image. Adaptive means whose
-windows are all of one size are plain ones; a global mean is.
+windows are all of one size are plain ones; a global mean is, and that of all pixels.
 
 NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
 vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
@@ -28,6 +28,7 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 TOGETHER = 4  # vectors
+LEAST_VECTORS = 2  # of a row's part
 ALONE_BYTES = 2**15  # so little is not worth waking a thread
 SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
 SCALE = NAN  # of a sum, which needs no mark of what is no number
@@ -53,6 +54,8 @@ MOST_ADDED = 2**10
 def fits(problem: Problem) -> str | None:
     if problem.is_constant("input"):
         return "its input is a constant"
+    if (problem := _as_adaptive(problem)).op == "mean":
+        return "means of an image's pixels, made dense"
     if why := _adaptive_refusal(problem):
         return why
     problem = _with_windows(problem)
@@ -92,11 +95,9 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    problem = _with_windows(problem)
+    problem = _with_windows(_as_adaptive(problem))
     x, y = problem["input"], problem.output
     lines, columns = _lines(problem), _spans(problem, 1)
-    _require_inside(problem, lines, columns)
-    items, spans = code.Table(lines), code.Table(columns)
     down, along = _dilation(problem)
     pool = _Pool(
         isa=code.require_instructions(),
@@ -110,12 +111,43 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         out_pixel=_strides(y)[3],
         columns=len(columns),
     )
+    few = x.nbytes <= ALONE_BYTES
+    parts = 1 if few else _parts(pool, math.ceil(torch.get_num_threads() / len(lines)))
+    pool = replace(pool, channel_bytes=pool.channel_bytes // parts)
+    lines = [
+        (begin + part * pool.channel_bytes, rows, written + part * pool.channel_bytes)
+        for part in range(parts)
+        for begin, rows, written in lines
+    ]
+    _require_inside(problem, lines, columns, pool.channel_bytes)
+    items, spans = code.Table(lines), code.Table(columns)
     made = code.MachineCode(pool.written(spans.address).code(), spans)
 
     def numbers(x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
         return x.data_ptr(), out.data_ptr()
 
-    return code.Launch(made, items, numbers, few=x.nbytes <= ALONE_BYTES)
+    return code.Launch(made, items, numbers, few=few)
+
+
+def _parts(pool: _Pool, wanted: int) -> int:
+    """Into how many equal parts a row's channels are cut, where rows are fewer than threads."""
+    vectors, rest = divmod(pool.channel_bytes, pool.vector)
+    if wanted == 1 or rest:
+        return 1
+    parts = range(wanted, vectors // LEAST_VECTORS + 1)
+    return next((part for part in parts if vectors % part == 0), 1)
+
+
+def _as_adaptive(problem: Problem) -> Problem:
+    """A mean over the pixels of an image as a pooling to one of them; others as they are."""
+    x, y, dim = problem["input"], problem.output, problem.attr("dim")
+    if problem.op != "mean" or len(x.shape) != 4 or y.format == "strided":
+        return problem
+    if not isinstance(dim, list | tuple) or [*dim] not in ([2, 3], [3, 2], [-2, -1], [-1, -2]):
+        return problem
+    made = replace(y, shape=(*x.shape[:2], 1, 1), format="channels_last")
+    attrs = {"output_size": (1, 1)}
+    return replace(problem, op="adaptive_avg_pool2d", outputs=(made,), attrs=attrs)
 
 
 def _adaptive_refusal(problem: Problem) -> str | None:
@@ -149,15 +181,19 @@ def _with_windows(problem: Problem) -> Problem:
 
 
 def _require_inside(
-    problem: Problem, lines: list[tuple[int, int, int]], columns: list[tuple[int, int]]
+    problem: Problem,
+    lines: list[tuple[int, int, int]],
+    columns: list[tuple[int, int]],
+    channels: int,
 ) -> None:
-    """Refuse tables that lead out of the image or the result, whoever wrote them."""
+    """Refuse tables that lead out of the image or the result, whoever wrote them; of a pixel so
+    many bytes of channels are read.
+    """
     x, y = problem["input"], problem.output
     (_, _, row, pixel), out_pixel = _strides(x), _strides(y)[3]
     down, along = _dilation(problem)
     begin, rows, written = torch.tensor(lines).T
     column, count = torch.tensor(columns).T
-    channels = x.shape[1] * x.itemsize
     right = int((column + (count - 1) * pixel * along).max()) + channels
     code.require_inside("image", begin + int(column.min()), torch.zeros_like(begin), x.extent)
     code.require_inside("image", begin, (rows - 1) * row * down + right, x.extent)
@@ -173,6 +209,7 @@ class _Pool:
         is_widened: float32 is made of bfloat16.
         divisor: of a sum; None: the maximum.
         by_rows: of a window's sum, each row is summed first.
+        channel_bytes: of a pixel, or of the part of its channels that an item has.
         row, pixel: from one to the next of a window; ``out_pixel`` of the result.
         columns: of a row of results.
     """

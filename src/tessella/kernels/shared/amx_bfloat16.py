@@ -20,6 +20,7 @@ reaches the groups beside its own.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -53,6 +54,7 @@ from tessella.kernels.shared.amx_blocks import (
     Lines,
     machine_code,
 )
+from tessella.kernels.shared.x86_shares import edges
 from tessella.kernels.shared.x86_tiles import Panels, pixel_bytes
 from tessella.operations.problem import Problem
 
@@ -261,6 +263,7 @@ def blocks_of(problem: Problem, config: Mapping[str, int]) -> Blocks:
         together=math.ceil(len(panels.begins) / math.ceil(wanted / items)),
         pitches=(pixel_bytes(x), pixel_bytes(y), added),
         activation=problem.epilogue.activation,
+        floor=float(problem.epilogue.floor),
         spread=spread,
         along=step,
     )
@@ -276,12 +279,12 @@ def begins(problem: Problem, blocks: Blocks) -> list[tuple[int, int, int]]:
         total = height * _line(problem)
     else:
         images = 1
-    found = []
-    for image in range(images):
-        for begin in range(0, total, blocks.most_rows):
-            first = min(begin, total - ROWS)
-            found.append((image, first, min(blocks.most_rows, total - first)))
-    return found
+    some = edges(math.ceil(total / ROWS), math.ceil(total / blocks.most_rows))
+    return [
+        (image, first := min(begin * ROWS, total - ROWS), min(end * ROWS, total) - first)
+        for image in range(images)
+        for begin, end in itertools.pairwise(some)
+    ]
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int) -> code.Launch:

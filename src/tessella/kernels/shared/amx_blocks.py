@@ -124,6 +124,7 @@ class Blocks:
     ahead: int
     pitches: tuple[int, int, int | None]
     activation: str | None
+    floor: float = 0.0
     spread: Lines | None = None
     along: int = 1
 
@@ -496,7 +497,7 @@ class Blocks:
                     at = begin + self.panels.columns[v] * SIZE
                     a.load_bfloat16(SPARE, At(base=base, distance=at))
                     a.vector("vaddps", x, x, SPARE)
-                activate(a, self.activation, constants, x, SPARE, coarse=True)
+                activate(a, self.activation, constants, x, SPARE, coarse=True, floor=self.floor)
             if framed:
                 a.load_short("r14", At(base="rbx", distance=row * PLACE))
                 a.load_if_negative("r14", kept(NOWHERE))

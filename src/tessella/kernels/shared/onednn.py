@@ -14,13 +14,14 @@ as they are). Activations from 0 to 127 saturate with no weight.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tessella.device.x86 import code
-from tessella.operations.epilogue import finish_
+from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
 # our activation → (oneDNN's name, its numbers, its variant)
@@ -40,6 +41,13 @@ POST_OPS: dict[str | None, tuple[str, list[float], str]] = {
 SHIFT = 128
 NARROW = 64  # 255 · 64 · 2 fits 16 bits
 PROBED = 64  # channels: oneDNN multiplies a few channels by other code, which is exact
+
+
+def post_op(epilogue: Epilogue[Any]) -> tuple[str, list[float], str]:
+    """oneDNN's name, numbers and variant of an activation; a ReLU with a floor is a clip."""
+    if epilogue.floor != 0:
+        return "hardtanh", [float(epilogue.floor), math.inf], ""
+    return POST_OPS[epilogue.activation]
 
 
 def has_onednn() -> bool:

@@ -25,6 +25,7 @@ from tessella.device.packing import packed
 from tessella.device.x86 import code
 from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, InstructionSet
 from tessella.kernels.epilogue.x86 import Constants
+from tessella.kernels.shared.x86_shares import cut, edges
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
@@ -252,21 +253,25 @@ class Tiles(ABC):
         pixels, image = math.prod(y.shape[2:]), math.prod(x.shape[2:]) * pixel_bytes(x)
         result, residual = self.pitches
         panel_bytes = weight[0].nbytes
-        some_tiles = BLOCK_PIXELS // self.pixels
-        blocks = math.ceil(pixels / (some_tiles * self.pixels))
+        tiles = math.ceil(pixels / self.pixels)
+        least = math.ceil(tiles / (BLOCK_PIXELS // self.pixels))
         each = together = len(weight) // self.panels.groups
         if not self.DEPTHWISE:
             together = max(1, min(together, BLOCK_WEIGHT_BYTES // panel_bytes))
         wanted = max(FEW_ITEMS, 2 * torch.get_num_threads())
-        while together > 1 and y.shape[0] * blocks * math.ceil(len(weight) / together) < wanted:
+        while together > 1 and y.shape[0] * least * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
-        panel, some = np.array([*self.panels.together(together)], np.int64).T[..., None, None]
+        halves = range(together.bit_length())
+        some_panels = [[*self.panels.together(math.ceil(together / 2**i))] for i in halves]
+        counts = tuple(tuple(count for _, count in some) for some in some_panels)
+        blocks, way = cut(tiles, y.shape[0], counts, least, torch.get_num_threads())
+        panel, some = np.array(some_panels[way], np.int64).T[..., None, None]
         column = np.array(self.panels.begins, np.int64)[panel] * self.size
         n = np.arange(y.shape[0])[:, None]
-        begin = np.arange(blocks) * some_tiles * self.pixels
-        count = np.minimum(some_tiles, (pixels - begin) // self.pixels)
-        has_rest = begin + count * self.pixels < pixels
-        has_rest[:-1] = False
+        first = np.array(edges(tiles, blocks))
+        begin = first[:-1] * self.pixels
+        has_rest = np.arange(blocks) == blocks - 1 if self.rest else np.zeros(blocks, np.int64)
+        count = np.diff(first) - has_rest
         row = (
             n * image + (column if self.DEPTHWISE else self._group_bytes(x) * (panel // each)),
             (n * pixels + begin) * result + column,

@@ -32,7 +32,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     width = row_width(made)
     if width == 1:
         return lambda x, *, out: out.copy_(reference.rearrange(x, **a))
-    rows = _rows(made, width)
+    rows = read_at(made, 1) // width
     before, after = (_in_memory(meta) for meta in (problem["input"], problem.output))
     on_device: dict[torch.device, torch.Tensor] = {}
 
@@ -69,9 +69,13 @@ def row_width(moves: Moves) -> int:
     return width if all(p.read % width == 0 for p in moves.parts[:-1]) else 1
 
 
-def _rows(moves: Moves, width: int) -> torch.Tensor:
-    """The number of the input's row for each row of the result."""
-    parts = moves.parts[:-1]
+def read_at(moves: Moves, inner: int) -> torch.Tensor:
+    """Where in the input each row of the result is read, in elements.
+
+    Args:
+        inner: how many of the last parts, none of which turns, are one row.
+    """
+    parts = moves.parts[: len(moves.parts) - inner]
     shape = [p.size for p in parts]
     places = [
         torch.arange(p.size).reshape([-1 if i == at else 1 for i in range(len(shape))])
@@ -85,8 +89,8 @@ def _rows(moves: Moves, width: int) -> torch.Tensor:
         place = (place + turn.back) % whole
         for p in reversed(turn.parts):
             places[p], place = place % parts[p].size, place // parts[p].size
-    rows = sum(place * (p.read // width) for place, p in zip(places, parts, strict=True))
-    return torch.as_tensor(rows).expand(shape).reshape(-1)
+    begins = sum(place * p.read for place, p in zip(places, parts, strict=True))
+    return torch.as_tensor(begins).expand(shape).reshape(-1)
 
 
 def _in_memory(meta: TensorMeta) -> list[int]:

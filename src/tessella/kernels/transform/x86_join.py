@@ -1,4 +1,5 @@
-"""``cat`` on a CPU with AVX-512 or AVX2: rows of bytes, each part's into its columns of the result.
+"""``cat`` on a CPU with AVX-512 or AVX2: rows of bytes, each part's into its columns of the result,
+but for parts that were written there.
 
 A thread takes some rows of a part at a time; a row's last vector ends with it, and so may hold
 again what the one before wrote.
@@ -34,8 +35,8 @@ def fits(problem: Problem) -> str | None:
         return "takes no constants"
     if len({m.dtype for m in (*parts, y)}) > 1:
         return "parts of one element type"
-    if problem.in_place:
-        return "parts lie in the result already"
+    if len(problem.in_place) == len(parts):
+        return "all parts lie in the result already"
     if len(parts) > MOST_PARTS:
         return f"up to {MOST_PARTS} parts"
     if 0 in y.shape:
@@ -44,7 +45,8 @@ def fits(problem: Problem) -> str | None:
     if rows is None:
         return "rows of channels in channels_last, or dense ones"
     least = code.require_instructions().vector_bytes
-    if any(rows(m)[0] < least for m in parts):
+    copied = [m for i, m in enumerate(parts) if i not in problem.in_place]
+    if any(rows(m)[0] < least for m in copied):
         return f"rows of {least} bytes at least"
     return None
 
@@ -70,6 +72,9 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     rows, start, items = math.prod(y.shape) * y.itemsize // whole, 0, []
     for position, meta in enumerate(problem.given):
         width, step = rows_of(meta)
+        if position in problem.in_place:
+            start += width
+            continue
         some = max(1, BLOCK_BYTES // width)
         items += [
             (code.given(position).distance, row * step, row * pitch + start,

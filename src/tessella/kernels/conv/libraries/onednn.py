@@ -12,7 +12,7 @@ import torch
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries.aten import window
-from tessella.kernels.shared.onednn import POST_OPS, float_refusal
+from tessella.kernels.shared.onednn import float_refusal, post_op
 from tessella.operations.epilogue import Epilogue, finish_
 from tessella.operations.problem import Problem
 
@@ -30,10 +30,10 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     stride, padding, dilation, groups = window(problem)
-    activation, bias = problem.epilogue.activation, constants.get(2)
+    ending, bias = problem.epilogue, constants.get(2)
     weight = packed_weight(problem, constants[1])
-    if problem.epilogue.residual is None:
-        name, numbers, variant = POST_OPS[activation]
+    if ending.residual is None:
+        name, numbers, variant = post_op(ending)
         unary: Callable[..., torch.Tensor] = torch.ops.mkldnn._convolution_pointwise.default
 
         def convolve(x: torch.Tensor) -> torch.Tensor:
@@ -41,9 +41,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
 
         return convolve
     binary = torch.ops.mkldnn._convolution_pointwise.binary
-    # after a residual, oneDNN's interface fuses relu only
-    fused = activation if activation == "relu" else None
-    after = Epilogue[torch.Tensor](activation=None if fused else activation)
+    # after a residual, oneDNN's interface fuses relu only, to 0
+    fused = "relu" if ending.activation == "relu" and ending.floor == 0 else None
+    after = Epilogue[torch.Tensor](
+        activation=None if fused else ending.activation, floor=float(ending.floor)
+    )
 
     def convolve_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         made = binary(

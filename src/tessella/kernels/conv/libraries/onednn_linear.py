@@ -15,7 +15,7 @@ import torch
 from tessella.device.packing import onednn_layout, packed
 from tessella.kernels.catalog import Call
 from tessella.kernels.conv.libraries import onednn
-from tessella.kernels.shared.onednn import POST_OPS
+from tessella.kernels.shared.onednn import post_op
 from tessella.operations.problem import Problem
 
 
@@ -35,7 +35,7 @@ def fits(problem: Problem) -> str | None:
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     n, _, height, width = problem["input"].shape
-    name, numbers, variant = POST_OPS[problem.epilogue.activation]
+    name, numbers, variant = post_op(problem.epilogue)
     bias, pixels = constants.get(2), math.prod((n, height, width))
     weight = packed(
         constants[1],
