@@ -336,6 +336,8 @@ class Repository:
             self._changed(name)
             if before is not None:
                 await before.retire()
+                before = None
+                await asyncio.to_thread(give_back)
 
     async def unload(self, name: str, version: str | None = None) -> None:
         """Take a version, or all, out of service; returns when the last request has its answer.
