@@ -275,7 +275,13 @@ def test_coco_as_tables_and_other_tools_write_it(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["/data/upload/3/a.png", "https://x.example/p/a.png?key=1", r"..\media\a.png", "images\\a.png"],
+    [
+        "/data/upload/3/%61.png",
+        "https://x.example/p/a.png?key=AK/2026/s3",
+        r"..\media\a.png",
+        "/data/local-files/?d=a.png",
+        "images\\a.png",
+    ],
 )
 def test_pictures_that_label_studio_names_as_it_stores_them_are_found(tmp_path, name):
     picture(tmp_path / "images/a.png")

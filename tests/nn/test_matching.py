@@ -87,7 +87,7 @@ def test_the_kernel_s_sums_are_the_least(things: int, queries: int) -> None:
 
 
 @runs
-@pytest.mark.parametrize("wrong", ["the first thing", "one query twice", "no kernel"])
+@pytest.mark.parametrize("wrong", ["the first thing", "one query twice", "no query", "no kernel"])
 def test_a_kernel_that_is_wrong_is_told_and_not_asked_again(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,8 @@ def test_a_kernel_that_is_wrong_is_told_and_not_asked_again(
         if wrong == "no kernel":
             raise KernelError("a kernel could not be launched", seen="x", fix="y")
         twice = torch.zeros(3, 4, dtype=torch.int64, device=costs.device)
-        return twice if wrong == "one query twice" else twice + torch.arange(4).to(twice)
+        apart = twice + torch.arange(4).to(twice)
+        return {"one query twice": twice, "no query": apart + 9}.get(wrong, apart)
 
     monkeypatch.setattr(kernel, "assign", assign)
     monkeypatch.delitem(RIGHT, cost.device, raising=False)

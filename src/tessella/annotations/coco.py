@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -135,10 +136,18 @@ def _by_last_part(images: list[Any]) -> list[Any]:
     """The pictures by the last part of their names, as Label Studio's ``/data/upload/3/cat.jpg``
     and addresses lie beside no file; none where two would have one name."""
     named = [i for i in images if isinstance(i, dict) and isinstance(i.get("file_name"), str)]
-    parts = [i["file_name"].replace("\\", "/").rsplit("/", 1)[-1].split("?")[0] for i in named]
+    parts = [_last_part(i["file_name"]) for i in named]
     if len(set(parts)) < len(parts):
         return []
     return [{**image, "file_name": part} for image, part in zip(named, parts, strict=True)]
+
+
+def _last_part(name: str) -> str:
+    """Of a path or an address; Label Studio names its own disk's files by ``?d=photos/cat.jpg``."""
+    path, _, query = name.replace("\\", "/").partition("?")
+    if query.startswith("d="):
+        path = query[2:].partition("&")[0]
+    return unquote(path.rsplit("/", 1)[-1])
 
 
 def _pictures(

@@ -132,6 +132,19 @@ def problems() -> dict[str, Problem]:
             inputs=(meta(1, 8400, 256, dtype="float16"), meta(1, 300, 256, dtype="int64")),
             attrs={"target": "aten::gather", "args": ({"input": 0}, 1, {"input": 1}), "kwargs": {}},
         ),
+        "grid": Problem(
+            op="fallback", outputs=(meta(2, 64, 32, 32, dtype="float16"),),
+            inputs=(meta(2, 64, 32, 32, dtype="float16"), meta(2, 32, 32, 2, dtype="float16")),
+            attrs={"target": "aten::grid_sampler_2d", "kwargs": {},
+                   "args": ({"input": 0}, {"input": 1}, 0, 0, False)},
+        ),
+        "regions": Problem(
+            op="pyramid_roi_align", outputs=(meta(1, 100, 256, 7, 7, dtype="float16"),),
+            inputs=(meta(1, 1344, 256, dtype="float16"), meta(1, 100, 4),
+                    meta(1, 100, dtype="int64")),
+            attrs={"sizes": (32, 32, 16, 16, 8, 8), "strides": (4, 8, 16), "side": 7,
+                   "samples": 2},
+        ),
         "padded": Problem(
             op="pad", inputs=(meta(8, 64, 32, 32, dtype="float16", format=LAST),),
             outputs=(meta(8, 64, 33, 33, dtype="float16", format=LAST),),

@@ -141,6 +141,7 @@ def by_kernel(cost_PTQ: Tensor, counts: Sequence[int]) -> Tensor | None:
         right = on_host(cost_PTQ, counts)
         apart = (_sums(cost_PTQ, found) - _sums(cost_PTQ, right)).abs()
         alike = apart <= 1e-3 * (1 + _sums(cost_PTQ.abs(), right))
+        alike &= (found < cost_PTQ.shape[2]).all(1)
         if not alike.all() or not torch.equal(found >= 0, right >= 0) or _twice(found):
             _tell(device, f"a sum of costs is off by {float(apart.max()):.3g}")
             return None
@@ -166,7 +167,8 @@ def _finite(cost_PTQ: Tensor) -> Tensor:
 
 def _sums(cost_PTQ: Tensor, query_PT: Tensor) -> Tensor:
     """What each problem's queries cost."""
-    chosen = _finite(cost_PTQ).double().gather(2, query_PT.clamp(min=0)[:, :, None])[:, :, 0]
+    place_PT = query_PT.clamp(0, cost_PTQ.shape[2] - 1)  # one outside would end a GPU's context
+    chosen = _finite(cost_PTQ).double().gather(2, place_PT[:, :, None])[:, :, 0]
     return torch.where(query_PT >= 0, chosen, 0.0).sum(1)
 
 
