@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 # of which there is no problem without a network, or none here
 WITHOUT = {"cat.in_place", "user.operator", "fallback.aten", "reference"}
 # of torch's operators, which a report does not try
-OPERATORS = {"fallback.ranked", "fallback.gathered"}
+OPERATORS = {"fallback.ranked", "fallback.gathered", "fallback.gridded"}
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_75", "sm_89", "sm_90", "sm_120"])

@@ -335,6 +335,9 @@ def _pooling(gpu: bool) -> Named:
     yield x.dtype, _problem("deformable_attention", values, *queries[1:], **looks)
     limits: dict[str, Any] = {"iou_threshold": 0.5, "score_threshold": None, "most": 100}
     yield "float32", _problem("nms", _meta(1, 1000, 4), _meta(1, 1, 1000), **limits)
+    maps, levels = _meta(1, 1344, 64, dtype=x.dtype), _meta(1, 100, dtype="int64")
+    seen: dict[str, Any] = {"sizes": (32, 32, 16, 16, 8, 8), "strides": (4, 8, 16), "side": 7}
+    yield x.dtype, _problem("pyramid_roi_align", maps, _meta(1, 100, 4), levels, **seen, samples=2)
 
 
 def _norms(gpu: bool) -> Named:
