@@ -253,7 +253,7 @@ def rounded(
             )
     single = _interpreted(graph, answers.inputs, target)
     noise = _noise(graph, answers.inputs, outputs, single, target, answers.align)
-    moved = _interpreted(graph, _moved(answers.inputs), target)
+    moved = _interpreted(_otherwise(graph), _moved(answers.inputs), target)
     most = MOST_NARROW * ROUNDED_TOLERANCE / NOISE_MARGIN  # so that some tolerance is left
     noise = max(noise, min(most, *_errors(moved, outputs, answers.align)))
     return replace(answers, outputs=outputs, noise=noise, is_rounded=True)
@@ -282,6 +282,21 @@ def _moved(inputs: Tensors) -> Tensors:
     float64; by kernels 5 of a million do in the first layers, and 7 of 10 in the tenth block.
     """
     return {n: t * (1 + LAST_BITS) if t.is_floating_point() else t for n, t in inputs.items()}
+
+
+def _otherwise(graph: Graph) -> Graph:
+    """The same network but for the last bits of its biases and factors.
+
+    A picture that the first step rounds has lost those of its own: of a trained DenseNet-121 every
+    step was right by its own inputs, 10 of 409,600 numbers of the sixth block fell otherwise, and a
+    fifth of the last ones did, by up to 5.
+    """
+    made = graph.copy()
+    made.constants = {
+        value: t * (1 + LAST_BITS) if t.is_floating_point() and t.dim() < 2 else t
+        for value, t in made.constants.items()
+    }
+    return made
 
 
 def _channels_last(inputs: Tensors) -> Tensors:
