@@ -421,14 +421,15 @@ def detectors(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[objec
 
 def _boxes_and_masks() -> Iterator[str]:
     """Networks that answer boxes and scores of pixels, beside eager PyTorch and torch.compile."""
-    yield "## Boxes and masks on a GPU: `masks-sm_90.json`\n"
+    yield "## Boxes and masks: `masks-sm_90.json`, `masks-cpu.json`\n"
     yield (
-        "From float32 pictures on the GPU to float32 answers there, what follows the network"
-        " included; weights that nobody trained, 80 classes of boxes, 20 of pixels. Both peers are"
-        " replayed from a CUDA graph.\n"
+        "From float32 pictures on the device to float32 answers there, what follows the network"
+        " included; weights that nobody trained, 80 classes of boxes, 20 of pixels. On a GPU both"
+        " peers are replayed from a CUDA graph.\n"
     )
     lines, origins = [], []
-    for number, run in enumerate(runs_of("masks-sm_90.json"), 1):
+    runs = (*runs_of("masks-sm_90.json"), *runs_of("masks-cpu.json"))
+    for number, run in enumerate(runs, 1):
         lines += [
             (row["network"], f"{row['size']}²", row["precision"], row["batch"], ms_of(row, "plan"),
              peers_of(row), f"{row['ratio']:.2f}", row["steps"],
