@@ -20,6 +20,8 @@ def test_a_plan_is_built_untuned_and_tuned_where_it_runs(
     assert built.code == 0
     assert "untuned: nothing was measured" in built.out
     assert load_plan(path).manifest.untuned
+    told = tessella("tune", str(path), "--time-limit", "600", "--out", str(tmp_path / "c.plan"))
+    assert "with --cache FILE it is not" in told.err
     tuned = tessella("tune", str(path), "--out", str(tmp_path / "b.plan"), "--json")
     assert tuned.code == 0
     assert json.loads(tuned.out)["steps"] == len(load_plan(path).program.buckets[0].steps)

@@ -175,7 +175,9 @@ def test_the_classes_of_pixels_are_those_of_the_tiles(source: Path) -> None:
     assert sum(a["share"] for a in answer) == pytest.approx(1.0)
 
 
-def test_many_channels_of_16_bits_and_pictures_smaller_than_a_tile(tmp_path: Path) -> None:
+def test_many_channels_of_16_bits_and_pictures_smaller_than_a_tile(
+    tessella: Tessella, tmp_path: Path
+) -> None:
     values = np.random.default_rng(0).integers(0, 1 << 16, (50, 150, 5)).astype(np.uint16)
     (tmp_path / "in").mkdir()
     tifffile.imwrite(
@@ -189,6 +191,8 @@ def test_many_channels_of_16_bits_and_pictures_smaller_than_a_tile(tmp_path: Pat
     (tmp_path / "in" / "a.json").write_text(json.dumps(plain))
     made = cut(tmp_path / "in" / "a.json", tmp_path / "tiles", TILES)
     assert (made.tiles, made.things, made.skipped) == (2, 2, ())
+    ran = tessella("data", "tiles", tmp_path / "in" / "a.json", "--out", tmp_path / "told")
+    assert "--channels 5 --depth 16" in ran.err
     settings = ImportSettings(task="detection", size=(HEIGHT, WIDTH), channels=5, depth=16,
                               holdout=0.0, store="pixels")  # fmt: skip
     dataset = import_images(tmp_path / "tiles", tmp_path / "data", settings)

@@ -243,6 +243,8 @@ def tiles(
         made = cut(source, out, how, task=task, image_root=image_root, emit=out_.emit)
         first = made.folders.get("train") or next(iter(made.folders.values()))
         command = f"tessella data import {shlex.quote(str(first))} --task {task} --size {size}"
+        if (made.channels, made.depth) != (3, 8):
+            command += f" --channels {made.channels} --depth {made.depth}"
         for split in ("val", "test"):
             if split in made.folders and made.folders[split] != first:
                 command += f" --{split}-folder {shlex.quote(str(made.folders[split]))}"

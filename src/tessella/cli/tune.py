@@ -35,6 +35,8 @@ def tune(
     Example: tessella tune flowers.plan
     """
     with output(json_only=json, events=events) as out_:
+        if time_limit is not None and cache is None:
+            out_.note("where the time ends, what was measured is lost: with --cache FILE it is not")
         made = api.tune(plan, cache=cache, time_limit_s=time_limit, emit=out_.emit)
         path = made.save(out or plan)
         plain = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ class Tiled:
     Attributes:
         folders: by split (``train``, ``val``, ``test``, or empty: nobody said), what to import.
         pictures, tiles, things: how many; a thing counts in every tile that shows some of it.
+        channels, depth: channels and bits of most pictures, as an import is to be told.
     """
 
     folders: dict[str, Path]
@@ -51,6 +53,8 @@ class Tiled:
     tiles: int
     things: int
     skipped: tuple[SkippedFile, ...]
+    channels: int = 3
+    depth: int = 8
 
 
 def cut(
@@ -114,6 +118,7 @@ class _Cutter:
         self._written: dict[str, list[tuple[str, str]]] = {}  # by split: tile and group
         self._boxed: dict[str, list[Picture]] = {}
         self._pictures = 0
+        self._kinds = Counter[tuple[int, int]]()  # channels and bits
 
     def cut(self, boxed: bool) -> Tiled:
         total = len(self._found.sources)
@@ -131,6 +136,7 @@ class _Cutter:
             else:
                 self._masks(source, pixels, places, mask)
             self._pictures += 1
+            self._kinds[pixels.shape[2], 8 * pixels.itemsize] += 1
             self._emit(progress("tiles", number + 1, total))
         if not self._written:
             first = self._skipped[0]
@@ -139,12 +145,15 @@ class _Cutter:
             )
         for split, rows in self._written.items():
             self._close(split, rows)
+        ((channels, depth), _) = self._kinds.most_common(1)[0]
         return Tiled(
             folders={split: self._folder / split for split in self._written},
             pictures=self._pictures,
             tiles=sum(len(rows) for rows in self._written.values()),
             things=sum(len(p.things) for some in self._boxed.values() for p in some),
             skipped=tuple(self._skipped),
+            channels=channels,
+            depth=depth,
         )
 
     @staticmethod
