@@ -73,6 +73,25 @@ def test_the_numbers_stay(
     assert fold_floors.apply(graph, "cpu") == 0
 
 
+class Parted(nn.Module):
+    """A convolution whose result has two parts behind its ReLU, as MixNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.conv(x).relu().chunk(2, 1)
+        return first - second
+
+
+def test_parts_of_a_layer_s_result_are_left_alone() -> None:
+    graph = capture(Parted(), [TensorSpec(name="x", dtype="float32", shape=(ONE, 3, 7, 6))])
+    fuse_epilogue.apply(graph)
+    assert fold_floors.apply(graph, "cpu") == 0
+    assert [n.op for n in graph.nodes][:2] == ["conv2d", "split"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_kernel_that_knows_a_floor_raises_to_it(name: str, dtype: str) -> None:

@@ -35,8 +35,10 @@ def _is_plain(graph: Graph, layer: Node) -> bool:
 
 def _fold(graph: Graph, layer: Node, target: str) -> bool:
     times = graph.only_reader(layer.output)
-    plus = None if times is None else graph.only_reader(times.output)
-    if times is None or plus is None or (times.op, plus.op) != ("mul", "add"):
+    if times is None or times.op != "mul":
+        return False
+    plus = graph.only_reader(times.output)
+    if plus is None or plus.op != "add":
         return False
     factor, term = _number(graph, times, layer.output), _number(graph, plus, times.output)
     if factor is None or term is None or plus.attrs.get("alpha", 1) != 1:
