@@ -104,6 +104,11 @@ def test_a_ratio_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return {torch.bfloat16: 30.0, torch.float32: 10.0}[dtype]
 
     monkeypatch.setattr(slow_precisions, "_product_us", product_us)
+    monkeypatch.setattr(slow_precisions.processor, "extensions", lambda: ())
     assert [slowdown("bf16", "cpu", "linear") for _ in range(3)] == [3.0] * 3
-    assert measured == ["linear"] * 2
+    assert measured == ["linear"] * 2 * slow_precisions.ROUNDS
+    slow_precisions._ratio.cache_clear()
+    monkeypatch.setattr(slow_precisions.processor, "extensions", lambda: ("amx_bf16",))
+    assert slowdown("bf16", "cpu", "linear") == 1.0  # its instructions are there: none is measured
+    assert len(measured) == 2 * slow_precisions.ROUNDS
     slow_precisions._ratio.cache_clear()
