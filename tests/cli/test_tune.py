@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+from torch import nn
+
+import tessella as ts
 from tessella.artifacts.plan import load_plan
+from tessella.core.spec import TensorSpec
 from tests.support.cli import Tessella
 
 
@@ -27,6 +32,28 @@ def test_a_plan_is_built_untuned_and_tuned_where_it_runs(
     assert json.loads(tuned.out)["steps"] == len(load_plan(path).program.buckets[0].steps)
     assert not load_plan(tmp_path / "b.plan").manifest.untuned
     assert load_plan(path).manifest.untuned
+
+
+class Told(nn.Module):
+    """Words by their numbers, and a weight for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 16)
+
+    def forward(self, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (self.words(number) * weight[..., None]).sum(1)
+
+
+def test_a_plan_of_several_inputs_is_timed(tessella: Tessella, tmp_path: Path) -> None:
+    inputs = [
+        TensorSpec(name="number", dtype="int64", shape=(1, 5)),
+        TensorSpec(name="weight", dtype="float32", shape=(1, 5)),
+    ]
+    made = ts.compile(Told().eval(), inputs=inputs, batch=1, target="cpu", untuned=True)
+    path = made.save(tmp_path / "words.plan")
+    timed = tessella("bench", str(path), "--seconds", "0.01", "--json")
+    assert [row["plan"]["median_ms"] > 0 for row in timed.json["rows"]] == [True]
 
 
 def test_a_plan_for_another_machine_is_refused_with_what_to_do(

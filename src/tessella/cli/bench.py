@@ -16,6 +16,7 @@ from tessella.core.count import with_spread
 from tessella.core.device import torch_device
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
+from tessella.runtime.profiler import sample
 from tessella.search.timing import Timing, latency
 
 
@@ -45,16 +46,14 @@ def bench(
         if against is not None:
             checkpoint = api.open_checkpoint(against)
             module = zoo.load(checkpoint, trust_code=trust_code).to(device)
-        (spec,) = engine.inputs
         measured: list[tuple[int, dict[str, Timing]]] = []
         for size in sizes:
-            image = torch.randn(spec.at(size), device=device)
-            given = image
-            if spec.dtype == "uint8":
-                given = torch.randint(0, 256, spec.at(size), dtype=torch.uint8, device=device)
-                image = given.permute(0, 3, 1, 2).float()
-            runs = {"plan": lambda given=given: engine(given)}
-            if module is not None:
+            given = {spec.name: sample(spec, size, device) for spec in engine.inputs}
+            runs = {"plan": lambda given=given: engine(**given)}
+            if module is not None:  # a checkpoint's network reads one picture
+                (image,) = given.values()
+                if image.dtype == torch.uint8:
+                    image = image.permute(0, 3, 1, 2).float()
                 runs["torch"] = lambda image=image: module(image)
             with torch.inference_mode():
                 timings = latency(runs, device=device, seconds=seconds)
