@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella import compiler
+from tessella.compiler import calibration
 from tessella.compiler import histogram as h
 from tessella.compiler.calibration import Calibration, rounded_weight
 from tessella.core.errors import ArtifactError, CompileError, UsageError
@@ -49,13 +51,13 @@ def test_a_grown_histogram_is_that_of_all_numbers_at_once() -> None:
 
 def test_zeros_alone_choose_no_threshold() -> None:
     empty = histogram_of(torch.zeros(5))
-    assert {choose(empty) for choose in h.METHODS.values()} == {0.0}
+    assert {choose(empty, h.LEVELS) for choose in h.METHODS.values()} == {0.0}
 
 
 @pytest.mark.parametrize("share", [99.0, 99.99])
 def test_percentile_is_numpys_within_a_bin(share: float) -> None:
     numbers = torch.cat([bell(1.0, 50_000), torch.zeros(10_000)])
-    made = h.percentile(histogram_of(numbers), share)
+    made = h.percentile(histogram_of(numbers), share=share)
     right = np.quantile(numbers.abs().numpy(), share / 100, method="inverted_cdf")
     assert right <= made <= right + 2 * histogram_of(numbers).width
 
@@ -204,10 +206,59 @@ def test_a_weights_scale_is_each_channels_own() -> None:
     torch.testing.assert_close(scale, torch.tensor([2 / 127, 1.0, 0.5 / 127]))
 
 
+class Sided(nn.Module):
+    """Layers that read what has both signs, what reaches a little below zero, and what does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.deep = nn.Conv2d(16, 24, 1), nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.deep.weight.data *= 8  # far above zero, not far below
+        self.narrow, self.rows = nn.Conv2d(24, 16, 1), nn.Linear(16, 16)
+        self.more, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.rows.weight.data *= 20
+        self.more.weight.data *= 20
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.hardswish(self.deep(self.wide(x).relu()))
+        x = F.gelu(self.rows(self.narrow(x).relu().mean((2, 3))))
+        return self.last(F.gelu(self.more(x)))
+
+
+@pytest.mark.parametrize("method", h.METHODS)
+def test_what_hardly_reaches_below_zero_has_twice_the_steps(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(calibration.code, "adds_in_32_bits", lambda: True)
+    graph = graph_of(Sided(), 16, 4, 4)
+    batches = [{"x": bell(1.5, 64 * 16 * 16).reshape(64, 16, 4, 4)}]
+    found = compiler.calibrate(graph, batches, method=method, target="cpu")
+    zeros = found.zero_points
+    # not "relu", around which zeros are padded; nor "gelu", whose layer would write float32 then,
+    # but for the one before the network's result
+    least = {"hardswish": -0.375, "mean": 0.0, "gelu.1": -0.17}
+    assert zeros.keys() == least.keys()
+    for name, zero in zeros.items():
+        step = found.scale(name, "int8")
+        assert step * (127 - zero) == pytest.approx(found.thresholds[name])
+        assert zero % 2 == 0
+        assert abs(-128 - zero - least[name] / step) <= 2  # steps between what is least and -128
+    assert compiler.load_calibration(found.save(tmp_path / "c")).zero_points == zeros
+    for target in ("reference", "sm_90"):
+        other = compiler.calibrate(graph, batches, method=method, target=target)
+        assert other.zero_points == {}
+    for layer in ("relu.1", "gelu", "linear", "scores"):
+        if method == "min-max" and layer in found.snr_db["int8"]:
+            assert found.snr_db["int8"][layer] > other.snr_db["int8"][layer] + 3
+    with pytest.raises(ValueError, match="an even number from -128 to 0, not -127"):
+        replace(found, zero_points={"mean": -127}).save(tmp_path / "odd")
+
+
 def test_it_is_saved_and_read(found: Calibration, tmp_path: Path) -> None:
     again = compiler.load_calibration(found.save(tmp_path / "net.calibration"))
     assert vars(again).keys() == vars(found).keys()
-    for name in ("method", "samples", "thresholds", "largest", "snr_db", "weight_limit"):
+    numbers = ("method", "samples", "thresholds", "largest", "snr_db", "weight_limit")
+    for name in (*numbers, "zero_points"):
         assert getattr(again, name) == getattr(found, name)
     assert torch.equal(again.inputs["x"], found.inputs["x"])
     for kind, layers in found.corrections.items():

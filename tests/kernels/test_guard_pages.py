@@ -258,6 +258,10 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
         attrs={"axis": 0, "dtype": "float32"},
     )  # fmt: skip
     yield back, [numbers(p.output), scale, None]
+    zero = torch.tensor(-128, dtype=torch.int8)
+    for each in (p, back):
+        shifted = replace(each, inputs=(*each.inputs[:2], meta_of(zero)), constant=(1, 2))
+        yield shifted, [numbers(each["input"]), scale, zero]
     seen = looks.asked(images=2, queries=3, heads=2, depth=21, sizes=(3, 4, 2, 1), points=(5, 8))
     yield seen, [*looks.drawn(seen)]
     parts = [TensorMeta(shape=(2, c, 3, 5), dtype="float32", format="channels_last")

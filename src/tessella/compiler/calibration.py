@@ -22,6 +22,7 @@ from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites.lower_quantization import MOVES
 from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
+from tessella.device.x86 import code
 from tessella.graph.graph import Graph, Node, Value
 from tessella.graph.interpret import interpret
 from tessella.graph.value import fixed
@@ -33,6 +34,8 @@ Tensors = dict[str, torch.Tensor]
 
 DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the greatest quantized value stands for, in scales
+LEAST = -128  # of int8
+ONE_SIDED = 0.5  # of the largest number: values that reach less below zero have a zero point
 VERSION = 2  # of the file: 2, as an activation behind views became its layer's
 ERROR_SAMPLES = 64  # that errors are measured on: a mean over positions needs no more
 SAMPLES = 3  # kept for the check of a plan
@@ -49,6 +52,8 @@ class Calibration:
         samples: how many were seen.
         thresholds: by value name, the largest magnitude that int8 tells apart.
         largest: by value name, the largest magnitude seen.
+        zero_points: by value name, what int8 writes zero as, if not as 0: of values that hardly
+            reach below zero, which have 255 steps so instead of 127.
         snr_db: by kind (``int8``, ``fp8``) and name of a layer's result, 10·log₁₀ of the power of
             its product over that of the error which rounding its activations and weights makes.
         corrections: by kind and layer, what its bias gets so that the error is zero in the mean.
@@ -63,13 +68,19 @@ class Calibration:
     largest: dict[str, float]
     snr_db: dict[str, dict[str, float]]
     weight_limit: int = 127
+    zero_points: dict[str, int] = field(default_factory=dict)
     corrections: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def scale(self, name: str, kind: str) -> float:
         """The step between neighbouring quantized values; 1 where the value was all zeros."""
-        reach = self.thresholds[name] if kind == "int8" else self.largest[name]
-        return reach / LARGEST[kind] or 1.0
+        if kind == "int8":
+            return self.thresholds[name] / (LARGEST[kind] - self.zero_point(name, kind)) or 1.0
+        return self.largest[name] / LARGEST[kind] or 1.0
+
+    def zero_point(self, name: str, kind: str) -> int:
+        """What zero is written as."""
+        return self.zero_points.get(name, 0) if kind == "int8" else 0
 
     def largest_weight(self, kind: str) -> float:
         """The magnitude that the largest weight of a channel becomes."""
@@ -122,10 +133,15 @@ class _Numbers:
     largest: dict[str, float]
     snr_db: dict[str, dict[str, float]]
     weight_limit: int = 127
+    zero_points: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.weight_limit <= LARGEST["int8"]:
             raise ValueError(f"int8 weights reach from 1 to 127, not {self.weight_limit}")
+        if wrong := [z for z in self.zero_points.values() if not LEAST <= z <= 0 or z % 2]:
+            raise ValueError(
+                f"int8 writes zero as an even number from {LEAST} to 0, not {wrong[0]}"
+            )
 
 
 def load_calibration(path: str | Path) -> Calibration:
@@ -192,10 +208,15 @@ def calibrate(
         raise CompileError("there is nothing to calibrate with", fix="give some samples")
     # a picture's numbers have bounds, and often lie there: entropy cut blobs down to 7 dB
     pictures = {groups[v] for v in graph.inputs if v in groups and len(v.shape) >= PICTURE_AXES}
-    chosen = {
-        root: METHODS["min-max" if root in pictures else method](histogram)
-        for root, histogram in watcher.histograms.items()
-    }
+    target = target or default_target()
+    shifted = _may_shift(graph, layers, groups) if shifts_zeros(target) else frozenset()
+    chosen, zeros = dict[Value, float](), dict[Value, int]()
+    for root, histogram in watcher.histograms.items():
+        choose = METHODS["min-max" if root in pictures else method]
+        zero = _zero_point(histogram.lowest, histogram.largest) if root in shifted else 0
+        chosen[root] = reach = choose(histogram, int(LARGEST["int8"]) - zero)
+        if zero := zero and _zero_point(histogram.lowest, reach):
+            zeros[root] = zero
     found = Calibration(
         method=method,
         samples=samples,
@@ -206,7 +227,8 @@ def calibrate(
             if root in watcher.histograms
         },
         snr_db={},
-        weight_limit=weight_limit(target or default_target()),
+        weight_limit=weight_limit(target),
+        zero_points={v.name: zeros[root] for v, root in groups.items() if root in zeros},
         inputs=_first_samples(batches),
     )
     errors = {kind: _errors(graph, layers, batches, found, kind) for kind in kinds}
@@ -242,6 +264,61 @@ def weight_limit(target: str) -> int:
     twice the speed.
     """
     return onednn.NARROW if target == "cpu" and onednn.narrow_sums() else 127
+
+
+def shifts_zeros(target: str) -> bool:
+    """Whether a target's layers read int8 with a zero point as fast as without: a CPU's do whose
+    products are added in 32 bits.
+
+    Elsewhere what is not below zero is known to have 7 bits (``mark_non_negative``).
+    """
+    return target == "cpu" and code.adds_in_32_bits()
+
+
+def _may_shift(graph: Graph, layers: list[Node], groups: Mapping[Value, Value]) -> frozenset[Value]:
+    """The groups that may have a zero point: only layers read them that pad nothing.
+
+    There the zero point is a part of the bias. Around an image it would have to be padded with.
+    Layers that write int8 behind another activation than a ReLU would write float32, and a step
+    round it: that is worth it before the network's results, where no layer evens errors out.
+    """
+    last = {groups.get(n["input"]) for n in layers if n.output in graph.outputs}
+    kept = set()
+    for value, root in groups.items():
+        maker = graph.producer(value)
+        if (
+            value in graph.outputs
+            or (maker in layers and _writes_behind(maker) and root not in last)
+            or not all(
+                (node.op in MOVES and node.op != "relu")
+                or (node in layers and _pads_nothing(node) and node.get("residual") is not value)
+                for node in graph.users(value)
+            )
+        ):
+            kept.add(root)
+    return frozenset(groups.values()) - kept
+
+
+def _writes_behind(layer: Node) -> bool:
+    """Whether a layer, as int8, has an activation that its result's zero point cannot pass."""
+    grouped = layer.attrs.get("groups", 1) > 1  # these stay float32
+    return not grouped and layer.attrs["activation"] not in (None, "relu")
+
+
+def _pads_nothing(node: Node) -> bool:
+    return node.op != "conv2d" or not (any(node.attrs["padding"]) or node.attrs["groups"] > 1)
+
+
+def _zero_point(lowest: float, reach: float) -> int:
+    """What zero is written as where numbers lie between ``lowest`` and ``reach``; 0 where so much
+    lies below zero that a zero point would gain little.
+
+    It is even: behind an odd one ties fall the other way, and layers would not write such values.
+    """
+    below = -lowest / reach if reach else 1.0
+    if below > ONE_SIDED:
+        return 0
+    return LEAST + 2 * round((127 - LEAST) * below / (1 + below) / 2)
 
 
 def rounded_weight(
@@ -371,9 +448,11 @@ def _errors(
         x, weight = read[:2] if node in moments else (None, None)
         if x is None or weight is None:
             return
-        scale = torch.tensor(found.scale(node["input"].name, kind), device=x.device)
-        quantized = quantize(x, scale, axis=0, dtype=DTYPES[kind])
-        rounded = dequantize(quantized, scale, axis=0, dtype="float32")
+        name = node["input"].name
+        scale = torch.tensor(found.scale(name, kind), device=x.device)
+        zero = torch.tensor(found.zero_point(name, kind), device=x.device)
+        quantized = quantize(x, scale, zero, axis=0, dtype=DTYPES[kind])
+        rounded = dequantize(quantized, scale, zero, axis=0, dtype="float32")
         product = _product(node)
         exact = product(x, weight)
         error = product(rounded, weights[node["weight"]].to(x.device)) - exact

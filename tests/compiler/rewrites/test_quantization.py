@@ -243,18 +243,20 @@ def integers_by_hand(module: Residual, calibration: compiler.Calibration, x: tor
         line = (-1, 1, 1) if weight.dim() == 4 else (-1,)
         return product * (steps.double() * step).view(line) + bias.view(line)
 
-    def codes_of(values: torch.Tensor, step: float) -> torch.Tensor:
-        return (values / step).round().clamp(-128, 127)
+    def codes_of(values: torch.Tensor, name: str) -> torch.Tensor:
+        """Less the zero point."""
+        zero = calibration.zero_point(name, "int8")
+        return (values / scale(name)).round().clamp(-128 - zero, 127 - zero)
 
     scale = lambda name: float(torch.tensor(calibration.scale(name, "int8")))  # noqa: E731
     stem = F.conv2d(x, module.stem.weight, module.stem.bias, padding=1).relu().double()
-    start = codes_of(F.max_pool2d(stem, 2), scale("max_pool2d"))
+    start = codes_of(F.max_pool2d(stem, 2), "max_pool2d")
     a = layer(module.a, start, scale("max_pool2d"), "relu.1", padding=1).relu()
-    a = codes_of(a, scale("relu.1"))
+    a = codes_of(a, "relu.1")
     b = layer(module.b, a, scale("relu.1"), "relu.2", padding=1)
-    b = codes_of((b + start * scale("max_pool2d")).relu(), scale("relu.2"))
+    b = codes_of((b + start * scale("max_pool2d")).relu(), "relu.2")
     c = layer(module.c, b, scale("relu.2"), "relu.3").relu()
-    mean = codes_of(c.mean((2, 3)), scale("mean"))
+    mean = codes_of(c.mean((2, 3)), "mean")
     return layer(module.last, mean, scale("mean"), "scores")
 
 
@@ -272,6 +274,8 @@ def test_the_rounded_network_is_that_of_integers_by_hand() -> None:
     right = integers_by_hand(module, calibration, x)
     got = interpret(made, {"x": x}, upcast=torch.float64)["scores"]
     torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-6)
+    unpadded = {"relu.2", "mean"} if code.adds_in_32_bits() else set()
+    assert calibration.zero_points == dict.fromkeys(unpadded, -128)
     near_float = interpret(pipeline.optimized(graph), {"x": x})["scores"]
     assert F.cosine_similarity(got.flatten(), near_float.flatten().double(), dim=0) > 0.999
 
@@ -562,7 +566,8 @@ def test_weights_are_as_wide_as_the_processor_multiplies_at_full_speed(
     graph = graph_of(Residual(), 3, 8, 8)
     calibration = calibrated(graph, 3, 8, 8, target="cpu")
     made = plan(graph, precision="int8", calibration=calibration)
-    widest = [int(t.abs().max()) for t in made.weights.values() if t.dtype == torch.int8]
+    weights = [t for t in made.weights.values() if t.dtype == torch.int8 and t.dim()]
+    widest = [int(t.abs().max()) for t in weights]
     assert set(widest) == {64 if saturating else 127}
     assert calibrated(graph, 3, 8, 8, target="sm_90").weight_limit == 127
 

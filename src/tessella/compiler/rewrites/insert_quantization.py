@@ -1,8 +1,8 @@
 """Chosen layers round their activations and weights to int8 or fp8: ``quantize``, ``dequantize``.
 
 The graph stays one of floating numbers that says where it rounds; ``lower_quantization`` makes
-layers on int8 of it. Scales are symmetric: one for a tensor of activations, by calibration, and one
-for each output channel of a weight, by its largest magnitude.
+layers on int8 of it. A tensor of activations has one scale, and perhaps a zero point, by
+calibration; each output channel of a weight has a scale, by its largest magnitude.
 """
 
 from __future__ import annotations
@@ -102,21 +102,25 @@ class _Rounder:
 
     def _rounded(self, value: Value, kind: str) -> Value:
         graph = self._graph
-        scale = graph.add_constant(
-            f"{value.name}.{kind}.scale", torch.tensor(self._scale(value, kind))
+        number, shift = self._scale(value, kind)
+        scale = graph.add_constant(f"{value.name}.{kind}.scale", torch.tensor(number))
+        zero = (
+            graph.add_constant(f"{value.name}.{kind}.zero", torch.tensor(shift, dtype=torch.int8))
+            if shift
+            else None
         )
         small = Value(graph.fresh_name(f"{value.name}.{kind}"), DTYPES[kind], value.shape)
         back = Value(graph.fresh_name(f"{value.name}.rounded"), value.dtype, value.shape)
         nodes = [
             Node(
                 op="quantize",
-                inputs=(value, scale, None),
+                inputs=(value, scale, zero),
                 outputs=(small,),
                 attrs={"axis": 0, "dtype": DTYPES[kind]},
             ),
             Node(
                 op="dequantize",
-                inputs=(small, scale, None),
+                inputs=(small, scale, zero),
                 outputs=(back,),
                 attrs={"axis": 0, "dtype": value.dtype},
             ),
@@ -128,7 +132,8 @@ class _Rounder:
             graph.nodes.insert_after(maker, *nodes)
         return back
 
-    def _scale(self, value: Value, kind: str) -> float:
+    def _scale(self, value: Value, kind: str) -> tuple[float, int]:
+        """The scale and the zero point."""
         maker = self._graph.producer(value)
         if maker is not None and maker.op == "image_to_tensor":
             value = maker["input"]  # bytes have the name of the image that was calibrated
@@ -138,7 +143,8 @@ class _Rounder:
                 seen=repr(value),
                 fix="calibrate the network that is compiled, with compiler.calibrate",
             )
-        return self._calibration.scale(value.name, kind)
+        name, known = value.name, self._calibration
+        return known.scale(name, kind), known.zero_point(name, kind)
 
     def weight(self, value: Value, kind: str) -> Value:
         graph = self._graph
