@@ -21,8 +21,8 @@ from tessella.compiler.buckets import Check, built, imports, outwards
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
 from tessella.compiler.choices.variants import fastest, with_siblings
+from tessella.compiler.fall_back import fallen_back
 from tessella.compiler.passes import Request, multiplies_tf32, narrows, run, steps
-from tessella.compiler.precision import most_harmed
 from tessella.compiler.settings import About, Measuring
 from tessella.compiler.stopping import stopping
 from tessella.compiler.verify import Expected
@@ -171,7 +171,7 @@ def _lowered(
         graph, batch.min, batch.max, samples, target=judge, align=alignment(task)
     )
     exact = optimized(graph, emit)
-    request, rounded, answers = _rounded(exact, request.assigned(exact), answers, judge, emit)
+    request, rounded, answers = fallen_back(exact, request.assigned(exact), answers, judge, emit)
     lowered = run(rounded, request, after="lower", until="narrow")
     if narrows(request):
         answers = verify.narrowed(answers, lowered, target=judge)
@@ -310,46 +310,6 @@ def _busy(plan: Plan, cores: float) -> str:
         f"work disturbed it, and other processes kept {cores:.1f} cores busy on average; what was "
         "chosen may not be the fastest, and the plan says so"
     )
-
-
-def _rounded(
-    exact: Graph, request: Request, answers: Expected, judge: str, emit: Emit
-) -> tuple[Request, Graph, Expected]:
-    """The graph with its roundings, and what it answers.
-
-    Where layers in int8 or fp8 say something else than the network, those that rounding harms most
-    compute like the rest instead: one, two, four … of them, but none that the user has named, and
-    at most half of all: more means a calibration of other data.
-    """
-    assignment, calibration = request.decided, request.calibration
-    fallen: list[str] = []
-    most = len(assignment.kinds) // 2
-    while True:
-        request = request.assigned(exact, assignment)
-        graph = run(exact, request, after="optimize", until="lower")
-        if not assignment.kinds and not assignment.pruned:
-            return request, graph, answers
-        try:
-            found = verify.rounded(
-                answers,
-                graph,
-                emit,
-                target=judge,
-                alike=not assignment.pruned,
-                snr_db=None if calibration is None else calibration.snr_of(exact, assignment.kinds),
-            )
-            return request, graph, found
-        except verify.RoundedAway:
-            harmed = (
-                []
-                if calibration is None
-                else most_harmed(assignment, calibration, request.precisions)
-            )
-            fallen += harmed[: max(1, len(fallen))]
-            if not harmed or len(fallen) > most:
-                raise
-            assignment = assignment.without(fallen)
-            emit(phase("rounding", f"computed in {assignment.rest} instead: {', '.join(fallen)}"))
 
 
 def optimized(graph: Graph, emit: Emit = silent) -> Graph:
