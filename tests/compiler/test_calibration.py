@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella import compiler
-from tessella.compiler import calibration
 from tessella.compiler import histogram as h
 from tessella.compiler.calibration import Calibration, rounded_weight
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.device.x86 import code
 from tessella.graph import capture
 from tessella.graph.graph import Graph
 
@@ -229,7 +229,7 @@ class Sided(nn.Module):
 def test_what_hardly_reaches_below_zero_has_twice_the_steps(
     method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(calibration.code, "adds_in_32_bits", lambda: True)
+    monkeypatch.setattr(code, "adds_in_32_bits", lambda: True)
     graph = graph_of(Sided(), 16, 4, 4)
     batches = [{"x": bell(1.5, 64 * 16 * 16).reshape(64, 16, 4, 4)}]
     found = compiler.calibrate(graph, batches, method=method, target="cpu")

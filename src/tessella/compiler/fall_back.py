@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 from tessella.compiler import verify
+from tessella.compiler.calibration import Calibration
 from tessella.compiler.passes import Request, run
 from tessella.compiler.precision import most_harmed
+from tessella.compiler.rewrites import insert_quantization
 from tessella.compiler.verify import Expected
 from tessella.core.events import Emit, phase
-from tessella.graph.graph import Graph
+from tessella.graph.graph import Dim, Graph
 
 # MobileNetV3-L, trained on digits: at 14.8 dB 96.9 % of the classes were float32's, at 19.0 98.5 %
 QUIET_DB = 19.0  # of the answers over what rounding adds to them
@@ -21,10 +23,11 @@ def fallen_back(
 ) -> tuple[Request, Graph, Expected]:
     """The graph with its roundings, and what it answers.
 
-    Where layers in int8 or fp8 say something else than the network, those that rounding harms most
-    compute like the rest instead, at most half of all: more means a calibration of other data. On a
-    CPU a noisy answer is not enough either: then it is tried what each layer alone does to the
-    answers, and the loudest compute like the rest. On a GPU what that costs has not been measured.
+    On a CPU a network whose answers rounding makes noisy is asked what each layer alone does to
+    them, and the loudest compute like the rest instead. On a GPU what that costs has not been
+    measured. Where layers in int8 or fp8 then still say something else than the network, those with
+    the most noise of their own follow, up to half of all: more means a calibration of other data.
+    None falls that the user has named.
 
     Args:
         exact: the network, optimized.
@@ -32,23 +35,21 @@ def fallen_back(
         answers: what the network says of some samples.
         judge: the device that interprets it.
     """
-    made = _alike(exact, request, answers, judge, emit)
-    request, _, found = made
-    if request.target != "cpu" or request.calibration is None or found.snr_db >= QUIET_DB:
-        return made
-    loud = _loudest(exact, request, answers, found.snr_db, judge)
-    if not loud:
-        return made
-    emit(phase("rounding", _told(request, loud)))
-    request = request.assigned(exact, request.decided.without(loud))
-    return _alike(exact, request, answers, judge, emit)
+    assignment, calibration = request.decided, request.calibration
+    loud: list[str] = []
+    if request.target == "cpu" and calibration is not None and assignment.kinds:
+        loud = _loudest(exact, request, calibration, answers, judge)
+    if loud:
+        emit(phase("rounding", _told(request, loud)))
+        assignment = assignment.without(loud)
+    return _alike(exact, request.assigned(exact, assignment), answers, judge, emit)
 
 
 def _alike(
     exact: Graph, request: Request, answers: Expected, judge: str, emit: Emit
 ) -> tuple[Request, Graph, Expected]:
     """As ``fallen_back``, but for noise: one, two, four … layers fall, until the answers are like
-    the network's. None falls that the user has named.
+    the network's.
     """
     assignment, calibration = request.decided, request.calibration
     fallen: list[str] = []
@@ -86,25 +87,31 @@ def _told(request: Request, layers: list[str]) -> str:
 
 
 def _loudest(
-    exact: Graph, request: Request, answers: Expected, snr_db: float, judge: str
+    exact: Graph, request: Request, calibration: Calibration, answers: Expected, judge: str
 ) -> list[str]:
     """The layers without which the answers are quiet, the loudest first; as many as may fall.
 
     Each is taken to have that share of the noise which it has of all that they make alone.
     """
-    assignment = request.decided
-    power = {}
-    for name, kind in assignment.kinds.items():
-        if name not in request.precisions:
-            alone = request.assigned(exact, replace(assignment, kinds={name: kind}))
-            graph = run(exact, alone, after="prune", until="round")
-            power[name] = _power(verify.deviation_db(graph, answers, judge))
-    loud, left, share = list[str](), 1.0, sum(power.values())
-    for name in sorted(power, key=lambda n: -power[n])[: len(assignment.kinds) // MOST_FOR_QUIET]:
-        if left <= _power(QUIET_DB - snr_db):
+    kinds = request.decided.kinds
+
+    def power(kinds: Mapping[str, str]) -> float:
+        graph = exact.copy()
+        insert_quantization.apply(graph, kinds, calibration)
+        return _power(verify.deviation_db(graph, answers, judge))
+
+    noise = power(kinds)
+    if noise <= _power(QUIET_DB):
+        return []
+    if all(isinstance(v.shape[0], Dim) for v in exact.inputs):
+        answers = answers.at(1)  # for shares one has numbers enough
+    alone = {n: power({n: kind}) for n, kind in kinds.items() if n not in request.precisions}
+    loud, left, share = list[str](), noise, noise / (sum(alone.values()) or 1.0)
+    for name in sorted(alone, key=lambda n: -alone[n])[: len(kinds) // MOST_FOR_QUIET]:
+        if left <= _power(QUIET_DB):
             break
         loud.append(name)
-        left -= power[name] / share
+        left -= share * alone[name]
     return loud
 
 

@@ -55,7 +55,7 @@ def _ratio(dtype: str, op: str) -> float:
     types = [getattr(torch, name) for name in (dtype, "float32")]
     rounds_us = [[_product_us(op, each) for each in types] for _ in range(ROUNDS)]
     narrow_us, wide_us = map(min, zip(*rounds_us, strict=True))
-    return narrow_us / wide_us
+    return float(narrow_us / wide_us)
 
 
 def _product_us(op: str, dtype: torch.dtype) -> float:

@@ -68,7 +68,6 @@ class Expected:
         narrow: the error of torch's own operators in the plan's element types; 0 if not asked.
         own: the precision that the network itself has, by the narrowest type that it computes in.
         is_rounded: whether the answers are those of a network rounded to int8 or fp8.
-        snr_db: then, the network's over what rounding adds, of the output with the most.
         align: brings an output into the order of the right one, where rows are sorted by a score.
     """
 
@@ -78,7 +77,6 @@ class Expected:
     narrow: float = 0.0
     own: str = "fp32"
     is_rounded: bool = False
-    snr_db: float = math.inf
     align: Align = as_it_is
 
     def at(self, batch: int) -> Expected:
@@ -239,12 +237,11 @@ def rounded(
     """
     worst = sorted((snr_db or {}).items(), key=lambda layer: layer[1])[:NAMED]
     layers = ", ".join(f"{name} {snr:.1f} dB" for name, snr in worst) or "none"
-    outputs, least = _answers(graph, answers.inputs, target), math.inf
+    outputs = _answers(graph, answers.inputs, target)
     for name, answer in outputs.items():
         right = answers.outputs[name]
         answer = answers.align(name, answer, right)
         cosine, snr = _cosine(answer, right), _snr_db(answer, right)
-        least = min(least, snr)
         emit(phase("rounding", f"output {name}: {snr:.1f} dB, cosine {cosine:.4f}"))
         if alike and not cosine >= LEAST_COSINE:
             raise RoundedAway(
@@ -259,7 +256,7 @@ def rounded(
     moved = _interpreted(_otherwise(graph), _moved(answers.inputs), target)
     most = MOST_NARROW * ROUNDED_TOLERANCE / NOISE_MARGIN  # so that some tolerance is left
     noise = max(noise, min(most, *_errors(moved, outputs, answers.align)))
-    return replace(answers, outputs=outputs, noise=noise, is_rounded=True, snr_db=least)
+    return replace(answers, outputs=outputs, noise=noise, is_rounded=True)
 
 
 def deviation_db(graph: Graph, answers: Expected, target: str) -> float:
