@@ -261,11 +261,14 @@ def rounded(
 
 def deviation_db(graph: Graph, answers: Expected, target: str) -> float:
     """The power of the answers over that of this graph's deviation from them, in decibels, of the
-    output that deviates most.
+    output that deviates most. Integers, and what is zero anyway, are not asked.
     """
-    made = _interpreted(graph, answers.inputs, target)
-    return min(_snr_db(answers.align(n, t, answers.outputs[n]), answers.outputs[n])
-               for n, t in made.items())  # fmt: skip
+    found = [math.inf]
+    for name, made in _interpreted(graph, answers.inputs, target).items():
+        right = answers.outputs[name]
+        if right.is_floating_point() and right.any():
+            found.append(_snr_db(answers.align(name, made, right), right))
+    return min(found)
 
 
 class RoundedAway(CompileError):
