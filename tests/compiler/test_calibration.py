@@ -246,7 +246,8 @@ def test_what_hardly_reaches_below_zero_has_twice_the_steps(
     assert compiler.load_calibration(found.save(tmp_path / "c")).zero_points == zeros
     for target in ("reference", "sm_90"):
         other = compiler.calibrate(graph, batches, method=method, target=target)
-        assert other.zero_points == {}
+        assert other.zero_points == found.suiting(target).zero_points == {}
+    assert found.suiting("cpu").zero_points == zeros
     for layer in ("relu.1", "gelu", "linear", "scores"):
         if method == "min-max" and layer in found.snr_db["int8"]:
             assert found.snr_db["int8"][layer] > other.snr_db["int8"][layer] + 3

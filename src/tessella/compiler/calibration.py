@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -81,6 +81,12 @@ class Calibration:
     def zero_point(self, name: str, kind: str) -> int:
         """What zero is written as."""
         return self.zero_points.get(name, 0) if kind == "int8" else 0
+
+    def suiting(self, target: str) -> Calibration:
+        """For a target that may be another than it was made for: without zero points, if it is no
+        CPU that reads them as fast as none.
+        """
+        return self if shifts_zeros(target) else replace(self, zero_points={})
 
     def largest_weight(self, kind: str) -> float:
         """The magnitude that the largest weight of a channel becomes."""

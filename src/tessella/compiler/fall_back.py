@@ -97,7 +97,7 @@ def _loudest(
 
     def power(kinds: Mapping[str, str]) -> float:
         graph = exact.copy()
-        insert_quantization.apply(graph, kinds, calibration)
+        insert_quantization.apply(graph, kinds, calibration.suiting(request.target))
         return _power(verify.deviation_db(graph, answers, judge))
 
     noise = power(kinds)

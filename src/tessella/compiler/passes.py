@@ -98,6 +98,11 @@ class Request:
             )
 
     @property
+    def calibration_here(self) -> Calibration | None:
+        """The calibration as it suits the target."""
+        return self.calibration and self.calibration.suiting(self.target)
+
+    @property
     def decided(self) -> Assignment:
         """The assignment, for passes behind those of ``UNASSIGNED``."""
         if self.assignment is None:
@@ -266,7 +271,7 @@ PASSES = (
          prunes, lambda r: {"layers": r.decided.pruned}),
     Pass("round", insert_quantization.apply,
          "layers read int8 or fp8, in the scales of the calibration",
-         rounds, lambda r: {"kinds": r.decided.kinds, "calibration": r.calibration}),
+         rounds, lambda r: {"kinds": r.decided.kinds, "calibration": r.calibration_here}),
     Pass("lower", lower_quantization.apply, "products of int8 or fp8, rounded in place", quantizes),
     Pass("lower", pad_channels.apply, "tensor cores take 16 channels at a time", quantizes_on_gpu),
     Pass("narrow", lower_precision.apply,
