@@ -543,7 +543,8 @@ def test_equal_pictures_in_a_class_and_in_two_are_told(tmp_path: Path) -> None:
 def test_original_files_are_stored_as_they_are(
     few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that cost little to decode; all others are PNG, and damaged ones are left out."""
+    """Those that cost little to decode, by default those of a fitting size; all others are PNG, and
+    damaged ones are left out."""
     monkeypatch.setattr(reading, "FEW", few)
     monkeypatch.setattr(parts, "MEASURED", 6)
     source = tmp_path / "s"
@@ -580,5 +581,10 @@ def test_original_files_are_stored_as_they_are(
         assert np.array_equal(
             fitted(ours.content, dataset.preprocess), decode(theirs.content, plain.preprocess)
         )
+    usual = import_images(source, tmp_path / "usual", replace(settings, store="auto"))
+    assert usual.preprocess == plain.preprocess
+    for ours, theirs in zip(usual.train, plain.train, strict=True):
+        assert (ours.content == theirs.content) == (Path(ours.path).stem not in ("small", "grey"))
+        assert ours.content in (theirs.content, (source / ours.path).read_bytes())
     assert np.allclose(dataset.preprocess.mean, plain.preprocess.mean, atol=0.1)
     assert (dataset.preprocess.mean == plain.preprocess.mean) == (few == 64)

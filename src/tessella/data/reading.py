@@ -51,7 +51,7 @@ class Picture:
     """A file as the dataset stores it.
 
     Attributes:
-        content: lossless file bytes in the record's size, or with ``original`` the file itself.
+        content: lossless file bytes in the record's size, or the file itself.
         path: its name in the dataset.
         label: the target as the dataset holds it; None until it is known.
     """
@@ -97,7 +97,7 @@ def read(
             raise DataError("the file is too large", seen=f"{found.st_size:,} bytes")
         with open(file, "rb") as opened:
             content = opened.read(found.st_size)  # 0 of a file of the system, which could wait, too
-        kept = way.store == "original" and keeps_original(content, way.record)
+        kept = keeps_original(content, way.record, way.store)
         known = kept and not measured and way.is_sound(content)
         pixels = None if known else way.decode(content)
     except DataError as error:
