@@ -123,12 +123,12 @@ def test_a_run_says_what_a_step_takes(dataset, tmp_path, recompute):
 @pytest.mark.parametrize(("network", "raced"), [("resnet18", False), ("lenet", True)])
 def test_a_run_says_how_long_an_epoch_takes(dataset, tmp_path, monkeypatch, network, raced):
     """By a race where one has shown it; finding out changes nothing of the training."""
+    if raced:
+        known = (Raced(way="fused", step_s=9.0), Raced(way="eager", step_s=300.0))
+        monkeypatch.setattr(forecasting, "recalled", lambda info: known)
     weights = []
     for least in (1, 10**9):
         monkeypatch.setattr(loop, "LEAST_TOLD", least)
-        if raced:
-            known = (Raced(way="fused", step_s=9.0), Raced(way="eager", step_s=300.0))
-            monkeypatch.setattr(forecasting, "recalled", lambda info: known)
         told = []
         settings = recipe(dataset, network=network, epochs=0.5)
         run = train(settings, tmp_path / f"run{least}", emit=told.append)
