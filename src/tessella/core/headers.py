@@ -23,7 +23,7 @@ HEAD_BYTES = 256 << 10  # Pillow joins a JPEG's Exif segments one by one: quadra
 PNG_CHUNKS = 4096
 TIFF_TAGS = 256
 # Of a JPEG that is stored as it is, the pixels for each that its record has. Three times as high
-# and wide it decodes in the time of nine; of up to 1.3 times a host reads it as fast as the PNG.
+# and wide it decodes in the time of nine; of up to 1.3 times it takes a host 0.3 to 0.9 of a PNG's.
 KEPT_TIMES: dict[Store, float] = {"auto": 1.3, "original": 9.0}
 
 _BITS_PER_SAMPLE = 258

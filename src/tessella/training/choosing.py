@@ -249,5 +249,5 @@ def _read(path: Path) -> Choice:
 def in_words(seconds: float) -> str:
     """A time as one says it: 12 s, 3.4 min, 26 h."""
     if seconds < 5400:
-        return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.2g} min"
+        return f"{seconds:.2g} s" if seconds < 90 else f"{seconds / 60:.2g} min"
     return f"{seconds / 3600:,.0f} h"
