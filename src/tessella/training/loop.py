@@ -30,7 +30,7 @@ from tessella.core.events import (
     silent,
     warning,
 )
-from tessella.core.memory import free_bytes
+from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.task import CLASSIFICATION
 from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
@@ -530,7 +530,12 @@ class Training:
         left = self._schedule.total - self._state.step
         if left < LEAST_TOLD:
             return ""
-        epoch_s = expected_epoch_s(self._trainer, self._run.info, self._dataset, self._world)
+        try:
+            epoch_s = expected_epoch_s(self._trainer, self._run.info, self._dataset, self._world)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return ""  # the first step says what fits
         left_s = epoch_s * left / self._schedule.steps_per_epoch
         return f"; an epoch takes about {in_words(epoch_s)}, all that is left {in_words(left_s)}"
 
