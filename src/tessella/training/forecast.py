@@ -171,7 +171,7 @@ def expected_epoch_s(trainer: Trainer, info: RunInfo, dataset: Dataset, world: W
     """Seconds of an epoch without its validation, before a training begins, which stays as it is.
 
     A step's are those that a race has shown, or those of three answers: its backward pass takes
-    twice as long as its forward pass.
+    twice as long as its forward pass. Steps that are fused take less.
     """
     recipe, on_gpu = info.recipe, world.device.type == "cuda"
     part = recipe.batch_size // world.size
