@@ -193,7 +193,7 @@ class Trainer:
         self._thaw(done)
         measured = self._update(images, labels, done)
         if self.average is not None:
-            self.average.update(self.module, done)
+            self.average.update(done)
         return measured
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes]:
