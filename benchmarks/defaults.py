@@ -38,6 +38,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Augment, Run, Solver
 from tessella.core.device import default_target
 from tessella.core.errors import TrainError, UsageError
+from tessella.core.memory import is_out_of_memory
 from tessella.core.policies import Policy
 from tessella.data.importing import import_images
 from tessella.data.loading import Batch, batches, steps_per_epoch
@@ -278,8 +279,8 @@ def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
 _source: dict[str, Batches] = {}
 
 
-def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
-    """One row, measured in a process of the pool."""
+def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any] | None:
+    """One row, measured in a process of the pool; None where a GPU had no room beside others."""
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = _source.setdefault("here", Batches(device))
@@ -292,6 +293,9 @@ def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
                 else plain(cell, data, source, device, folder)
             )
     except (TrainError, RuntimeError) as error:  # a loss that is no number is a result, too
+        if is_out_of_memory(error):
+            print(f"{cell}: {str(error).splitlines()[0]}: use fewer --processes", flush=True)
+            return None
         row = {"accuracy": 0.0, "train_loss": None, "seconds": 0.0, "error": str(error)}
     return {**asdict(cell), **row}
 
@@ -335,7 +339,7 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
                 partial(learn, folder=arguments.cache, threads=arguments.threads), before.values()
             )
         )
-        pending: set[Future[dict[str, Any]]] = set()
+        pending: set[Future[dict[str, Any] | None]] = set()
         while pending or remaining:
             while remaining and len(pending) < arguments.processes and time.monotonic() < end:
                 cell = remaining.pop(0)
@@ -344,8 +348,7 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
                 print(f"{len(remaining)} trainings left out: the time is over")
                 remaining.clear()
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+            yield from (row for future in done if (row := future.result()) is not None)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
