@@ -239,7 +239,7 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
     ):
         assert words in " ".join(told.out.split())
     plain = tessella("train", "lenet", dataset, "--explain", "--batch-size", "auto", "--json").json
-    assert plain["recipe"]["batch_size"] == 2
+    assert plain["recipe"]["batch_size"] == 4
     assert plain["memory"]["total"] > plain["memory"]["weights"]
     assert (plain["way"], plain["fastest"]) == ("eager", "eager")
     assert [w["way"] for w in plain["ways"] if w["step_s"] is not None] == ["eager"]

@@ -12,7 +12,7 @@ from typing import Any
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget
 from tessella.core.errors import DataError
-from tessella.core.headers import bits_of, keeps_original, sides_of
+from tessella.core.headers import bits_of, digest, keeps_original, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, Volume, encode
 from tessella.core.volumes import encoded, read_values, scaled
@@ -32,7 +32,8 @@ class Facts:
     """What an import notes of a picture.
 
     Attributes:
-        sha256: of the stored content: equal where the pixels are, as both are stored alike.
+        sha256: ``digest`` of the stored content: equal where the pixels are, if both are stored
+            alike.
         sums: see ``moments.sums_of``; None where nobody asked.
         bits: of a sample in the file, as far as its header tells.
         enlarged: by what factor, at most of both sides; 1 where the header does not tell.
@@ -111,7 +112,7 @@ def read(
         content=stored,
         path=path,
         facts=Facts(
-            sha256=hashlib.sha256(stored).digest(),
+            sha256=digest(stored),
             sums=None if pixels is None or not measured else sums_of(pixels),
             bits=bits_of(content),
             enlarged=_enlarged(sides, way.record),
