@@ -5,8 +5,9 @@ the same batches, and ``ts.train`` with nothing set but epochs, batch size and s
 is written SOLVER-RATE-SCHEDULE, with ``-turn`` or ``-colour`` where the images are augmented and
 ``-smooth`` where the labels are smoothed by 0.1:
 ``adamw-2e-3-onecycle``, ``sgd-0.1-cosine``, ``adamw-1e-3-warm0.1-turn``. ``tessella`` is ours,
-``tessella-5e-4`` ours with another rate. With ``--init textures`` each network has first learned
-that set by our defaults, and all recipes begin with its weights.
+``tessella-5e-4`` ours with another rate, ``tessella-5e-4-hard`` without smoothed labels. With
+``--init textures`` each network has first learned that set by our defaults, and all recipes begin
+with its weights; ``--init textures-4800`` draws so many pictures of it for that.
 Accuracies are of the last step, on images held out; what is already in the file is not run again.
 """
 
@@ -37,6 +38,7 @@ from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Augment, Run, Solver
 from tessella.core.device import default_target
 from tessella.core.errors import TrainError, UsageError
+from tessella.core.memory import is_out_of_memory
 from tessella.core.policies import Policy
 from tessella.data.importing import import_images
 from tessella.data.loading import Batch, batches, steps_per_epoch
@@ -58,7 +60,9 @@ AUGMENTS = {
     "flip": Augment(flip=True),
     "smooth": Augment(),
 }
-RECIPE = re.compile(r"(\w+)-(\d[\d.]*(?:e-\d+)?)-(\w[\w.]*)(?:-(\w+))?")
+RATE = r"(\d[\d.]*(?:e-\d+)?)"
+RECIPE = re.compile(rf"(\w+)-{RATE}-(\w[\w.]*)(?:-(\w+))?")
+OWN = re.compile(rf"{OURS}(?:-{RATE})?(-hard)?")
 ADAMW_DECAY, SGD_DECAY, MOMENTUM = 0.05, 1e-4, 0.9
 SAVE_S = 15.0
 KEPT = 6  # sets by seeds: drawn once in each process
@@ -70,7 +74,8 @@ class Cell:
     """One training: ``epochs`` passes over ``images`` pictures of a set.
 
     Attributes:
-        init: the set that the network has learned before; "" if none.
+        init: the set that the network has learned before, with the number of its pictures behind
+            a dash where that is not the usual one; "" if none.
     """
 
     pictures: str
@@ -139,6 +144,12 @@ class Batches:
         return Fed(images=images, labels=labels)
 
 
+def learned_set(folder: Path, cell: Cell) -> Dataset:
+    """The set that a cell's network learns before."""
+    name, _, count = cell.init.partition("-")
+    return dataset(folder, name, int(count or SETS[name].count))
+
+
 def learned(folder: Path, cell: Cell) -> Path:
     """Where the run lies with whose weights a cell begins."""
     return folder / f"learned-{cell.init}-{cell.network.replace('/', '-')}"
@@ -147,7 +158,7 @@ def learned(folder: Path, cell: Cell) -> Path:
 def learn(cell: Cell, folder: Path, threads: int) -> None:
     """The training before the cell's, by our defaults, on all pictures of its set."""
     torch.set_num_threads(threads)
-    data = dataset(folder, cell.init, SETS[cell.init].count)
+    data = learned_set(folder, cell)
     train(
         cell.network,
         data,
@@ -233,7 +244,10 @@ def _optimizer(
 
 def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
     """The cell trained by ``ts.train``, with its defaults for everything else."""
-    _, _, rate = cell.recipe.partition("-")
+    found = OWN.fullmatch(cell.recipe)
+    if found is None:
+        raise UsageError("a recipe of ours is tessella[-RATE][-hard]", seen=cell.recipe)
+    given: dict[str, Any] = {"label_smoothing": 0.0} if found[2] else {}
     since = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run = train(
@@ -243,11 +257,12 @@ def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
             epochs=cell.epochs,
             batch_size=cell.batch_size,
             seed=cell.seed,
-            solver={"lr": float(rate)} if rate else {},
+            solver={"lr": float(found[1])} if found[1] else {},
             init=str(Run(learned_before).latest().path) if cell.init else "random",
             network_options=options(cell.network, data.preprocess.input_shape[1]),
             val_interval=cell.epochs,
             snapshot_interval=cell.epochs,
+            **given,
         )
         last = run.metrics()[-1].values
         losses = [m.values["loss"] for m in run.metrics()]
@@ -264,8 +279,8 @@ def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
 _source: dict[str, Batches] = {}
 
 
-def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
-    """One row, measured in a process of the pool."""
+def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any] | None:
+    """One row, measured in a process of the pool; None where a GPU had no room beside others."""
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = _source.setdefault("here", Batches(device))
@@ -278,6 +293,9 @@ def measured(cell: Cell, folder: Path, threads: int) -> dict[str, Any]:
                 else plain(cell, data, source, device, folder)
             )
     except (TrainError, RuntimeError) as error:  # a loss that is no number is a result, too
+        if is_out_of_memory(error):
+            print(f"{cell}: {str(error).splitlines()[0]}: use fewer --processes", flush=True)
+            return None
         row = {"accuracy": 0.0, "train_loss": None, "seconds": 0.0, "error": str(error)}
     return {**asdict(cell), **row}
 
@@ -312,7 +330,7 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
     before = {learned(arguments.cache, cell): cell for cell in remaining if cell.init}
     before = {path: cell for path, cell in before.items() if not path.exists()}
     for cell in before.values():
-        dataset(arguments.cache, cell.init, SETS[cell.init].count)
+        learned_set(arguments.cache, cell)
     end = time.monotonic() + arguments.seconds
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, spawn) as pool:
@@ -321,7 +339,7 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
                 partial(learn, folder=arguments.cache, threads=arguments.threads), before.values()
             )
         )
-        pending: set[Future[dict[str, Any]]] = set()
+        pending: set[Future[dict[str, Any] | None]] = set()
         while pending or remaining:
             while remaining and len(pending) < arguments.processes and time.monotonic() < end:
                 cell = remaining.pop(0)
@@ -330,8 +348,7 @@ def run(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[d
                 print(f"{len(remaining)} trainings left out: the time is over")
                 remaining.clear()
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+            yield from (row for future in done if (row := future.result()) is not None)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

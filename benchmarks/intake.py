@@ -7,7 +7,9 @@
 - *loading*: images a second from the dataset into batches of the host, as a training on a GPU asks
   for them, by one thread and by one a core.
 
-The pictures are made here: cuts of smoothed noise of 500×375, saved as JPEG at quality 90.
+The pictures are made here: cuts of smoothed noise of 500×375 or ``--sides``, saved as JPEG at
+quality 90. Loading of ``original`` and ``png`` is in turns, so that it tells which one a host reads
+quicker.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ import numpy as np
 from benchmarks.report import markdown
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe
+from tessella.cli.parsing import parse_size
 from tessella.core.headers import keeps_original
 from tessella.core.pictures import read_pixels
 from tessella.core.preprocess import Store, encode, fit
 from tessella.data import ImportSettings
+from tessella.data import loading as decoded
 from tessella.data.importing import import_images
 from tessella.data.loading import batches
 from tessella.data.moments import sums_of
@@ -51,17 +55,21 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=3, help="of each loading")
+    parser.add_argument("--sides", type=parse_size, default=SIDES, help="HEIGHTxWIDTH of a picture")
+    parser.add_argument("--rounds", type=int, default=1, help="of the loadings")
     args = parser.parse_args()
+    decoded.DECODE_ONCE_BYTES = 0  # few pictures stand for many
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        nbytes = write_pictures(root / "jpeg", args.pictures)
+        nbytes = write_pictures(root / "jpeg", args.pictures, args.sides)
         print(f"{args.pictures} JPEG files of {nbytes / 1e3:.0f} kB; {cores} cores")
         show(importing(root, store) for store in STORES)
         show(
             loading(root, store, args.batch, args.seconds, threads)
-            for store in ("pixels", "png")
             for threads in (1, cores)
+            for _ in range(args.rounds)
+            for store in STORES
         )
         show(stages(sorted((root / "jpeg").rglob("*.jpg"))[:STAGED]))  # last: takes standard error
 
@@ -75,7 +83,7 @@ def settings(store: Store) -> ImportSettings:
     return ImportSettings(size=STORED, crop=SEEN, holdout=0.0, store=store, resize="crop")
 
 
-def write_pictures(root: Path, count: int) -> float:
+def write_pictures(root: Path, count: int, sides: tuple[int, int] = SIDES) -> float:
     """JPEG files in a folder for each class; their mean size in bytes."""
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (1200, 1600, 3), np.uint8)
@@ -84,11 +92,11 @@ def write_pictures(root: Path, count: int) -> float:
         for sigma, gain in ((1.5, 0.7), (6, 2.0), (30, 9.0))
     )
     scene = cv2.normalize(scene, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
-    tops, lefts = rng.integers(0, (1200 - SIDES[0], 1600 - SIDES[1]), (count, 2)).T
+    tops, lefts = rng.integers(0, (1200 - sides[0], 1600 - sides[1]), (count, 2)).T
 
     def save(number: int) -> int:
         top, left = int(tops[number]), int(lefts[number])
-        part = scene[top : top + SIDES[0], left : left + SIDES[1]]
+        part = scene[top : top + sides[0], left : left + sides[1]]
         content = cv2.imencode(".jpg", part, [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
         (root / str(number % CLASSES) / f"{number}.jpg").write_bytes(content.tobytes())
         return int(content.size)
@@ -173,7 +181,7 @@ def stages(files: list[Path]) -> Iterable[Row]:
         return {"stage": name, "ms": round(min(times), 4)}
 
     yield row("read", Path.read_bytes, files)
-    yield row("header", lambda content: keeps_original(content, record), contents)
+    yield row("header", lambda content: keeps_original(content, record, "original"), contents)
     yield row("decode", lambda content: quick(content, 1 << 28), contents)
     yield row("decode by Pillow", read_pixels, contents)
     yield row("try to decode (original)", quick.is_sound, contents)

@@ -536,6 +536,26 @@ def test_equal_pictures_in_a_class_and_in_two_are_told(tmp_path: Path) -> None:
     assert "'a' has 42 training images, 'c' has 7" in notes
 
 
+def test_copies_of_a_jpeg_with_other_metadata_are_told(tmp_path: Path) -> None:
+    """By default they are stored as they are; a progressive one is not."""
+    for i, split in enumerate(("train", "val")):
+        for name in "ab":
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for k in range(2):
+                pixels = np.random.default_rng([i, ord(name), k]).integers(0, 256, (8, 8, 3))
+                image = Image.fromarray(pixels.astype(np.uint8))
+                image.save(folder / f"{k}.jpg", progressive=k == 1)
+    file = (tmp_path / "train" / "a" / "0.jpg").read_bytes()
+    noted = file[:2] + b"\xff\xfe\x00\x06note" + file[2:]
+    (tmp_path / "val" / "a" / "copy.jpg").write_bytes(noted)
+    settings = replace(SMALL, val_folder=tmp_path / "val")
+    dataset = import_images(tmp_path / "train", tmp_path / "out", settings)
+    assert dataset.info.duplicates == (("train:a/0.jpg", "val:a/copy.jpg"),)
+    kept = {e.path: e.content.startswith(b"\xff\xd8") for e in dataset.train}
+    assert kept == {f"{name}/{k}.jpg": k == 0 for name in "ab" for k in range(2)}
+
+
 # --- original files -----------------------------------------------------------------------------
 
 
@@ -543,7 +563,8 @@ def test_equal_pictures_in_a_class_and_in_two_are_told(tmp_path: Path) -> None:
 def test_original_files_are_stored_as_they_are(
     few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that cost little to decode; all others are PNG, and damaged ones are left out."""
+    """Those that cost little to decode, by default those of a fitting size; all others are PNG, and
+    damaged ones are left out."""
     monkeypatch.setattr(reading, "FEW", few)
     monkeypatch.setattr(parts, "MEASURED", 6)
     source = tmp_path / "s"
@@ -580,5 +601,10 @@ def test_original_files_are_stored_as_they_are(
         assert np.array_equal(
             fitted(ours.content, dataset.preprocess), decode(theirs.content, plain.preprocess)
         )
+    usual = import_images(source, tmp_path / "usual", replace(settings, store="auto"))
+    assert usual.preprocess == plain.preprocess
+    for ours, theirs in zip(usual.train, plain.train, strict=True):
+        assert (ours.content == theirs.content) == (Path(ours.path).stem not in ("small", "grey"))
+        assert ours.content in (theirs.content, (source / ours.path).read_bytes())
     assert np.allclose(dataset.preprocess.mean, plain.preprocess.mean, atol=0.1)
     assert (dataset.preprocess.mean == plain.preprocess.mean) == (few == 64)

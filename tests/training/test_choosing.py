@@ -76,7 +76,7 @@ def test_a_race_pays_or_not_and_is_remembered(dataset, tmp_path, monkeypatch, ra
     short = way_for(settings, tmp_path / "short", long // 4)
     assert (short.way, raced) == ("eager", [])
     assert "a race would cost 2.5 min" in short.why
-    assert choosing._minutes(20_000) == "6 h"
+    assert choosing.in_words(20_000) == "6 h"
     chosen = way_for(settings, tmp_path / "long", long, events.append)
     assert chosen.way == "compile"
     assert raced == [pytest.approx(300, rel=0.01)]

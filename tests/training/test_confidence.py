@@ -115,6 +115,7 @@ def test_the_temperature_is_where_the_loss_is_flat(scored):
     loss.backward()
     assert abs(temperature.grad.item()) < 1e-5
     assert found > 2  # they are about three times too sure
+    assert fitted_temperature(scores, scores.argmax(axis=1)) is None  # nothing is wrong: no end
     assert calibration(softmax(scores / found), truth)[0] < calibration(softmax(scores), truth)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -10,14 +11,19 @@ import pytest
 import torch
 
 from tessella.core.errors import DataError
+from tessella.core.events import silent
 from tessella.core.preprocess import Preprocess, fitted, normalize
 from tessella.data import loading
 from tessella.data.importing import ImportSettings, import_images
 from tessella.data.loading import Batch
 from tessella.training import feed as feeding
+from tessella.training import meter as metering
 from tessella.training.evaluate import predict_split
 from tessella.training.feed import Feed, loading_threads
 from tessella.training.parallel import World
+from tessella.training.schedule import Schedule
+from tessella.training.state import TrainState
+from tests.support.training import recipe
 
 RECORD = Preprocess(
     height=5, width=7, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), depth=16
@@ -55,6 +61,19 @@ def test_each_batch_is_that_of_the_record(layout):
         assert fed.images.is_contiguous(memory_format=layout)
         assert np.array_equal(batch.images.numpy(), right)
         assert fed.labels.tolist() == [i]
+
+
+def test_the_time_of_a_step_is_not_that_of_its_compilation(monkeypatch):
+    """The first report is of steps that were compiled, too."""
+    now = 0.0
+    monkeypatch.setattr(metering.time, "perf_counter", lambda: now)
+    schedule = Schedule(recipe=recipe(Path("data")), steps_per_epoch=4)
+    world, feed = World(device=CPU), Feed(RECORD, CPU, torch.contiguous_format)
+    meter = metering.Meter(schedule, world, TrainState(), feed, silent)
+    for step, seconds in enumerate((20.0, 0.5, 0.5, 0.6, 0.6), 1):
+        now += seconds
+        meter.add(step, 0.1, torch.tensor([1.0, 0.0]))
+        assert meter.step_s == (20.0 if step < 3 else 0.5)
 
 
 def test_an_error_comes_at_its_batch():

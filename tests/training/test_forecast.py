@@ -14,12 +14,14 @@ from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.search.limits import Limits
 from tessella.training import forecast as forecasting
+from tessella.training import loop
 from tessella.training.expected import kept_bytes
 from tessella.training.forecast import fitting_batch, forecast
 from tessella.training.loop import train
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import alone
 from tessella.training.prepare import describe_run
+from tessella.training.race import Raced
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.trainer import Trainer
 from tests.support.cli import in_process
@@ -118,6 +120,32 @@ def test_a_run_says_what_a_step_takes(dataset, tmp_path, recompute):
     assert text == f"resnet18, 1 steps of about {total / 1e6:.3g} MB"
 
 
+@pytest.mark.parametrize(("network", "raced"), [("resnet18", False), ("lenet", True)])
+def test_a_run_says_how_long_an_epoch_takes(dataset, tmp_path, monkeypatch, network, raced):
+    """By a race where one has shown it, and not where memory ends, of which the first step says
+    more; finding out changes nothing of the training."""
+
+    def without_memory(*given):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    if raced:
+        known = (Raced(way="fused", step_s=9.0), Raced(way="eager", step_s=300.0))
+        monkeypatch.setattr(forecasting, "recalled", lambda info: known)
+    weights = []
+    monkeypatch.setattr(loop, "LEAST_TOLD", 1)
+    for tells in (True, False):
+        if not tells:
+            monkeypatch.setattr(loop, "expected_epoch_s", without_memory)
+        told = []
+        settings = recipe(dataset, network=network, epochs=0.5)
+        run = train(settings, tmp_path / f"run{tells}", emit=told.append)
+        text = next(e.text for e in told if e.name == "train")
+        assert ("; an epoch takes about " in text) == tells
+        assert not (raced and tells) or "20 min, all that is left 10 min" in text
+        weights.append(run.latest().weights())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
 WANTS_NUMBERS = """
 import torch
 
@@ -211,7 +239,7 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
     ):
         assert words in " ".join(told.out.split())
     plain = tessella("train", "lenet", dataset, "--explain", "--batch-size", "auto", "--json").json
-    assert plain["recipe"]["batch_size"] == 2
+    assert plain["recipe"]["batch_size"] == 4
     assert plain["memory"]["total"] > plain["memory"]["weights"]
     assert (plain["way"], plain["fastest"]) == ("eager", "eager")
     assert [w["way"] for w in plain["ways"] if w["step_s"] is not None] == ["eager"]

@@ -18,6 +18,7 @@ from tessella.artifacts.run import Augment, Recipe, Run, Solver
 from tessella.core.errors import TrainError, UsageError
 from tessella.data.loading import batches
 from tessella.nn import zoo
+from tessella.training.averaging import Average
 from tessella.training.evaluate import evaluate
 from tessella.training.growing import share_of_side
 from tessella.training.loop import train
@@ -168,6 +169,21 @@ def test_the_average_is_validated_and_saved(dataset, settings, start, tmp_path):
         torch.testing.assert_close(value, average.state_dict()[name])
     report = evaluate(average, Dataset(dataset).val, PREPROCESS, CLASSES, batch_size=10)
     assert run.latest().info.metrics["val/loss"] == pytest.approx(report.loss, rel=1e-4)
+
+
+def test_the_average_of_what_is_shared_or_put_in_another_s_place():
+    """A weight of two layers moves once a step; a buffer may be another tensor each time."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    module.register_buffer("seen", torch.zeros(()))
+    average = Average(module, 0.5)
+    before = module[0].weight.detach().clone()
+    with torch.no_grad():
+        module[0].weight += 1
+    module.seen = torch.ones(())
+    average.update(1000)
+    torch.testing.assert_close(average.module[1].weight.data, before + 0.5)
+    assert average.module.seen == 0.5
 
 
 def test_parts_of_a_batch_add_up(settings, start, tmp_path):

@@ -71,7 +71,7 @@ class Calibration:
     Attributes:
         error: the expected calibration error; 0 is perfect.
         temperature: what scores are to be divided by, fitted on the validation split; None
-            without one, or where that split itself is measured.
+            without one, where that split itself is measured, or all of it is answered right.
         scaled_error: the error then, on the split that is measured.
         bins: what ``error`` is the mean over.
     """
@@ -329,7 +329,8 @@ def _calibrated(
     if dataset is not None and samples.name != "val" and "val" in dataset.info.splits:
         fitted_on = _answered(model, dataset.val, trust_code, emit)
         temperature = fitted_temperature(fitted_on.rows_NR, dataset.val.labels)
-        scaled = calibration(softmax(own.rows_NR / temperature), samples.labels)[0]
+        if temperature is not None:
+            scaled = calibration(softmax(own.rows_NR / temperature), samples.labels)[0]
     return Calibration(error=error, temperature=temperature, scaled_error=scaled, bins=bins)
 
 

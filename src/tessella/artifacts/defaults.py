@@ -31,6 +31,7 @@ LEAST_BATCH = 2
 # overlap of one half) and of 64 one of 0.24 (0.47), one seed each.
 STEPS, FEW = 60, 8
 LEAST_STEPS = 16  # an epoch: with fewer a network learns little in it
+LEAST_BATCH = 4  # of one image a batch norm learns nothing, and of one value torch refuses it
 _ANCHORED = r"d_fine_[nsm]|rf_detr_[nsm]|retinanet_\w+|mask_rcnn"
 _DETECTOR = rf"centernet|{_ANCHORED}"
 WARMUP = 0.1  # of a policy other than onecycle
@@ -177,8 +178,8 @@ def usual_batch(sides: Sequence[int]) -> int:
 
 def batch_of_few(images: int) -> int:
     """The most images a step, a power of two, with which an epoch of so many has ``LEAST_STEPS``;
-    1 of too few."""
-    return 1 << (max(images // LEAST_STEPS, 1).bit_length() - 1)
+    ``LEAST_BATCH`` of too few."""
+    return 1 << (max(images // LEAST_STEPS, LEAST_BATCH).bit_length() - 1)
 
 
 def completed(

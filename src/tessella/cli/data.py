@@ -90,8 +90,11 @@ def import_(
     ] = None,
     store: Annotated[
         str,
-        Option(help="png; pixels: twice as large, but not to be decoded; original: JPEG as it is."),
-    ] = "png",
+        Option(
+            help="auto: JPEG of a fitting size as it is, others PNG; png; pixels: twice as large, "
+            "but not to be decoded; original: JPEG as it is."
+        ),
+    ] = "auto",
     window: Window = None,
     seed: Annotated[int, Option(help="Decides which images are held out.")] = 0,
     workers: Annotated[int | None, Option(help="Processes; all cores if not given.")] = None,

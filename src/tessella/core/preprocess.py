@@ -455,13 +455,13 @@ def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
     return values.astype(np.uint8 if record.depth == 8 else np.uint16)
 
 
-Store = Literal["png", "pixels", "original"]
+Store = Literal["auto", "png", "pixels", "original"]
 
 
 def encode(pixels: Pixels, store: Store = "png") -> bytes:
     """HWC to lossless file bytes: compressed, or with ``pixels`` what reads without decoding.
 
-    An import with ``original`` encodes what ``headers.keeps_original`` does not take.
+    An import with ``auto`` or ``original`` encodes what ``headers.keeps_original`` does not take.
 
     PNG, or TIFF for channels other than 1 or 3; PGM or PPM, or TIFF where these would not do.
     """

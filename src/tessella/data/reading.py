@@ -12,7 +12,7 @@ from typing import Any
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.confined import Budget
 from tessella.core.errors import DataError
-from tessella.core.headers import bits_of, keeps_original, sides_of
+from tessella.core.headers import bits_of, digest, keeps_original, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
 from tessella.core.preprocess import Preprocess, Store, Volume, encode
 from tessella.core.volumes import encoded, read_values, scaled
@@ -32,7 +32,8 @@ class Facts:
     """What an import notes of a picture.
 
     Attributes:
-        sha256: of the stored content: equal where the pixels are, as both are stored alike.
+        sha256: ``digest`` of the stored content: equal where the pixels are, if both are stored
+            alike.
         sums: see ``moments.sums_of``; None where nobody asked.
         bits: of a sample in the file, as far as its header tells.
         enlarged: by what factor, at most of both sides; 1 where the header does not tell.
@@ -51,7 +52,7 @@ class Picture:
     """A file as the dataset stores it.
 
     Attributes:
-        content: lossless file bytes in the record's size, or with ``original`` the file itself.
+        content: lossless file bytes in the record's size, or the file itself.
         path: its name in the dataset.
         label: the target as the dataset holds it; None until it is known.
     """
@@ -97,7 +98,7 @@ def read(
             raise DataError("the file is too large", seen=f"{found.st_size:,} bytes")
         with open(file, "rb") as opened:
             content = opened.read(found.st_size)  # 0 of a file of the system, which could wait, too
-        kept = way.store == "original" and keeps_original(content, way.record)
+        kept = keeps_original(content, way.record, way.store)
         known = kept and not measured and way.is_sound(content)
         pixels = None if known else way.decode(content)
     except DataError as error:
@@ -111,7 +112,7 @@ def read(
         content=stored,
         path=path,
         facts=Facts(
-            sha256=hashlib.sha256(stored).digest(),
+            sha256=digest(stored),
             sums=None if pixels is None or not measured else sums_of(pixels),
             bits=bits_of(content),
             enlarged=_enlarged(sides, way.record),

@@ -7,7 +7,6 @@ with its hash; where one differs, the import begins anew.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from tessella.artifacts.dataset import unfinished_of
 from tessella.artifacts.files import check_member, sync_file
 from tessella.artifacts.shards import read_shard, shard_name
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
+from tessella.core.headers import digest
 from tessella.data.listing import SPLIT_NAMES
 from tessella.data.part import Part, part_in
 from tessella.data.parts import Plan
@@ -182,7 +182,7 @@ class Unfinished:
         check_member(path, part.shard)
         table, _ = read_shard(path)
         contents = table.column("image").combine_chunks().field("bytes")
-        hashes = [hashlib.sha256(content.as_buffer()).digest() for content in contents]
+        hashes = [digest(content.as_py()) for content in contents]
         labels: list[Any] = table.column("label").to_pylist()
         return labels if b"".join(hashes) == part.hashes else None
 

@@ -53,7 +53,7 @@ def import_images(
     test_folder: PathLike | None = None,
     workers: int | None = None,
     task: str = "classification",
-    store: Store = "png",
+    store: Store = "auto",
 ) -> JobSpec:
     """``tessella data import``: a folder or list of images becomes a dataset in ``out``.
 
@@ -86,7 +86,7 @@ def import_images(
     elif test:
         argv += ["--test", str(test)]
     argv += ["--seed", str(seed)]
-    if store != "png":
+    if store != "auto":
         argv += ["--store", store]
     if workers is not None:
         argv += ["--workers", str(workers)]

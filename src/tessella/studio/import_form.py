@@ -75,7 +75,7 @@ class Settings:
     holdout: float | None = 0.1
     test: float | None = 0.0
     seed: int | None = 0
-    store: Store = "png"
+    store: Store = "auto"
     task: str = "classification"
     val_folder: str | None = None  # empty: none
     test_folder: str | None = None
@@ -231,7 +231,12 @@ class ImportForm:
         self._add(_share("Held out to test", start.test), "test")
         depths = {8: "8 bits", 16: "16 bits"}
         self._add(ui.select(depths, value=start.depth, label="Depth"), "depth", pictures=True)
-        stores = {"png": "PNG", "pixels": "Pixels", "original": "JPEG as it is, others PNG"}
+        stores = {
+            "auto": "JPEG of a fitting size as it is, others PNG",
+            "png": "PNG",
+            "pixels": "Pixels",
+            "original": "JPEG as it is, others PNG",
+        }
         store = self._add(
             ui.select(stores, value=start.store, label="Stored as"), "store", pictures=True
         )

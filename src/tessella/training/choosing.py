@@ -77,8 +77,8 @@ class Prospect:
         if self.seconds is None:
             return "how long it takes cannot be estimated"
         return (
-            f"about {_minutes(self.seconds)} of steps of a network with {self.kind}, of which"
-            f" torch.compile may save {_minutes(self.saved_s)}"
+            f"about {in_words(self.seconds)} of steps of a network with {self.kind}, of which"
+            f" torch.compile may save {in_words(self.saved_s)}"
         )
 
 
@@ -108,11 +108,11 @@ def way_of(
     if not _tells(raced, usual):
         prospect = prospect_of(run.info, steps)
         if not prospect.pays:
-            why = f"{usual.why}; {prospect.text}: a race would cost {_minutes(RACE_COSTS_S)}"
+            why = f"{usual.why}; {prospect.text}: a race would cost {in_words(RACE_COSTS_S)}"
             return Choice(way=usual.way, why=why)
         budget_s = min(MOST_RACE_S, max(prospect.saved_s, RACE_COSTS_S))
         if not _tells(raced, usual, budget_s):
-            emit(phase("race", f"for {_minutes(budget_s)} at most: {prospect.text}"))
+            emit(phase("race", f"for {in_words(budget_s)} at most: {prospect.text}"))
             raced = race(run.info, trained, world.device, budget_s=budget_s, known=raced)
             said = "raced"
             remember(run.info, raced)
@@ -133,7 +133,7 @@ def chosen_of(raced: Sequence[Raced], usual: Choice, steps: int, *, said: str) -
     way = fastest(raced, usual.way, steps)
     times = "; ".join(f"{r.way} {described(r)}" for r in raced)
     total = next((seconds_of(r, steps) for r in raced if r.way == way and r.step_s), None)
-    least = "" if total is None else f", {_minutes(total)} for {steps:,} steps"
+    least = "" if total is None else f", {in_words(total)} for {steps:,} steps"
     return Choice(way=way, why=f"{said}: {times}{least}")
 
 
@@ -246,7 +246,8 @@ def _read(path: Path) -> Choice:
     return from_plain(Choice, plain, where=str(path))
 
 
-def _minutes(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """A time as one says it: 12 s, 3.4 min, 26 h."""
     if seconds < 5400:
-        return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.2g} min"
+        return f"{seconds:.2g} s" if seconds < 90 else f"{seconds / 60:.2g} min"
     return f"{seconds / 3600:,.0f} h"

@@ -136,8 +136,13 @@ def calibration(probabilities_NK: Floats, truth_N: Indices) -> tuple[float, tupl
     return error, tuple(bins)
 
 
-def fitted_temperature(scores_NK: npt.NDArray[np.float32], truth_N: Indices) -> float:
-    """What scores are to be divided by so that their cross entropy is least (Guo et al. 2017)."""
+def fitted_temperature(scores_NK: npt.NDArray[np.float32], truth_N: Indices) -> float | None:
+    """What scores are to be divided by so that their cross entropy is least (Guo et al. 2017).
+
+    None where every answer is right: the colder the better then, without end.
+    """
+    if (scores_NK.argmax(axis=1) == truth_N).all():
+        return None
     scores = scores_NK.astype(np.float64)
 
     def loss(log_temperature: float) -> float:

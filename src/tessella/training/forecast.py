@@ -41,6 +41,8 @@ from tessella.training.trainer import Trainer
 from tessella.training.ways import Choice, Way, usual_way
 
 WARM = 2  # steps
+ANSWERS = 3  # of a network take the time of a step
+ANSWERED = 4  # images, on a CPU, where a few take their share of many's time
 LOADED = 128  # images
 COPIED = 1 << 26  # bytes
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
@@ -163,6 +165,33 @@ def forecast(
         ways=ways,
         layers=layers,
     )
+
+
+def expected_epoch_s(trainer: Trainer, info: RunInfo, dataset: Dataset, world: World) -> float:
+    """Seconds of an epoch without its validation, before a training begins, which stays as it is.
+
+    A step's are those that a race has shown, or those of three answers: its backward pass takes
+    twice as long as its forward pass. Steps that are fused take less.
+    """
+    recipe, on_gpu = info.recipe, world.device.type == "cuda"
+    part = recipe.batch_size // world.size
+    raced = recalled(info) if world.size == 1 else ()
+    step_s = next((r.step_s for r in raced if r.way == trainer.way.way), None)
+    if step_s is None:
+        count = max(1, min(part // recipe.accumulate, part if on_gpu else ANSWERED))
+        took = min(_answer_s(trainer, count, world) for _ in range(WARM))
+        step_s = ANSWERS * took * part / count
+    load_s = _time_loading(dataset, info, recipe, world) * part
+    each = max(step_s, load_s) if on_gpu else step_s + load_s
+    return each * steps_per_epoch(len(dataset.train), recipe.batch_size)
+
+
+def _answer_s(trainer: Trainer, count: int, world: World) -> float:
+    began = time.perf_counter()
+    trainer.answer_blank(count)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return time.perf_counter() - began
 
 
 def _exchange_s(nbytes: int, recipe: Recipe, device: torch.device) -> float | None:

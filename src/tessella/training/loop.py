@@ -30,7 +30,7 @@ from tessella.core.events import (
     silent,
     warning,
 )
-from tessella.core.memory import free_bytes
+from tessella.core.memory import free_bytes, is_out_of_memory
 from tessella.core.task import CLASSIFICATION
 from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
@@ -38,11 +38,12 @@ from tessella.data.joining import settings_at
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import fp8
 from tessella.tasks import of
-from tessella.training.choosing import way_of
+from tessella.training.choosing import in_words, way_of
 from tessella.training.diagnosis import diagnosis
 from tessella.training.evaluate import measure, predict_split
 from tessella.training.expected import expected_memory
 from tessella.training.feed import Fed, decoding_told, loading_threads
+from tessella.training.forecast import expected_epoch_s
 from tessella.training.journal import Journal
 from tessella.training.machines import LOST, Meeting, Place, place_of
 from tessella.training.meter import Meter
@@ -59,6 +60,7 @@ from tessella.training.trainer import Trainer
 from tessella.training.ways import NAMES
 
 MUCH_WAITING = 0.05  # of the time of all steps
+LEAST_TOLD = 100  # steps of a training whose time is told before, which costs about one
 
 Over = Callable[[Recipe], Recipe]  # a recipe with some settings in the place of its own
 
@@ -407,8 +409,8 @@ class Training:
         return improved
 
     def _answer_as_often(self, images: int) -> None:
-        """Answer blank images where this process had no part of the last batch: blocks are gathered
-        by all processes together."""
+        """Answer a blank image where this process had no part of the last batch: blocks are
+        gathered by all processes together."""
         part = self._recipe.batch_size // self._world.size
         in_last = images % self._recipe.batch_size or self._recipe.batch_size
         if in_last <= self._world.rank * part:
@@ -479,7 +481,8 @@ class Training:
         emit, recipe = self._journal, self._recipe
         way = self._trainer.way
         emit(phase("way", f"steps: {NAMES[way.way]} ({way.why})"))
-        emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{self._memory()}"))
+        about = f"{self._memory()}{self._time()}"
+        emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{about}"))
         emit(progress("train", self._state.step, self._schedule.total))
         for told in decoding_told(self._trainer.feed.decodes, self._world.device):
             emit(told)
@@ -521,6 +524,20 @@ class Training:
                 )
             )
         return f" of about {memory.total / 1e6:.3g} MB"
+
+    def _time(self) -> str:
+        """What an epoch will take, where a training is long enough for somebody to read it."""
+        left = self._schedule.total - self._state.step
+        if left < LEAST_TOLD:
+            return ""
+        try:
+            epoch_s = expected_epoch_s(self._trainer, self._run.info, self._dataset, self._world)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return ""  # the first step says what fits
+        left_s = epoch_s * left / self._schedule.steps_per_epoch
+        return f"; an epoch takes about {in_words(epoch_s)}, all that is left {in_words(left_s)}"
 
     def _close(self) -> None:
         state, total = self._state, self._schedule.total

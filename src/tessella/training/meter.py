@@ -39,6 +39,9 @@ class Meter:
         where: says which layer makes numbers that are not finite of a step's images.
         skipped: says how many of the last steps were skipped, on the device; None: none ever is.
         gradient: says which gradient of the last step is not finite.
+
+    Attributes:
+        step_s: the time of a step in the quickest report; the first one's steps were compiled, too.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Meter:
         self._schedule, self._world, self._state, self._emit = schedule, world, state, emit
         self._feed, self._where, self._skipped, self._gradient = feed, where, skipped, gradient
         self._seconds = self._waited_s = 0.0
-        self._reported = 0
+        self.step_s: float | None = None
         self._on_gpu = world.device.type == "cuda"
         self._pending: list[tuple[int, float, Tensor]] = []
         self._latest = 0  # the last step that was added: its gradients are there
@@ -133,11 +136,6 @@ class Meter:
         """The share of the time of all reported steps in which they waited for images, 0 to 1."""
         return self._waited_s / self._seconds if self._seconds else 0.0
 
-    @property
-    def step_s(self) -> float | None:
-        """The mean time of all reported steps."""
-        return self._seconds / self._reported if self._reported else None
-
     def _report_speed(self, step: int) -> None:
         seconds = time.perf_counter() - self._since
         if seconds < _REPORT_S:
@@ -146,7 +144,7 @@ class Meter:
         epoch = self._schedule.epoch_at(step)
         waited_s = self._feed.waited_s - self._waited_before_s
         self._seconds += seconds
-        self._reported += self._steps
+        self.step_s = min(self.step_s or math.inf, seconds / self._steps)
         self._waited_s += waited_s
         speed = {"images_per_s": images / seconds, "data_wait": waited_s / seconds}
         self._emit(metric(step, epoch, **speed))

@@ -193,7 +193,7 @@ class Trainer:
         self._thaw(done)
         measured = self._update(images, labels, done)
         if self.average is not None:
-            self.average.update(self.module, done)
+            self.average.update(done)
         return measured
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes]:
@@ -248,11 +248,12 @@ class Trainer:
         self._freezing.train()
         return answers
 
-    def answer_blank(self) -> None:
-        """The network's answer to a black image, which nobody wants but all processes compute."""
-        module = self.evaluated.eval()
-        with torch.inference_mode(), self.mixed.autocast():
-            module(self.blank(1).images)
+    def answer_blank(self, count: int = 1) -> None:
+        """The network's answer to black images, which nobody wants: it changes nothing."""
+        module, images = self.evaluated.eval(), self.blank(count).images
+        # what a network keeps of its first pass takes part in a backward pass later
+        with torch.no_grad(), self.mixed.autocast():
+            module(images)
         self._freezing.train()
 
     def try_step(self, count: int) -> None:
