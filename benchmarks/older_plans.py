@@ -56,7 +56,7 @@ def main() -> None:
         built[key]["plan"] = _built(key, older, args)
         if "plan_own" in args.plans:
             with only_own():
-                built[key]["plan_own"] = _built(key, older, args)
+                built[key]["plan_own"] = _built(key, older, args, "-own")
         rows.append(_row(key, built[key], loaded[key], args))
         write(args.out, {**document(older, rows), "compared_with": here})
         print(*(f"{k} {v}" for k, v in rows[-1].items() if k != "kernels"), flush=True)
@@ -80,11 +80,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _built(key: Key, target: str, args: argparse.Namespace, suffix: str = "") -> tuple[Plan, float]:
+    """The plan and the seconds of its build.
+
+    Args:
+        suffix: of its own timing cache's name: beside a faster library, a search that may take it
+            tries one configuration of ours, and no more is known to the search that may not.
+    """
     name, precision, batch = key
     work = workload(name, batch)
     if args.cache:
         args.cache.mkdir(parents=True, exist_ok=True)
-    told = argparse.Namespace(target=target, cache=args.cache and args.cache / target)
+    told = argparse.Namespace(target=target, cache=args.cache and args.cache / f"{target}{suffix}")
     made = engine._plan(work, work.sample(torch_device(target)), precision, "torch", told)
     print(f"{name} {precision} {batch} for {target}: {made[1]:.1f} s", flush=True)
     return made

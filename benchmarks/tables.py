@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.report import RESULTS, markdown
+from benchmarks import older_tables
+from benchmarks.report import markdown
 from benchmarks.runs import (
     Key,
     Row,
@@ -105,8 +106,9 @@ def page() -> str:
     parts = [INTRODUCTION, "## Whole networks\n"]
     for name, machine, about in PLANS:
         parts += [f"### {machine}: `{name}`\n", f"{about}\n", *_plans(runs_of(name))]
-    parts += _older_plans()
-    parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels(), *_published()]
+    parts += [*older_tables.beside_before(), *older_tables.plans()]
+    parts += ["## Single kernels\n", *_own_cpu_kernels(), *_own_gpu_kernels()]
+    parts += [*older_tables.kernels(), *_published()]
     parts += [
         *_training(),
         *_blocks(),
@@ -167,34 +169,6 @@ def _plans(runs: Sequence[Run]) -> Iterator[str]:
     if earlier:
         yield "Earlier states, kept because another peer stood beside them:\n"
         yield markdown(head, earlier) + "\n"
-    yield from origins_of(runs)
-
-
-def _older_plans() -> Iterator[str]:
-    """Code for an older GPU on the newer one that is here, its libraries and without them."""
-    yield f"### {H200}, code for an older GPU: `older-plans-*.json`\n"
-    yield (
-        "Kernels and configurations of the older target, written by Triton and nvrtc for its"
-        " instructions; ptxas and the libraries know the GPU that is here. *Ours alone* has no"
-        " library where a kernel of ours fits, and the last column is the time of this GPU's own"
-        " plan over its time. What the older chip itself takes is not known.\n"
-    )
-    runs = [
-        run for path in sorted(RESULTS.glob("older-plans-*.json")) for run in runs_of(path.name)
-    ]
-    lines = [
-        (run["device"]["target"], *key_of(row), ms_of(row, "plan"),
-         ms_of(row, "plan_own") if "plan_own" in row["times"] else "",
-         ms_of(row, "plan_here") if "plan_here" in row["times"] else "",
-         peers_of({"times": {n: t for n, t in row["times"].items() if not n.startswith("plan")}}),
-         f"{min(v for n, v in row['ratios'].items() if not n.startswith('plan')):.2f}",
-         optional(row["own_of_here"], "{:.3f}"), number)
-        for number, run in enumerate(runs, 1)
-        for row in run["rows"]
-    ]  # fmt: skip
-    head = ("target", "network", "precision", "batch", "plan", "ours alone", "this GPU's plan",
-            "peers", "ratio", "ours of this GPU's", "run")  # fmt: skip
-    yield markdown(head, lines) + "\n"
     yield from origins_of(runs)
 
 

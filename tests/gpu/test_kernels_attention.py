@@ -13,10 +13,13 @@ import torch
 
 from tessella import runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
+from tessella.device.streams import capturing
 from tessella.kernels import catalog
 from tessella.kernels.attention import flash, flash_sm90, windows
+from tessella.kernels.gemm import wgmma
 from tests.support.gpu_target import TARGET
 from tests.support.networks import plan
+from tests.support.problems import products
 from tests.support.problems.attentions import (
     BY_WINDOW,
     CASES,
@@ -168,6 +171,31 @@ def test_in_a_graph_after_another_kernel(module: Any) -> None:
         graph.replay()
         right = 2 * exact(problem, [q, k, v])
         assert (made.double() - right).abs().max() / right.abs().max() < TOLERANCE["float16"]
+
+
+@hopper
+@pytest.mark.timeout(60)
+def test_in_a_graph_behind_products_that_let_it_start() -> None:
+    """All its blocks end: launched so that it started early, one of BERT's waited for ever."""
+    product, (a, b, bias, *_), out = products.draw(
+        products.Case(m=32 * 384, n=1024, k=1024, bias="float16"), "cuda"
+    )
+    multiply = wgmma.bind(product, {})
+    case = replace(BERT, mask=(32, 1, 1, 384), hidden="none")
+    problem, (_, k, v, mask) = draw(case, "cuda")
+    for config in flash_sm90.configs(problem):
+        attend = flash_sm90.bind(problem, {}, **config)
+
+        def run_both(attend: Any = attend) -> torch.Tensor:
+            q = multiply(a, b, bias, out=out).view(32, 384, 16, 64).transpose(1, 2)
+            return attend(q, k, v, mask)
+
+        right = run_both().clone()
+        with torch.inference_mode(), capturing() as graph:
+            made = [run_both() for _ in range(8)]
+        for _ in range(10):
+            graph.replay()
+        assert all(torch.equal(one, right) for one in made), config
 
 
 @pytest.mark.parametrize("causal", [False, True])
