@@ -160,6 +160,7 @@ def learn(
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         opt.step()
         step, losses = step + 1, [*losses, made.detach()][-20:]
+        losses[0].tolist()  # the host is so many steps ahead at most
         if time.monotonic() - told > 10:
             told = time.monotonic()
             loss = [round(v, 3) for v in torch.stack(losses).mean(0).tolist()]
