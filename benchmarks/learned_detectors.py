@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.masks import FromPixels
 from benchmarks.report import RESULTS, document, markdown, write
+from benchmarks.runs import lost_and_gained
 from tessella import compiler, runtime
 from tessella.artifacts.plan import Plan
 from tessella.core.device import default_target, torch_device
@@ -299,21 +300,7 @@ def main() -> None:
     for name, ms in timed(engines, pictures.images(slice(args.batch)), args.timing).items():
         row["plans"][name]["ms"] = ms
     write(args.out, document(default_target(), [row]))
-    print(markdown(*table([row])))
-
-
-def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
-    """Each plan beside the first of its network: what it loses and gains."""
-    lines: list[list[object]] = []
-    for row in rows:
-        first = next(iter(row["plans"].values()))
-        for name, plan in row["plans"].items():
-            lines.append([
-                f"{row['network']}, {row['size']}², {row['batch']} pictures", name,
-                f"{plan['map']:.2f}", f"{first['map'] - plan['map']:.2f}", f"{plan['map50']:.2f}",
-                f"{plan['ms']:.3f}", f"{first['ms'] / plan['ms']:.2f}",
-            ])  # fmt: skip
-    return ["network", "plan", "mAP, %", "lost", "mAP@50, %", "ms", "times the first"], lines
+    print(markdown(*lost_and_gained([row])))
 
 
 def _arguments() -> argparse.Namespace:
