@@ -60,8 +60,8 @@ def lost_and_gained(rows: Sequence[Row]) -> tuple[Sequence[str], list[Sequence[o
         first = next(iter(row["plans"].values()))
         lines += [
             (f"{row['network']}, {row['size']}², {row['batch']} pictures", name, f"{p['map']:.2f}",
-             f"{first['map'] - p['map']:.2f}", f"{p['map50']:.2f}", f"{p['ms']:.3f}",
-             f"{first['ms'] / p['ms']:.2f}")
+             f"{first['map'] - p['map']:.2f}", f"{p['map50']:.2f}",
+             *((f"{p['ms']:.3f}", f"{first['ms'] / p['ms']:.2f}") if "ms" in p else ("", "")))
             for name, p in row["plans"].items()
         ]  # fmt: skip
     return ("network", "plan", "mAP, %", "lost", "mAP@50, %", "ms", "times the first"), lines
