@@ -51,3 +51,17 @@ def peers_of(row: Row) -> str:
 
 def optional(value: object, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+def lost_and_gained(rows: Sequence[Row]) -> tuple[Sequence[str], list[Sequence[object]]]:
+    """A line a plan: what it loses of the mAP of its network's first plan, and gains in time."""
+    lines: list[Sequence[object]] = []
+    for row in rows:
+        first = next(iter(row["plans"].values()))
+        lines += [
+            (f"{row['network']}, {row['size']}², {row['batch']} pictures", name, f"{p['map']:.2f}",
+             f"{first['map'] - p['map']:.2f}", f"{p['map50']:.2f}",
+             *((f"{p['ms']:.3f}", f"{first['ms'] / p['ms']:.2f}") if "ms" in p else ("", "")))
+            for name, p in row["plans"].items()
+        ]  # fmt: skip
+    return ("network", "plan", "mAP, %", "lost", "mAP@50, %", "ms", "times the first"), lines

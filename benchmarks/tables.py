@@ -20,6 +20,7 @@ from benchmarks.runs import (
     Row,
     Run,
     key_of,
+    lost_and_gained,
     ms_of,
     optional,
     origin_of,
@@ -417,6 +418,10 @@ def _boxes_and_masks() -> Iterator[str]:
     )  # fmt: skip
     yield markdown(head, lines) + "\n"
     yield from origins
+    yield "With weights that learned digits (`learned-detectors-sm_90.json`), 512 pictures judge:\n"
+    for run in runs_of("learned-detectors-sm_90.json"):
+        yield markdown(*lost_and_gained(run["rows"])) + "\n"
+        yield f"{origin_of(run)}\n"
 
 
 def _volumes() -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch
 from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import Format, TensorMeta
 from tessella.search.inputs import DRAWN, POOL, Numbers, expose_errors, sample_inputs
+from tessella.search.inspection import deviates, exact_answers
 
 CPU = torch.device("cpu")
 
@@ -54,3 +55,23 @@ def test_searches_of_a_build_read_the_same_memory_and_operands_do_not() -> None:
     ):
         assert torch.equal(one, then)
         assert torch.equal(one, now)
+
+
+@pytest.mark.parametrize("gamma", [50.0, 30_000.0, 140_000.0])
+def test_attention_into_int8_is_tried_on_values_that_its_result_holds(gamma: float) -> None:
+    """The probabilities of a right kernel have 16 bits; beyond the range these are whole steps."""
+    heads = TensorMeta(shape=(2, 4, 300, 32), dtype="float16")
+    codes = TensorMeta(shape=heads.shape, dtype="int8")
+    problem = Problem(
+        op="scaled_dot_product_attention", inputs=(heads, heads, heads, None), outputs=(codes,),
+        attrs={"is_causal": False, "scale": 32**-0.5, "enable_gqa": False, "dtype": "int8",
+               "gamma": gamma},
+    )  # fmt: skip
+    q, k, v = sample_inputs(problem, CPU)
+    exact = exact_answers(problem, {}, [q, k, v])
+    largest = exact[0].abs()
+    assert float(largest.max()) > 20
+    assert float((largest >= 127).double().mean()) < 0.1
+    shares = (q.float() @ k.float().mT * 32**-0.5).softmax(3).half()
+    made = (shares.float() @ v.float() * gamma).round().clamp(-128, 127).to(torch.int8)
+    assert deviates(problem, [made], exact) is None

@@ -49,6 +49,9 @@ NARROW_MARGIN, MOST_NARROW = 2, 5
 # Where a deep network is rounded to int8, 16-bit values between two steps fall either way, in torch
 # as in a plan, and each that falls moves others: a larger tolerance is multiplied by MOST_NARROW.
 ROUNDED_TOLERANCE = 0.1
+# Rounding moves some of a detector's boxes far: float32 alone moved those of RF-DETR-S in fp8 by
+# 0.37 of the largest value, where mAP lost 0.2 points. Answers of zeros are off by 1: too much.
+MOST_TOLERANCE = 0.99
 # What float32 alone moves by more is no rounding, but a choice: which rows a top-k takes of ties.
 # Other random inputs may be clearer: so many are tried.
 OTHERWISE, SEEDS = 0.05, 3
@@ -100,7 +103,7 @@ class Expected:
         """The error that rounding alone makes in this network, with a margin."""
         tolerance = max(least, ROUNDED_TOLERANCE) if self.is_rounded else least
         narrow = min(NARROW_MARGIN * self.narrow, MOST_NARROW * tolerance)
-        return max(NOISE_MARGIN * self.noise, narrow)
+        return min(MOST_TOLERANCE, max(NOISE_MARGIN * self.noise, narrow))
 
     def least(self, batch: int) -> Expected:
         """Without samples that are there twice, for a plan whose smallest batch this is."""
