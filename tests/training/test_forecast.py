@@ -253,7 +253,7 @@ def test_the_command_line_explains(dataset, tmp_path, monkeypatch, capsys):
     told = tessella("train", "lenet", dataset, "--recipe", settings, "--out", tmp_path / "run",
                     "--epochs", "0.1")  # fmt: skip
     assert told.code == 0
-    assert Run(tmp_path / "run").recipe.batch_size == 2
+    assert Run(tmp_path / "run").recipe.batch_size == 4
 
 
 def test_a_batch_size_that_is_no_number(dataset, tmp_path):
