@@ -16,6 +16,7 @@ from tessella.core.count import with_spread
 from tessella.core.device import torch_device
 from tessella.nn import zoo
 from tessella.runtime.engine import Engine
+from tessella.runtime.profiler import sample
 from tessella.search.timing import Timing, latency
 
 
@@ -45,21 +46,17 @@ def bench(
         if against is not None:
             checkpoint = api.open_checkpoint(against)
             module = zoo.load(checkpoint, trust_code=trust_code).to(device)
-        (spec,) = engine.inputs
         measured: list[tuple[int, dict[str, Timing]]] = []
         for size in sizes:
-            image = torch.randn(spec.at(size), device=device)
-            given = image
-            if spec.dtype == "uint8":
-                given = torch.randint(0, 256, spec.at(size), dtype=torch.uint8, device=device)
-                image = given.permute(0, 3, 1, 2).float()
-            runs = {"plan": lambda given=given: engine(given)}
+            given = [sample(spec, size, device) for spec in engine.inputs]
+            runs = {"plan": lambda given=given: engine(*given)}
             if module is not None:
-                runs["torch"] = lambda image=image: module(image)
+                plain = [_as_trained(tensor) for tensor in given]
+                runs["torch"] = lambda plain=plain: module(*plain)
             with torch.inference_mode():
                 timings = latency(runs, device=device, seconds=seconds)
             measured.append((size, timings))
-        plain = {
+        report = {
             "target": engine.manifest.fingerprint.target,
             "rows": [
                 {"batch": size, **{name: _row(timing, size) for name, timing in timings.items()}}
@@ -70,9 +67,15 @@ def bench(
         if module is not None:
             head += ["torch ms", "ratio"]
         rows = [_cells(size, **timings) for size, timings in measured]
-        out.result(plain, grid(head, rows, title=f"{plan.name} on {_machine(engine)}"))
+        out.result(report, grid(head, rows, title=f"{plan.name} on {_machine(engine)}"))
         if any(timing.noisy for _, timings in measured for timing in timings.values()):
             out.note("warning: other work disturbed the times with a ~: measure again without it")
+
+
+def _as_trained(given: torch.Tensor) -> torch.Tensor:
+    """What a checkpoint gets for an input: pictures as floats, their channels in front."""
+    is_picture = given.dtype == torch.uint8 and given.dim() == 4
+    return given.permute(0, 3, 1, 2).float() if is_picture else given
 
 
 def _machine(engine: Engine) -> str:

@@ -12,12 +12,14 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional
 
+from tessella.core import processor
 from tessella.core.dtype import PRECISIONS, SIXTEEN_BIT, plain_precision
 from tessella.graph.graph import Graph
 from tessella.search.timing import Run, quickest_us
 
 WORTH_SAYING = 1.1  # times float32's time
 BUDGET_S = 0.02  # of measuring a product
+BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # processors that multiply it
 
 
 def slowdown(precision: str, target: str, op: str = "conv2d") -> float:
@@ -28,6 +30,8 @@ def slowdown(precision: str, target: str, op: str = "conv2d") -> float:
     """
     dtype = PRECISIONS[plain_precision(precision)]
     if target != "cpu" or dtype not in SIXTEEN_BIT:
+        return 1.0
+    if dtype == "bfloat16" and not BFLOAT16.isdisjoint(processor.extensions()):
         return 1.0
     ratio = _ratio(dtype, op)
     return ratio if ratio > WORTH_SAYING else 1.0

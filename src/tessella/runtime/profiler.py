@@ -134,7 +134,7 @@ def profile(
         folder: where this machine's limits are kept; measured now (about a second) if None.
     """
     with engine.alone(batch) as bucket, torch.inference_mode(), using_kernels(engine.machine_code):
-        inputs = [_sample(spec, batch, engine.device) for spec in engine.inputs]
+        inputs = [sample(spec, batch, engine.device) for spec in engine.inputs]
         bucket(inputs)  # views' strides are known after it
         measured = [_time(s, bucket.strides, engine.device, budget_s) for s in bucket.steps]
         seconds = budget_s * len(measured)
@@ -221,8 +221,13 @@ def _time(
     return timing, first.untyped_storage().data_ptr() not in places
 
 
-def _sample(spec: TensorSpec, batch: int, device: torch.device) -> torch.Tensor:
+def sample(spec: TensorSpec, batch: int, device: torch.device) -> torch.Tensor:
+    """An input to time an engine with: random floats, a picture's bytes, or zeros where a number
+    may mean a place.
+    """
     dtype = getattr(torch, spec.dtype)
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, spec.at(batch), dtype=dtype, device=device)
     if dtype.is_floating_point:
         return torch.randn(spec.at(batch), device=device).to(dtype)
     return torch.zeros(spec.at(batch), dtype=dtype, device=device)
