@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import InferenceSession
+from torch import nn
 
 import tessella as ts
 from tessella import api
@@ -23,6 +25,7 @@ from tessella.cli import VERBS, bench, main
 from tessella.core.architectures import TARGETS
 from tessella.core.errors import UsageError
 from tessella.core.events import read_events
+from tessella.core.spec import DimRange, TensorSpec
 from tessella.search.timing import Timing
 from tests.support.cli import Tessella
 
@@ -179,6 +182,29 @@ def test_the_whole_way_by_verbs(
         assert ("other work disturbed the times with a ~" in told.err) == noisy
     row = tessella("bench", plan, "--batch", "2", "--json").json["rows"][0]["plan"]
     assert (row["spread_ms"], row["noisy"]) == (0.01, False)
+
+
+def test_a_network_of_two_inputs_that_returns_a_dict_is_benched(
+    tessella: Tessella, tmp_path: Path
+) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 4)
+
+        def forward(self, words: torch.Tensor, by: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"scores": self.table(words).sum(1) * by, "first": words[:, 0]}
+
+    batch = DimRange(min=1, opt=2, max=2)
+    inputs = [
+        TensorSpec(name="words", dtype="int64", shape=(batch, 3)),
+        TensorSpec(name="by", dtype="float32", shape=(batch, 4)),
+    ]
+    made = ts.compile(Words(), batch=batch, target="cpu", inputs=inputs, untuned=True)
+    plan = made.save(tmp_path / "words.plan")
+    assert [output.name for output in ts.load(plan).outputs] == ["scores", "first"]
+    rows = tessella("bench", plan, "--seconds", "0.01", "--json").json["rows"]
+    assert all(row["plan"]["median_ms"] > 0 for row in rows)
 
 
 def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):

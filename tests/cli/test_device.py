@@ -19,5 +19,6 @@ def test_the_command_hides_the_other_gpus(
     assert "no GPU cuda:1" in refused.err
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert tessella("--device", "cpu", "show", "networks", "--json").code == 0
-    assert os.environ.pop("CUDA_VISIBLE_DEVICES") == ""
+    for words in (("--device", "cpu", "show", "networks"), ("show", "networks", "--device=cpu")):
+        assert tessella(*words, "--json").code == 0
+        assert os.environ.pop("CUDA_VISIBLE_DEVICES") == ""

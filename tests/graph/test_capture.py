@@ -250,9 +250,14 @@ def test_several_outputs_are_flattened_and_named() -> None:
     torch.testing.assert_close(got["values"], x.topk(2, dim=1)[0])
     torch.testing.assert_close(got["indices"], x.topk(2, dim=1)[1])
     torch.testing.assert_close(got["largest"], x.amax(1))
-    assert [v.name for v in capture(module, image(3, 4, 4)).outputs] == [
-        "output", "output_1", "output_2",
-    ]  # fmt: skip
+    keys = [v.name for v in capture(module, image(3, 4, 4)).outputs]
+    assert keys == ["values", "rest.0", "rest.2"]
+
+
+def test_outputs_without_usable_keys_are_counted() -> None:
+    for made in (lambda x: (x + 1, x + 2), lambda x: {"image": x + 1, "more": x + 2}):
+        graph = capture(Calls(made), image(3, 4, 4))
+        assert [v.name for v in graph.outputs] == ["output", "output_1"]
 
 
 def test_an_input_that_is_an_output_is_copied() -> None:

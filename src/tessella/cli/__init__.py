@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,8 @@ VERBS: dict[str, str] = {
     "doctor": "Check this machine: GPU, libraries, disk, what works and what to do.",
 }
 
+BEFORE_A_VERB = ("--import", "--device")  # they take a value
+
 
 def main() -> None:
     """Entry point of the ``tessella`` command."""
@@ -52,6 +55,7 @@ def main() -> None:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
+    sys.argv[1:] = _in_front(sys.argv[1:])
     chosen = _verb(sys.argv[1:])
     for name, summary in VERBS.items():
         if name == chosen:
@@ -65,11 +69,26 @@ def main() -> None:
     app()
 
 
+def _in_front(arguments: list[str]) -> list[str]:
+    """The words with the options that every verb has before it, wherever they stood."""
+    front: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+        elif word in BEFORE_A_VERB:
+            front += [word, *islice(words, 1)]
+        else:
+            (front if word.partition("=")[0] in BEFORE_A_VERB else rest).append(word)
+    return front + rest
+
+
 def _verb(arguments: list[str]) -> str | None:
     """The verb: the first word that is neither an option nor what one of them takes."""
     words = iter(arguments)
     for word in words:
-        if word in ("--import", "--device"):
+        if word in BEFORE_A_VERB:
             next(words, None)
         elif not word.startswith("-"):
             return word

@@ -48,17 +48,15 @@ def bench(
             module = zoo.load(checkpoint, trust_code=trust_code).to(device)
         measured: list[tuple[int, dict[str, Timing]]] = []
         for size in sizes:
-            given = {spec.name: sample(spec, size, device) for spec in engine.inputs}
-            runs = {"plan": lambda given=given: engine(**given)}
-            if module is not None:  # a checkpoint's network reads one picture
-                (image,) = given.values()
-                if image.dtype == torch.uint8:
-                    image = image.permute(0, 3, 1, 2).float()
-                runs["torch"] = lambda image=image: module(image)
+            given = [sample(spec, size, device) for spec in engine.inputs]
+            runs = {"plan": lambda given=given: engine(*given)}
+            if module is not None:
+                plain = [_as_trained(tensor) for tensor in given]
+                runs["torch"] = lambda plain=plain: module(*plain)
             with torch.inference_mode():
                 timings = latency(runs, device=device, seconds=seconds)
             measured.append((size, timings))
-        plain = {
+        report = {
             "target": engine.manifest.fingerprint.target,
             "rows": [
                 {"batch": size, **{name: _row(timing, size) for name, timing in timings.items()}}
@@ -69,9 +67,15 @@ def bench(
         if module is not None:
             head += ["torch ms", "ratio"]
         rows = [_cells(size, **timings) for size, timings in measured]
-        out.result(plain, grid(head, rows, title=f"{plan.name} on {_machine(engine)}"))
+        out.result(report, grid(head, rows, title=f"{plan.name} on {_machine(engine)}"))
         if any(timing.noisy for _, timings in measured for timing in timings.values()):
             out.note("warning: other work disturbed the times with a ~: measure again without it")
+
+
+def _as_trained(given: torch.Tensor) -> torch.Tensor:
+    """What a checkpoint gets for an input: pictures as floats, their channels in front."""
+    is_picture = given.dtype == torch.uint8 and given.dim() == 4
+    return given.permute(0, 3, 1, 2).float() if is_picture else given
 
 
 def _machine(engine: Engine) -> str:

@@ -39,6 +39,7 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "fp8": (1.5e-1, 0.99),
 }
 NAMED = 3  # layers that an error names
+GOOD_SNR_DB = 30.0  # of a rounded layer: errors of a thirtieth
 LEAST_COSINE = 0.95  # of a rounded network's answers with those of the network
 SAMPLES = 3  # different samples in the check, where the batch may vary
 NOISE_MARGIN = 4  # how much worse than plain float32 a plan may be where float32 itself is bad
@@ -240,6 +241,8 @@ def rounded(
     """
     worst = sorted((snr_db or {}).items(), key=lambda layer: layer[1])[:NAMED]
     layers = ", ".join(f"{name} {snr:.1f} dB" for name, snr in worst) or "none"
+    if worst and worst[0][1] >= GOOD_SNR_DB:
+        layers += " (no layer is bad by itself: what all round adds up)"
     outputs = _answers(graph, answers.inputs, target)
     for name, answer in outputs.items():
         right = answers.outputs[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -381,8 +381,10 @@ class _Reader:
         user = [
             result
             for result, spec in zip(node.args[0], specs, strict=True)
-            if spec.kind is OutputKind.USER_OUTPUT and result is not None
+            if spec.kind is OutputKind.USER_OUTPUT
         ]
+        keys = self._keys(user)
+        user = [result for result in user if result is not None]
         results = [self.known.get(r) if isinstance(r, torch.fx.Node) else r for r in user]
         values = [r for r in results if isinstance(r, Value)]
         if not values or len(values) < len(results):
@@ -393,13 +395,34 @@ class _Reader:
                 fix="return a tensor, or a tuple or dict of tensors",
             )
         if names is None:
-            names = ["output", *(f"output_{i}" for i in range(1, len(results)))]
+            names = keys or ["output", *(f"output_{i}" for i in range(1, len(results)))]
         if len(names) != len(results):
             raise UsageError(
                 "the number of output names is not the number of outputs",
                 seen=f"{len(names)} names, {len(results)} outputs",
             )
         return self.build.finish(values, names)
+
+    def _keys(self, user: Sequence[object]) -> list[str]:
+        """The names of results by their keys, of a network that returns a dict; none of others.
+
+        A tuple in a dict has its key and its places: ``boxes.0``, ``boxes.1``.
+        """
+        spec = self.exported.call_spec.out_spec
+        if spec is None or spec.num_leaves != len(user):
+            return []
+        made = pytree.tree_unflatten(list(user), spec)
+        if not isinstance(made, Mapping):
+            return []
+        leaves, _ = pytree.tree_flatten_with_path(made, is_leaf=lambda leaf: leaf is None)
+        names = [
+            ".".join(str(getattr(entry, "key", getattr(entry, "idx", "?"))) for entry in path)
+            for path, result in leaves
+            if result is not None
+        ]
+        taken = {spec.name for spec in self.inputs}
+        usable = len({*names, *taken}) == len(names) + len(taken) and all(names)
+        return names if usable else []
 
 
 def _as_torch_says(call: OperatorCall, made: Any, layer: str) -> Any:
