@@ -18,7 +18,7 @@ PAGE = 4096  # bytes, of memory that a system gives at once
 LINE = 16  # numbers of a cache line: where a tensor of drawn ones begins
 ATTENTION, VALUES = "scaled_dot_product_attention", 2  # the place of what is averaged
 # Values times what an 8-bit result holds. Where averages of normal numbers are 200 times and more
-# beyond it, float16's last bits are whole steps: flash attention of a trained D-FINE was refused.
+# beyond it, float16's last bits are whole steps: flash attention of an RF-DETR was refused.
 SPREAD, HELD = 4.0, {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
@@ -99,14 +99,20 @@ def sample_inputs(
         for i, meta in enumerate(problem.inputs)
         if meta is not None and i not in problem.constant
     }
-    held = HELD.get(problem.output.dtype, math.inf)
-    if problem.op == ATTENTION and VALUES in made and problem.attr("gamma") > SPREAD * held:
-        values = made[VALUES]  # they may be of numbers that others read
-        apart = torch.empty_strided(
-            values.shape, values.stride(), dtype=values.dtype, device=values.device
-        )
-        made[VALUES] = apart.copy_(values * (SPREAD * held / problem.attr("gamma")))
+    if problem.op == ATTENTION and VALUES in made:
+        made[VALUES] = _held(made[VALUES], problem)
     return list(made.values())
+
+
+def _held(values: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """The values of an attention, smaller where an 8-bit result could not hold their averages."""
+    share = SPREAD * HELD.get(problem.output.dtype, math.inf) / problem.attr("gamma")
+    if share >= 1:
+        return values
+    apart = torch.empty_strided(  # others may read the numbers of these
+        values.shape, values.stride(), dtype=values.dtype, device=values.device
+    )
+    return apart.copy_(values * share)
 
 
 def place(meta: TensorMeta, device: torch.device) -> torch.Tensor:
