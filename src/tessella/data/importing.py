@@ -116,7 +116,11 @@ class ImportSettings:
                 fix="png, pixels or original",
             )
         if self.window is not None and not named(self.task).volumes:
-            raise UsageError("a window is for volumes", seen=self.window, fix="leave it out")
+            raise UsageError(
+                "a window is for volumes",
+                seen=f"window={self.window}, task={self.task}",
+                fix="import volumes with --task volumes (in Python task=), or leave it out",
+            )
         self.record()
 
     def record(self) -> Preprocess:
@@ -150,7 +154,11 @@ class ImportSettings:
 def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
     sides = (size, size) if isinstance(size, int) else tuple(size)
     if len(sides) != 2:
-        raise UsageError("a picture has a height and a width", seen=size, fix="give two numbers")
+        raise UsageError(
+            "a picture has a height and a width",
+            seen=size,
+            fix="give two numbers, or import volumes with --task volumes (in Python task=)",
+        )
     return sides[0], sides[1]
 
 
