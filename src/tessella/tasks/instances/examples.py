@@ -54,7 +54,7 @@ def find(request: Request) -> Found:
     found = boxes.find(request)
     things = [thing for source in found.sources for thing in source.label.things]
     lost = sum(not (t.polygons or t.rle) for t in things)
-    if lost == len(things):
+    if things and lost == len(things):
         raise DataError(
             "the annotations have no masks",
             seen=f"{lost:,} boxes in {request.source}",

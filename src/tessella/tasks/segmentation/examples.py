@@ -186,7 +186,7 @@ def _annotated(request: Request) -> Found:
     found = read_annotations(request.source, labels=request.labels, image_root=request.image_root)
     things = [thing for picture in found.pictures for thing in picture.things]
     lost = sum(not (t.polygons or t.rle) for t in things)
-    if lost == len(things):
+    if lost == len(things) and not found.bare:
         raise DataError(
             "the annotations have no masks",
             seen=f"{lost:,} boxes in {request.source}",
@@ -198,6 +198,7 @@ def _annotated(request: Request) -> Found:
         classes=(BACKGROUND, *found.classes),
         sources=tuple(Source(p.file, p.path, p, p.split) for p in found.pictures),
         notes=(*found.said(), *notes),
+        bare=found.bare,
     )
 
 
