@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -31,7 +31,14 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    product, how, layout = getattr(torch, problem.op), window(problem), layout_of(problem)
+    return bound(problem, constants, getattr(torch, problem.op))
+
+
+def bound(
+    problem: Problem, constants: Mapping[int, torch.Tensor], product: Callable[..., torch.Tensor]
+) -> Call:
+    """``product`` with the arguments of torch's convolutions, and the epilogue behind it."""
+    how, layout = window(problem), layout_of(problem)
     held = in_layout(problem, constants)
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
