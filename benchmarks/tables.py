@@ -337,9 +337,10 @@ def _steps() -> Iterator[str]:
         "Forward, loss, backward and a fused AdamW on one batch that stays on the GPU, all"
         " interleaved in one process. *torch* and *torch.compile* (its default mode) as above;"
         " *fused* and *compile* are ways that a training takes; *fp8* behind one: in 8 bits. Rows"
-        " are pictures of 224×224, or 512 tokens of BERT-large and 1,024 of GPT-2, with attention"
-        " by torch's fastest. The peak is 989 TFLOPS; a step's operations are six for each weight"
-        " and token, and those of attention.\n"
+        " are pictures of 224×224 (RetinaNet: of 800×800, beside torchvision's own network and"
+        " loss), or 512 tokens of BERT-large and 1,024 of GPT-2, with attention by torch's fastest."
+        " The peak is 989 TFLOPS; a step's operations are six for each weight and token, and those"
+        " of attention.\n"
     )
     runs = runs_of("steps-sm_90.json")
     lines = [
