@@ -13,6 +13,7 @@ from tessella.artifacts.run import Recipe
 from tessella.core.errors import DataError, UsageError
 from tessella.data.importing import ImportSettings, import_images
 from tessella.studio.drawn import Drawn
+from tessella.studio.import_form import Settings
 from tessella.training.prepare import describe_run
 
 SIZE = 32
@@ -44,8 +45,12 @@ def test_what_is_drawn_is_exported_without_the_other_pictures(
     pictures: Path, tmp_path: Path, task: str
 ) -> None:
     network, things, made = DRAWN[task]
-    settings = ImportSettings(task=task, size=SIZE, holdout=0.2, labels=("cat", "dog"))
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\n")
+    settings = ImportSettings(task=task, size=SIZE, holdout=0.2, labels=names)
     dataset = import_images(pictures, tmp_path / "data", settings)
+    argv = Settings.of(dataset).spec(str(pictures), "again").argv
+    assert argv[argv.index("--labels") + 1] == str(names)
     assert dataset.classes[-2:] == ("cat", "dog")
     assert (len(dataset.train), len(dataset.val)) == (4, 1)
     with pytest.raises(DataError, match="nothing is labelled"):

@@ -550,15 +550,16 @@ def _describe(
         ),
         task=named(settings.task).record(),
         import_hash=known_by,
-        settings=_split_by(settings),
+        settings=_made_by(settings),
     )
 
 
-def _split_by(settings: ImportSettings) -> dict[str, Any]:
-    """The settings that decide the splits, as strict JSON, for those who make it once more."""
-    val, test = settings.val_folder, settings.test_folder
+def _made_by(settings: ImportSettings) -> dict[str, Any]:
+    """The settings that decide splits and classes, as strict JSON, for those who make it again."""
+    val, test, labels = settings.val_folder, settings.test_folder, settings.labels
     return {
         **({"holdout": settings.holdout} if val is None else {"val_folder": legible(val)}),
         **({"test": settings.test} if test is None else {"test_folder": legible(test)}),
         "seed": settings.seed,
+        **({"labels": legible(labels)} if isinstance(labels, str | Path) else {}),
     }
