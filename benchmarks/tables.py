@@ -462,12 +462,13 @@ def _boxes_and_masks() -> Iterator[str]:
 
 def _volumes() -> Iterator[str]:
     """Steps and plans of a 3-D U-Net, beside PyTorch and torch.compile."""
-    yield "## Volumes on a GPU: `volumes-sm_90.json`\n"
+    yield "## Volumes: `volumes-sm_90.json`, `volumes-cpu.json`\n"
     yield (
-        "A 3-D U-Net of five levels, 32 channels in the first, on crops that stay on the GPU: steps"
-        " of training, forward, loss, backward and AdamW, and plans.\n"
+        "A 3-D U-Net of five levels, 32 channels in the first where nothing else is said, on crops"
+        " that stay on the device: steps of training, forward, loss, backward and AdamW, and"
+        " plans.\n"
     )
-    runs = runs_of("volumes-sm_90.json")
+    runs = [*runs_of("volumes-sm_90.json"), *runs_of("volumes-cpu.json")]
     lines = [
         (row["part"], row["what"], row["who"], f"{row['ms']:.2f} ms",
          optional(row.get("crops/s"), "{}"), f"{row['share of the best peer']:.3f}", number)
