@@ -11,6 +11,7 @@ from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import bias_inside, finish_
 from tessella.operations.problem import Problem
+from tessella.operations.reference.conv import conv_volumes
 from tessella.operations.tensor_meta import memory_format
 
 TYPES = (*FLOATS, "float64")
@@ -31,7 +32,8 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    return bound(problem, constants, getattr(torch, problem.op))
+    product = conv_volumes if problem.op == "conv3d" else getattr(torch, problem.op)
+    return bound(problem, constants, product)
 
 
 def bound(
