@@ -523,19 +523,20 @@ def test_kitti(tmp_path):
         tmp_path / "label_2/a.txt",
         f"Car 0.0 0 1.5 2 3 12.5 9 {rest}\nDontCare -1 -1 -10 1 1 5 5 {rest}\nVan 0 0 0 9 9 4 4",
     )
-    write(tmp_path / "label_2/b.txt", "Car 0 0 0 1 2\n")
+    write(tmp_path / "label_2/b.txt", f"Car 0 0 0 1 2\nCar 0 0 0 1 2 3 4 {rest} Car 0 0 0 5 6 7 8")
     write(tmp_path / "label_2/x.txt", "Car 0 0 0 1 2 3 4\n")
     got = kitti.read(tmp_path)
     assert got.classes == ("Car", "Van")
     assert [(p.path, len(p.things)) for p in got.pictures] == [
-        ("image_2/a.png", 1), ("image_2/b.png", 0),
+        ("image_2/a.png", 1), ("image_2/b.png", 1),
     ]  # fmt: skip
     car = got.pictures[0].things[0]
     assert (car.x, car.y, car.width, car.height) == (2, 3, 10.5, 6)
     assert got.notes == ("1 regions are called DontCare and were left out",)
     assert [p.path for p in got.problems] == [
-        "x.txt", "image_2/a.png", "image_2/b.png", "image_2/c.png",
+        "x.txt", "image_2/a.png", "image_2/b.png", "image_2/b.png", "image_2/c.png",
     ]  # fmt: skip
+    assert "of 23 words" in got.problems[3].what  # two lines in one, of which the first is read
     write(tmp_path / "classes.txt", "Van\n\nCar\n")
     (tmp_path / "training").mkdir()
     for name in ("image_2", "label_2", "classes.txt"):  # as KITTI is downloaded
