@@ -278,6 +278,7 @@ def test_coco_as_tables_and_other_tools_write_it(tmp_path):
     [
         "/data/upload/3/%61.png",
         "https://x.example/p/a.png?key=AK/2026/s3",
+        f"https://x.example/p/a.png?X-Amz-Signature={'0f' * 150}",  # no file can be called so
         r"..\media\a.png",
         "/data/local-files/?d=a.png",
         "images\\a.png",
@@ -349,14 +350,17 @@ def test_yolo_s_odd_folders(tmp_path):
     write(tmp_path / "labels/a.txt", "0 .5 .5 .2 .2 .4 .4 .6 .6 .5 .5")
     write(tmp_path / "images/b.txt", "1 .5 .5 .2 .2 .1 .1 .6 .6 .5 .5\n0 .5 .5")
     write(tmp_path / "labels/lost.txt", "0 .5 .5 .2 .2")
-    write(tmp_path / "val.txt", "./images/a.png\nimages/none.png\n")
-    text = "train: images\nval: val.txt\nkpt_shape: [3, 2]\nnames: {'0': cat, '1': dog}"
-    got = yolo.read(write(tmp_path / "data.yaml", text))
+    long = "x" * 300
+    write(tmp_path / "val.txt", f"./images/a.png\nimages/none.png\nimages/{long}.png\n")
+    text = "train: images\nval: [val.txt, LONG]\nkpt_shape: [3, 2]\nnames: {'0': cat, '1': dog}"
+    got = yolo.read(write(tmp_path / "data.yaml", text.replace("LONG", long)))
     assert [[(t.label, round(t.width), t.polygons) for t in p.things] for p in got.pictures] == [
         [(0, 8, ())], [(1, 8, ())], [],
     ]  # fmt: skip
     assert [(p.path, p.what.split(":")[0]) for p in got.problems] == [
         ("images/b.png", "a line is neither a box nor an outline"),
+        (long[:200], "there is no such folder or list"),
+        (f"images/{long}"[:200], files.NOWHERE),
         ("images/a.png", "the picture is there twice"),
         ("images/none.png", "the picture cannot be read"),
         ("labels/lost.txt", "there is no picture of this name"),
@@ -503,12 +507,15 @@ def test_voc_s_several_roots_and_odd_names(tmp_path):
     write(tmp_path / "2007/Annotations/x/a.xml", voc_file("a.png", good))
     write(tmp_path / "2012/Annotations/a.xml", voc_file("image.jpg", good, hard))
     write(tmp_path / "2012/Annotations/c.xml", voc_file("a.png", good))
+    write(tmp_path / "2012/Annotations/d.xml", voc_file("x" * 300, good))
     got = read_annotations(tmp_path)
     assert [(p.path, [(t.label, t.crowd) for t in p.things]) for p in got.pictures] == [
         ("2007/JPEGImages/x/a.png", [(1, False)]),
         ("2012/JPEGImages/a.png", [(1, False), (0, True)]),
     ]
-    assert [(p.path, "another XML" in p.what) for p in got.problems] == [("c.xml", True)]
+    assert [(p.path, "another XML" in p.what) for p in got.problems] == [
+        ("c.xml", True), ("d.xml", False),
+    ]  # fmt: skip
     assert "1 things are marked difficult" in got.notes[0]
     write(tmp_path / "cvat/annotations.xml", "<annotations><image name='a.png'/></annotations>")
     with pytest.raises(DataError, match="CVAT's own XML"):
