@@ -117,6 +117,7 @@ def page() -> str:
         *_changes(),
         *_scattered(),
         *_detection(),
+        *_evaluating(),
         *_boxes_and_masks(),
         *_volumes(),
         *_serving(),
@@ -311,9 +312,10 @@ def _steps() -> Iterator[str]:
         "Forward, loss, backward and a fused AdamW on one batch that stays on the GPU, all"
         " interleaved in one process. *torch* and *torch.compile* (its default mode) as above;"
         " *fused* and *compile* are ways that a training takes; *fp8* behind one: in 8 bits. Rows"
-        " are pictures of 224×224, or 512 tokens of BERT-large and 1,024 of GPT-2, with attention"
-        " by torch's fastest. The peak is 989 TFLOPS; a step's operations are six for each weight"
-        " and token, and those of attention.\n"
+        " are pictures of 224×224 (RetinaNet: of 800×800, beside torchvision's own network and"
+        " loss), or 512 tokens of BERT-large and 1,024 of GPT-2, with attention by torch's fastest."
+        " The peak is 989 TFLOPS; a step's operations are six for each weight and token, and those"
+        " of attention.\n"
     )
     runs = runs_of("steps-sm_90.json")
     lines = [
@@ -394,6 +396,19 @@ def detectors(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[Sequence[objec
     return ("precision", "plan", "peers", "ratio", "steps", "error"), lines
 
 
+def _evaluating() -> Iterator[str]:
+    """How long COCO's averages of boxes and of masks take, beside a peer."""
+    yield "## Measures of boxes and masks: `evaluating-cpu.json`\n"
+    yield (
+        "Pictures of 480 × 640 with 7.3 things on the mean, of 80 classes, and 100 told things"
+        " each; the averages are equal to 1e-9. Seconds of one processor, the median of three"
+        " calls; ours of masks measure the boxes, too.\n"
+    )
+    for number, run in enumerate(runs_of("evaluating-cpu.json"), 1):
+        yield markdown(list(run["rows"][0]), [list(row.values()) for row in run["rows"]]) + "\n"
+        yield f"{number}. {origin_of(run)}\n"
+
+
 def _boxes_and_masks() -> Iterator[str]:
     """Networks that answer boxes and scores of pixels, beside eager PyTorch and torch.compile."""
     yield "## Boxes and masks: `masks-sm_90.json`, `masks-cpu.json`\n"
@@ -426,12 +441,13 @@ def _boxes_and_masks() -> Iterator[str]:
 
 def _volumes() -> Iterator[str]:
     """Steps and plans of a 3-D U-Net, beside PyTorch and torch.compile."""
-    yield "## Volumes on a GPU: `volumes-sm_90.json`\n"
+    yield "## Volumes: `volumes-sm_90.json`, `volumes-cpu.json`\n"
     yield (
-        "A 3-D U-Net of five levels, 32 channels in the first, on crops that stay on the GPU: steps"
-        " of training, forward, loss, backward and AdamW, and plans.\n"
+        "A 3-D U-Net of five levels, 32 channels in the first where nothing else is said, on crops"
+        " that stay on the device: steps of training, forward, loss, backward and AdamW, and"
+        " plans.\n"
     )
-    runs = runs_of("volumes-sm_90.json")
+    runs = [*runs_of("volumes-sm_90.json"), *runs_of("volumes-cpu.json")]
     lines = [
         (row["part"], row["what"], row["who"], f"{row['ms']:.2f} ms",
          optional(row.get("crops/s"), "{}"), f"{row['share of the best peer']:.3f}", number)

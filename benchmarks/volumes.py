@@ -5,7 +5,7 @@
 - *step*: a step of the U-Net on crops that stay on the GPU, in the ways that a training may take,
   beside a plain loop of torch (channels last, autocast, fused AdamW) and torch.compile;
 - *plan*: the latency of one input as a plan, beside eager PyTorch and torch.compile, which a GPU
-  replays from CUDA graphs, and beside ONNX Runtime on a CPU.
+  replays from CUDA graphs, and beside ONNX Runtime and OpenVINO on a CPU.
 
 All of a part run in one process, interleaved.
 """
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -273,7 +274,9 @@ def plan(args: argparse.Namespace) -> Iterator[Row]:
         right = module(images)
         if device.type == "cpu":
             runs["torch"] = lambda: module(images)
-            runs["onnxruntime"] = _onnxruntime(module, images)
+            file = _exported(module, images)
+            runs["onnxruntime"] = _onnxruntime(file, images)
+            runs["openvino"] = partial(engine.in_openvino(file, precision), [images.numpy()])
         else:
             dtype = getattr(torch, PRECISIONS[precision])
             peer = Cast(module.to(dtype).to(memory_format=torch.channels_last_3d), dtype)
@@ -297,19 +300,23 @@ def plan(args: argparse.Namespace) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def _onnxruntime(module: nn.Module, images: torch.Tensor) -> Step:
-    """With the file that torch writes: ours has no word for transposed convolutions of volumes."""
-    import onnxruntime as ort
-
+def _exported(module: nn.Module, images: torch.Tensor) -> bytes:
+    """The file that torch writes: ours has no word for transposed convolutions of volumes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
         torch.onnx.export(
             module, (images,), path, dynamo=False, input_names=["image"], output_names=["scores"]
         )
-        threads = ort.SessionOptions()
-        threads.intra_op_num_threads = torch.get_num_threads()
-        threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = ort.InferenceSession(path, threads, providers=["CPUExecutionProvider"])
+        return path.read_bytes()
+
+
+def _onnxruntime(file: bytes, images: torch.Tensor) -> Step:
+    import onnxruntime as ort
+
+    threads = ort.SessionOptions()
+    threads.intra_op_num_threads = torch.get_num_threads()
+    threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = ort.InferenceSession(file, threads, providers=["CPUExecutionProvider"])
     return lambda: session.run(None, {"image": images.numpy()})
 
 

@@ -278,6 +278,7 @@ def test_coco_as_tables_and_other_tools_write_it(tmp_path):
     [
         "/data/upload/3/%61.png",
         "https://x.example/p/a.png?key=AK/2026/s3",
+        f"https://x.example/p/a.png?X-Amz-Signature={'0f' * 150}",  # no file can be called so
         r"..\media\a.png",
         "/data/local-files/?d=a.png",
         "images\\a.png",
@@ -349,14 +350,17 @@ def test_yolo_s_odd_folders(tmp_path):
     write(tmp_path / "labels/a.txt", "0 .5 .5 .2 .2 .4 .4 .6 .6 .5 .5")
     write(tmp_path / "images/b.txt", "1 .5 .5 .2 .2 .1 .1 .6 .6 .5 .5\n0 .5 .5")
     write(tmp_path / "labels/lost.txt", "0 .5 .5 .2 .2")
-    write(tmp_path / "val.txt", "./images/a.png\nimages/none.png\n")
-    text = "train: images\nval: val.txt\nkpt_shape: [3, 2]\nnames: {'0': cat, '1': dog}"
-    got = yolo.read(write(tmp_path / "data.yaml", text))
+    long = "x" * 300
+    write(tmp_path / "val.txt", f"./images/a.png\nimages/none.png\nimages/{long}.png\n")
+    text = "train: images\nval: [val.txt, LONG]\nkpt_shape: [3, 2]\nnames: {'0': cat, '1': dog}"
+    got = yolo.read(write(tmp_path / "data.yaml", text.replace("LONG", long)))
     assert [[(t.label, round(t.width), t.polygons) for t in p.things] for p in got.pictures] == [
         [(0, 8, ())], [(1, 8, ())], [],
     ]  # fmt: skip
     assert [(p.path, p.what.split(":")[0]) for p in got.problems] == [
         ("images/b.png", "a line is neither a box nor an outline"),
+        (long[:200], "there is no such folder or list"),
+        (f"images/{long}"[:200], files.NOWHERE),
         ("images/a.png", "the picture is there twice"),
         ("images/none.png", "the picture cannot be read"),
         ("labels/lost.txt", "there is no picture of this name"),
@@ -503,12 +507,15 @@ def test_voc_s_several_roots_and_odd_names(tmp_path):
     write(tmp_path / "2007/Annotations/x/a.xml", voc_file("a.png", good))
     write(tmp_path / "2012/Annotations/a.xml", voc_file("image.jpg", good, hard))
     write(tmp_path / "2012/Annotations/c.xml", voc_file("a.png", good))
+    write(tmp_path / "2012/Annotations/d.xml", voc_file("x" * 300, good))
     got = read_annotations(tmp_path)
     assert [(p.path, [(t.label, t.crowd) for t in p.things]) for p in got.pictures] == [
         ("2007/JPEGImages/x/a.png", [(1, False)]),
         ("2012/JPEGImages/a.png", [(1, False), (0, True)]),
     ]
-    assert [(p.path, "another XML" in p.what) for p in got.problems] == [("c.xml", True)]
+    assert [(p.path, "another XML" in p.what) for p in got.problems] == [
+        ("c.xml", True), ("d.xml", False),
+    ]  # fmt: skip
     assert "1 things are marked difficult" in got.notes[0]
     write(tmp_path / "cvat/annotations.xml", "<annotations><image name='a.png'/></annotations>")
     with pytest.raises(DataError, match="CVAT's own XML"):
@@ -523,19 +530,20 @@ def test_kitti(tmp_path):
         tmp_path / "label_2/a.txt",
         f"Car 0.0 0 1.5 2 3 12.5 9 {rest}\nDontCare -1 -1 -10 1 1 5 5 {rest}\nVan 0 0 0 9 9 4 4",
     )
-    write(tmp_path / "label_2/b.txt", "Car 0 0 0 1 2\n")
+    write(tmp_path / "label_2/b.txt", f"Car 0 0 0 1 2\nCar 0 0 0 1 2 3 4 {rest} Car 0 0 0 5 6 7 8")
     write(tmp_path / "label_2/x.txt", "Car 0 0 0 1 2 3 4\n")
     got = kitti.read(tmp_path)
     assert got.classes == ("Car", "Van")
     assert [(p.path, len(p.things)) for p in got.pictures] == [
-        ("image_2/a.png", 1), ("image_2/b.png", 0),
+        ("image_2/a.png", 1), ("image_2/b.png", 1),
     ]  # fmt: skip
     car = got.pictures[0].things[0]
     assert (car.x, car.y, car.width, car.height) == (2, 3, 10.5, 6)
     assert got.notes == ("1 regions are called DontCare and were left out",)
     assert [p.path for p in got.problems] == [
-        "x.txt", "image_2/a.png", "image_2/b.png", "image_2/c.png",
+        "x.txt", "image_2/a.png", "image_2/b.png", "image_2/b.png", "image_2/c.png",
     ]  # fmt: skip
+    assert "of 23 words" in got.problems[3].what  # two lines in one, of which the first is read
     write(tmp_path / "classes.txt", "Van\n\nCar\n")
     (tmp_path / "training").mkdir()
     for name in ("image_2", "label_2", "classes.txt"):  # as KITTI is downloaded

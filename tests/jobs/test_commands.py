@@ -41,12 +41,13 @@ def test_import_with_everything():
         height=224, width=320, channels=3, depth=16, resize="half_crop", crop=(200, 300)
     )
     spec = commands.import_images(
-        "a", "b", preprocess, name="--x", val_folder="v", test_folder="t", seed=7, workers=2
-    )
+        "a", "b", preprocess, name="--x", val_folder="v", test_folder="t", seed=7, workers=2,
+        labels="n",
+    )  # fmt: skip
     assert spec.argv == (
         "data", "import", "a", "--out", "b", "--name=--x", "--size", "224x320", "--channels", "3",
         "--depth", "16", "--resize", "half_crop", "--crop", "200x300", "--val-folder", "v",
-        "--test-folder", "t", "--seed", "7", "--workers", "2",
+        "--test-folder", "t", "--seed", "7", "--labels", "n", "--workers", "2",
     )  # fmt: skip
 
 

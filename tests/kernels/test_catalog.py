@@ -100,6 +100,15 @@ PROBLEMS = [
               dict.fromkeys(("stride", "padding", "dilation"), (1,) * axes)
               | {"groups": 1, "activation": "relu"}, (1, 2))
       for axes in (1, 3)),
+    *(problem("conv3d", [(2, 4, 6, 7, 8), (8, 2, 3, 1, 3), (8,), (2, 8, 2, 7, 4)],
+              (2, 8, 2, 7, 4),
+              {"stride": (2, 1, 2), "padding": (0, 0, 2), "dilation": (1, 1, 2), "groups": 2,
+               "activation": "silu"}, (1, 2), dtype=dtype)
+      for dtype in ("float32", "bfloat16")),
+    *(problem("conv3d", [(2, 8, 6, 6, 4), (8, 8, 3, 3, 3), (8,)], (2, 8, 4, 4, 1),
+              {"stride": (1, 1, 2), "padding": (0,) * 3, "dilation": (1,) * 3, "groups": 1,
+               "activation": None}, (1, 2), dtype=dtype)
+      for dtype in ("float32", "bfloat16")),
     *(problem(f"conv_transpose{axes}d", [(2, 4, *(3,) * axes), (4, 8, *(3,) * axes), (8,)],
               (2, 8, *(6,) * axes),
               dict.fromkeys(("padding", "output_padding", "dilation"), (1,) * axes)

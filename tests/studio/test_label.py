@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tessella.data.importing import ImportSettings, import_images
 from tessella.quickstart.scattered import write_scattered
 from tessella.studio.drawn import Drawn
 from tessella.studio.drawn_boxes import checked, stored
+from tessella.studio.pages import label
 from tests.support.studio.browsing import enter, fit, press, resize, see, until
 from tests.support.studio.served import Served, serve, stop
 
@@ -54,6 +56,21 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_what_is_no_list_of_boxes_is_refused(boxes: Any) -> None:
     with pytest.raises(UsageError):
         checked(boxes, 2, (SIZE, SIZE))
+
+
+@pytest.mark.parametrize(
+    ("task", "classes", "asked"),
+    [
+        ("segmentation", ("background", "dog"), True), ("segmentation", ("car", "dog"), True),
+        ("segmentation", ("background", "car"), False), ("detection", ("cat", "dog"), False),
+    ],
+)  # fmt: skip
+def test_a_network_proposes_where_it_knows_a_class(monkeypatch, task, classes, asked) -> None:
+    info = SimpleNamespace(
+        task=SimpleNamespace(name="segmentation"), labels=("background", "cat", "dog")
+    )
+    monkeypatch.setattr(label, "best_checkpoint", lambda run: SimpleNamespace(info=info))
+    assert label._answers(None, task, classes) is asked
 
 
 def test_versions_stay_and_an_export_is_imported_again(labelled: Served, tmp_path: Path) -> None:

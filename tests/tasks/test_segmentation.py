@@ -129,6 +129,27 @@ def test_masks_and_outlines_are_the_same_dataset(way, pictures: Path, tmp_path: 
     assert sum(s.count for s in dataset.info.splits.values()) == COUNT
 
 
+def test_a_background_that_annotations_name_is_the_first_class(
+    way, pictures: Path, tmp_path: Path
+) -> None:
+    plain = json.loads((pictures / "outlines.json").read_text())
+    for thing in plain["annotations"]:
+        thing["category_id"] *= 2
+    names = ("red", "Background", "green")
+    plain["categories"] = [{"id": k, "name": name} for k, name in enumerate(names)]
+    whole = {"category_id": 1, "segmentation": [[0, 0, WIDTH, 0, WIDTH, HEIGHT, 0, HEIGHT]]}
+    plain["annotations"] += [{**whole, "image_id": number} for number in range(COUNT)]
+    (tmp_path / "outlines.json").write_text(json.dumps(plain))
+    settings = replace(SETTINGS, image_root=pictures)
+    dataset = import_images(tmp_path / "outlines.json", tmp_path / "data", settings)
+    assert dataset.classes == ("background", "red", "green")
+    one, other = (
+        {Path(e.path).name: e.label for s in d.info.splits for e in d.split(s)}
+        for d in (dataset, way[0])
+    )
+    assert one == other
+
+
 def test_boxes_without_masks_are_refused(pictures: Path, tmp_path: Path) -> None:
     plain = json.loads((pictures / "outlines.json").read_text())
     for thing in plain["annotations"][40:]:

@@ -195,8 +195,10 @@ def test_a_run_a_plan_and_labels_in_files(way, tessella: Tessella, tmp_path: Pat
         api.answer(api.load(plan), files[:1])
     with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
         refused = client.post("/v2/models/net/segment", content=files[0].read_bytes())
-    assert refused.status_code == 400
+        other = client.post("/v2/models/net/classify", content=files[0].read_bytes())
+    assert (refused.status_code, other.status_code) == (400, 404)
     assert "of volumes" in refused.text
+    assert all("arrays" in r.text and "/v2/models/net/infer" in r.text for r in (refused, other))
     with pytest.raises(DataError, match="another shape"):  # where two are named by hand
         TASK.examples.stored(
             TASK.examples.find(_request(folder)).sources[0].label,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from tessella import api
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Augment, Run
+from tessella.artifacts.run import Augment, Recipe, Run, RunInfo
+from tessella.artifacts.shards import SplitInfo
 from tessella.core.errors import OutOfMemory, UsageError
+from tessella.core.preprocess import Preprocess, Volume
 from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.search.limits import Limits
+from tessella.tasks import named, names
 from tessella.training import forecast as forecasting
 from tessella.training import loop
 from tessella.training.expected import kept_bytes
@@ -202,6 +207,44 @@ def test_a_step_is_tried_as_a_gpu_would(dataset, monkeypatch):
         Trainer(info, trained, alone()).try_step(images)
 
     assert largest_that_runs(tried, 16) == 2
+
+
+LEARNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "detection": ("centernet", {"backbone": "resnet18", "width": 16}),
+    "instances": ("mask_rcnn", {"backbone": "resnet18", "width": 16, "proposals": 20}),
+    "segmentation": ("unet", {}),
+    "volumes": ("unet3d", {"width": 4, "levels": 2}),
+}
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_task_learns_from_blank_images_and_answers_them(name):
+    """A trial step, a race of ways and the times of layers feed nothing else."""
+    task, classes = named(name), ("a", "b", "c")
+    network, options = LEARNERS.get(name, ("lenet", {}))
+    volume = Volume(slices=16) if name == "volumes" else None
+    depth = {} if volume is None else {"channels": 1, "depth": 16}
+    record = Preprocess(height=32, width=32, volume=volume, **depth)
+    channels, *sides = record.input_shape
+    info = RunInfo(
+        recipe=Recipe(network=network, dataset="none", network_options=options),
+        network=zoo.network(
+            network, classes=task.head.width(len(classes)), channels=channels,
+            size=tuple(sides), options=options, answers=task.head.ANSWERS,
+        ),
+        preprocess=record,
+        labels=classes,
+        dataset_hash="",
+        created="",
+        task=task.record({"mean": (0.0,) * 3, "std": (1.0,) * 3} if name == "regression" else {}),
+    )  # fmt: skip
+    trainer = Trainer(info, SplitInfo(count=4, class_counts=(2, 1, 1), shards={}), alone())
+    before = [p.detach().clone() for p in trainer.module.parameters()]
+    trainer.try_step(2)
+    after = list(trainer.module.parameters())
+    assert all(p.isfinite().all() for p in after)
+    assert any((a != b).any() for a, b in zip(after, before, strict=True))
+    trainer.answer_blank()
 
 
 def test_images_that_do_not_fit_are_told(dataset, monkeypatch):

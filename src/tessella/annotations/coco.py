@@ -16,7 +16,7 @@ import numpy as np
 
 from tessella.annotations import rle
 from tessella.annotations.check import Checker, sides_of
-from tessella.annotations.files import inside, no_collection, read_json, size_of
+from tessella.annotations.files import NOWHERE, inside, no_collection, read_json, size_of
 from tessella.annotations.record import Annotations, Picture, Problem, Thing
 from tessella.core.errors import DataError
 
@@ -170,7 +170,7 @@ def _pictures(
             wrong = told if isinstance(told, str) else None
             height, width = (0, 0) if isinstance(told, str) else told
         if below is None:
-            wrong = "the path leads out of the folder"
+            wrong = NOWHERE
         elif key in checkers or below in names:
             wrong = "the picture is there twice"
         if wrong or below is None:

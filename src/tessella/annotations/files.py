@@ -18,6 +18,8 @@ from tessella.core.errors import DataError
 from tessella.core.pictures import FORMATS, TURNED, tiff_sides
 from tessella.core.record import unique_keys
 
+MAX_NAME, MAX_PATH = 255, 4095  # bytes: to ask for a longer one is an OSError
+NOWHERE = "the path leads out of the folder, or is longer than a file's can be"
 MAX_JSON_BYTES = 1 << 30
 # COCO's largest file (448 MB) has 4 million lists and records and 60 million values. A gigabyte of
 # "[]," would be twenty of memory.
@@ -27,13 +29,17 @@ ORIENTATION = 0x0112  # EXIF's tag
 
 
 def inside(path: str, root: Path) -> str | None:
-    """The path below ``root`` that a file names; None where it leads out of it, or nowhere."""
+    """The path below ``root`` that a file names; None where it leads out of it, or nowhere, as one
+    that is longer than a file's can be."""
     path = path.strip().replace("\\", "/")
     if not path or "\0" in path or len(path) > 4096:
         return None
     if os.path.isabs(path):
         path = os.path.relpath(path, os.path.abspath(root))
     path = os.path.normpath(path)
+    whole = f"{root}/{path}".encode("utf-8", "surrogatepass")
+    if len(whole) > MAX_PATH or any(len(part) > MAX_NAME for part in whole.split(b"/")):
+        return None
     return None if path == "." or path.split("/", 1)[0] == ".." else path
 
 

@@ -20,7 +20,7 @@ IMAGES = ("images", "image_2", "image")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 IGNORED = "dontcare"  # regions that nobody looked at
 NAMES = "classes.txt"
-FIELDS = 8  # of a line, up to the box
+FIELDS, MOST = 8, 16  # of a line: up to the box, and with a score behind all
 MAX_LINES = 1 << 16
 LOOKED_AT = 16  # files whose first line tells KITTI's from YOLO's
 
@@ -156,5 +156,7 @@ def _add(line: str, checker: Checker, numbers: dict[str, int]) -> bool:
     except ValueError:
         checker.tell(f"a line is not a class and at least seven numbers: {line[:80]}")
         return False
+    if len(words) > MOST:
+        checker.tell(f"of {len(words)} words in a line the first {MOST} are read: {line[:80]}")
     checker.add(numbers[words[0]], [left, top, right - left, bottom - top])
     return False

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tessella.annotations import coco, kitti, voc, yolo
+from tessella.annotations import bare, coco, kitti, voc, yolo
 from tessella.annotations.record import Annotations, Picture, Problem
 from tessella.core.errors import DataError, UsageError
 
@@ -37,7 +37,8 @@ def read_annotations(
     """The annotations at a path.
 
     Args:
-        source: COCO's JSON, a ``data.yaml``, or a folder of COCO, YOLO, Pascal VOC or KITTI.
+        source: COCO's JSON, a ``data.yaml``, or a folder of COCO, YOLO, Pascal VOC or KITTI; or,
+            with ``labels``, of nothing but pictures, on which things will be drawn.
         labels: the classes in their order, where the format only names those that occur: Pascal
             VOC's and KITTI's. COCO and YOLO number their classes: there the same are asked for.
         image_root: what the names of pictures in COCO's JSON are relative to.
@@ -47,11 +48,14 @@ def read_annotations(
         UsageError: ``labels`` are not the classes that COCO's or YOLO's file numbers.
     """
     reader = _reader(source, labels, image_root)
+    if reader is None and labels and source.is_dir() and bare.is_folder(source):
+        return bare.read(source, labels=labels)
     if reader is None:
         raise DataError(
             "there are no annotations here that can be read",
             seen=source,
-            fix="give COCO's JSON, a data.yaml, or a folder of COCO, YOLO, Pascal VOC or KITTI",
+            fix="give COCO's JSON, a data.yaml, or a folder of COCO, YOLO, Pascal VOC or KITTI; "
+            "or a folder of nothing but pictures, and the classes to draw by --labels",
         )
     found = reader()
     if labels is not None and labels != found.classes:

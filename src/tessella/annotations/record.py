@@ -56,12 +56,17 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Annotations:
-    """All that was read: classes by their labels, pictures by their path, and what was wrong."""
+    """All that was read: classes by their labels, pictures by their path, and what was wrong.
+
+    Attributes:
+        bare: nobody has annotated the pictures yet, on purpose.
+    """
 
     classes: tuple[str, ...]
     pictures: tuple[Picture, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    bare: bool = False
 
     def said(self) -> tuple[str, ...]:
         """The notes, and how many problems there are, for a person."""

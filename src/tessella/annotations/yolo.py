@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from tessella.annotations.check import Checker
-from tessella.annotations.files import inside, read_text, size_of
+from tessella.annotations.files import NOWHERE, inside, read_text, size_of
 from tessella.annotations.record import Annotations, Picture, Problem
 from tessella.core.errors import DataError
 
@@ -195,8 +195,7 @@ def _files(place: Path, base: Path, problems: list[Problem]) -> list[Path]:
             name = below if (base / below).is_file() else name
         if name is None:
             if line.strip():
-                what = "the path leads out of the folder"
-                problems.append(Problem(path=line[:200], what=what))
+                problems.append(Problem(path=line[:200], what=NOWHERE))
         else:
             files.append(base / name)
     return files

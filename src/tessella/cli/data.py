@@ -83,7 +83,8 @@ def import_(
     val_folder: Annotated[Path | None, Option(help="Take the validation split from here.")] = None,
     test_folder: Annotated[Path | None, Option(help="Take the test split from here.")] = None,
     labels: Annotated[
-        Path | None, Option(help="For a list or table: class names, a line each.")
+        Path | None,
+        Option(help="For a list, a table or pictures to draw on: class names, a line each."),
     ] = None,
     image_root: Annotated[
         Path | None, Option(help="For a list, a table or COCO: where its paths start.")

@@ -117,7 +117,11 @@ class ImportSettings:
                 fix="auto, png, pixels or original",
             )
         if self.window is not None and not named(self.task).volumes:
-            raise UsageError("a window is for volumes", seen=self.window, fix="leave it out")
+            raise UsageError(
+                "a window is for volumes",
+                seen=f"window={self.window}, task={self.task}",
+                fix="import volumes with --task volumes (in Python task=), or leave it out",
+            )
         self.record()
 
     def record(self) -> Preprocess:
@@ -151,7 +155,11 @@ class ImportSettings:
 def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
     sides = (size, size) if isinstance(size, int) else tuple(size)
     if len(sides) != 2:
-        raise UsageError("a picture has a height and a width", seen=size, fix="give two numbers")
+        raise UsageError(
+            "a picture has a height and a width",
+            seen=size,
+            fix="give two numbers, or import volumes with --task volumes (in Python task=)",
+        )
     return sides[0], sides[1]
 
 
@@ -492,7 +500,7 @@ def _check_enough(written: _Written, listing: Listing, task: Task) -> None:
         )
     counts = splits["train"].class_counts
     readable = [n for n, k in zip(listing.classes, counts, strict=True) if k]
-    if why := task.examples.lacking(readable):
+    if (why := task.examples.lacking(readable)) and not listing.bare:
         raise DataError(
             f"too few images can be read: {why}",
             seen=f"{', '.join(map(repr, readable[:10]))}; "
@@ -543,15 +551,16 @@ def _describe(
         ),
         task=named(settings.task).record(),
         import_hash=known_by,
-        settings=_split_by(settings),
+        settings=_made_by(settings),
     )
 
 
-def _split_by(settings: ImportSettings) -> dict[str, Any]:
-    """The settings that decide the splits, as strict JSON, for those who make it once more."""
-    val, test = settings.val_folder, settings.test_folder
+def _made_by(settings: ImportSettings) -> dict[str, Any]:
+    """The settings that decide splits and classes, as strict JSON, for those who make it again."""
+    val, test, labels = settings.val_folder, settings.test_folder, settings.labels
     return {
         **({"holdout": settings.holdout} if val is None else {"val_folder": legible(val)}),
         **({"test": settings.test} if test is None else {"test_folder": legible(test)}),
         "seed": settings.seed,
+        **({"labels": legible(labels)} if isinstance(labels, str | Path) else {}),
     }

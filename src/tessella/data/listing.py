@@ -42,13 +42,18 @@ GROUPS, GROUPS_HEAD = "groups.csv", ("path", "group")
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """``splits[i]`` is the split of ``sources[i]``: ``TRAIN``, ``VAL`` or ``TEST``."""
+    """``splits[i]`` is the split of ``sources[i]``: ``TRAIN``, ``VAL`` or ``TEST``.
+
+    Attributes:
+        bare: nobody has labelled the images yet, on purpose.
+    """
 
     classes: tuple[str, ...]
     sources: tuple[Source, ...]
     splits: npt.NDArray[np.int8]
     skipped: tuple[SkippedFile, ...]
     notes: tuple[str, ...]
+    bare: bool = False
 
 
 def list_images(
@@ -117,6 +122,7 @@ def list_images(
         splits=np.concatenate(parts),
         skipped=tuple(skipped),
         notes=tuple(notes),
+        bare=found.bare,
     )
 
 

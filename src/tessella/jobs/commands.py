@@ -54,12 +54,13 @@ def import_images(
     workers: int | None = None,
     task: str = "classification",
     store: Store = "auto",
+    labels: PathLike | None = None,
 ) -> JobSpec:
     """``tessella data import``: a folder or list of images becomes a dataset in ``out``.
 
     ``holdout`` and ``test`` are the fractions that go into the validation and test splits, unless
     folders of their own are given. Of ``preprocess``, size, channels, depth, resize and crop count:
-    mean and std are measured.
+    mean and std are measured. ``labels`` is a file with the names of classes, a line each.
     """
     argv = ["data", "import", _path(source), "--out", _path(out)]
     if task != "classification":
@@ -88,6 +89,8 @@ def import_images(
     argv += ["--seed", str(seed)]
     if store != "auto":
         argv += ["--store", store]
+    if labels is not None:
+        argv += ["--labels", _path(labels)]
     if workers is not None:
         argv += ["--workers", str(workers)]
     return JobSpec(name=name or Path(out).name, kind="import", argv=tuple(argv), resumable=True)

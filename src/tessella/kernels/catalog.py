@@ -318,6 +318,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("conv2d", "onednn", "conv.libraries.onednn", **_FLOORED),
     *_cpu("conv2d", "onednn_sum", "conv.libraries.onednn_sum", source="onednn", **_ADDS),
     *_cpu("conv2d", "onednn_linear", "conv.libraries.onednn_linear", **_FLOORED),
+    *_cpu("conv3d", "onednn", "conv.libraries.onednn_volumes", source="onednn", **_NEW),
     *_cpu("conv2d", "onednn_int8", "conv.libraries.onednn_int8", source="onednn", **_NEW),
     *_gpu("conv2d", "cudnn", "conv.libraries.cudnn", source="cudnn", **_NEW),
     *_gpu("conv2d", "cudnn_graph", "conv.libraries.cudnn_graph", source="cudnn"),

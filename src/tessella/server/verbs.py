@@ -101,15 +101,21 @@ def with_verb(model: ServedModel, verb: str) -> ServedModel:
     Raises:
         ServeError: 404, it is not.
     """
-    answers = model.signature.answers
-    if verb != answers.VERB:
+    own = model.signature.answers.VERB
+    if verb != own:
+        what, where = ("arrays", "infer") if _of_volumes(model) else ("pictures", own)
         raise ServeError(
             f"model {model.name!r} does not {verb}",
             status=404,
             seen=f"its task: {model.signature.task.name}",
-            fix=f"send pictures to /v2/models/{model.name}/{answers.VERB}",
+            fix=f"send {what} to /v2/models/{model.name}/{where}",
         )
     return model
+
+
+def _of_volumes(model: ServedModel) -> bool:
+    record = model.signature.preprocess
+    return record is not None and record.volume is not None
 
 
 def only_image(model: ServedModel) -> TensorSpec:
@@ -119,11 +125,10 @@ def only_image(model: ServedModel) -> TensorSpec:
         InputError: it takes something else.
     """
     inputs = model.signature.inputs
-    record = model.signature.preprocess
-    if record is not None and record.volume is not None:
+    if _of_volumes(model):
         raise InputError(
             f"model {model.name!r} is of volumes, and no picture is one",
-            seen="×".join(map(str, record.input_shape)),
+            seen=str(next(iter(inputs.values()))),
             fix=f"send arrays of this shape to /v2/models/{model.name}/infer, or segment files "
             "with: tessella run PLAN volume.nii.gz --out labels.nii.gz",
         )

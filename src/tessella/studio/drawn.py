@@ -22,6 +22,7 @@ from tessella.core.decoding import Decoder
 from tessella.core.errors import ArtifactError, TessellaError, UsageError
 from tessella.core.preprocess import encode
 from tessella.studio import drawn_boxes, drawn_instances, drawn_masks
+from tessella.studio.drawn_masks import ground_of
 from tessella.tasks import View
 
 
@@ -174,27 +175,50 @@ class Drawn:
         """Write the newest version into a new folder, pictures included; for each split, what an
         import takes.
 
+        Of a dataset without a thing only pictures are written that somebody has saved: of the
+        others nobody has said that there is nothing.
+
         Raises:
-            UsageError: the folder is there already.
+            UsageError: the folder is there already, or no picture for training would be written.
         """
         if out.exists():
             raise UsageError("this version is exported already", seen=out)
-        names = [name for name in dataset.info.splits if len(dataset.split(name))]
+        chosen = self._exported(dataset)
+        if not chosen.get("train"):
+            raise UsageError(
+                "nothing is drawn yet on the pictures for training",
+                seen=dataset.path,
+                fix="draw on some of them, and save each, also where there is nothing to draw",
+            )
         form, newest = FORMS[dataset.info.task.name], self._newest(dataset, None)
         written = {}
 
         def fill(folder: Path) -> None:
             decoder = Decoder(processes=1)
             try:
-                for name in names:
-                    paths = _write_pictures(dataset, name, folder, form.folder_of(name), decoder)
-                    drawn = [(path, newest(name, index)) for index, path in enumerate(paths)]
+                for name, indices in chosen.items():
+                    paths = _write_pictures(
+                        dataset, name, indices, folder, form.folder_of(name), decoder
+                    )
+                    drawn = [(paths[index], newest(name, index)) for index in indices]
                     written[name] = out / form.write(folder, name, dataset, drawn)
             finally:
                 decoder.close()
 
         write_folder(out, fill)
         return written
+
+    def _exported(self, dataset: Dataset) -> dict[str, Sequence[int]]:
+        """The pictures that are written of each split that has any."""
+        chosen: dict[str, Sequence[int]] = {
+            n: range(len(dataset.split(n))) for n in dataset.info.splits
+        }
+        ground = ground_of(dataset.classes)
+        counts = [split.class_counts for split in dataset.info.splits.values()]
+        if not any(n for each in counts for k, n in enumerate(each) if k != ground):
+            saved = self._read(dataset).versions
+            chosen = {n: [i for i in each if (n, i) in saved] for n, each in chosen.items()}
+        return {name: indices for name, indices in chosen.items() if indices}
 
     def _path(self, dataset: Dataset) -> Path:
         return self._folder / f"{dataset.info.content_hash[:24]}.jsonl"
@@ -237,13 +261,13 @@ def _unreadable(name: str, error: Exception, line: int, path: Path) -> ArtifactE
 
 
 def _write_pictures(
-    dataset: Dataset, name: str, folder: Path, under: str, decoder: Decoder
-) -> list[str]:
-    """The pictures of a split as PNG files; their paths below the folder."""
+    dataset: Dataset, name: str, indices: Sequence[int], folder: Path, under: str, decoder: Decoder
+) -> dict[int, str]:
+    """Pictures of a split as PNG files; their paths below the folder."""
     (folder / under).mkdir(parents=True)
-    paths = []
-    for index, example in enumerate(dataset.split(name)):
-        paths.append(f"{under}/{index:06d}.png")
-        content = encode(decoder(example.content, None, name=example.path))
-        (folder / paths[-1]).write_bytes(content)
+    paths, split = {}, dataset.split(name)
+    for index in indices:
+        paths[index] = f"{under}/{index:06d}.png"
+        content = encode(decoder(split[index].content, None, name=split[index].path))
+        (folder / paths[index]).write_bytes(content)
     return paths

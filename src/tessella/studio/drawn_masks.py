@@ -21,7 +21,7 @@ from tessella.annotations.record import Annotations, Picture, Thing
 from tessella.artifacts.dataset import Dataset
 from tessella.core.errors import UsageError
 from tessella.studio.drawn_boxes import is_number
-from tessella.tasks.segmentation.examples import BACKGROUND, IGNORED, decoded, encoded
+from tessella.tasks.segmentation.examples import IGNORED, decoded, encoded, is_ground
 from tessella.tasks.view import View
 
 NAME = "masks"
@@ -46,7 +46,7 @@ class Drawn(TypedDict):
 
 def ground_of(classes: Sequence[str]) -> int:
     """The class of pixels on which nothing was drawn."""
-    return 0 if classes[0] == BACKGROUND else IGNORED
+    return 0 if is_ground(classes[0]) else IGNORED
 
 
 def checked(things: Any, classes: int, size: Size) -> tuple[Drawn, ...]:

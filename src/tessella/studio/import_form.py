@@ -32,14 +32,18 @@ MISSING = "Choose a dataset at the left, or import the images again."
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".gif")
 MOST_ENTRIES = 20_000  # directory entries, in search of an example image
 
+TO_DRAW = " Or pictures alone, to draw on: then name a file with the classes, below More."
+
 # What an import takes for each task, in a line: docs/tasks.md says it all.
 TAKEN = {
     "classification": "A folder with a subfolder a class, or a table of path and label.",
     "multilabel": "A table of path and labels (cat|dog), or annotations of boxes.",
     "regression": "A table of path and numbers, or subfolders called by their number.",
-    "detection": "COCO's JSON, YOLO's data.yaml, or a folder of COCO, YOLO, Pascal VOC or KITTI.",
-    "instances": "COCO's JSON or YOLO's data.yaml, with outlines or run lengths.",
-    "segmentation": "A folder with images and masks of the same names, or COCO's JSON with masks.",
+    "detection": "COCO's JSON, YOLO's data.yaml, or a folder of COCO, YOLO, Pascal VOC or KITTI."
+    + TO_DRAW,
+    "instances": "COCO's JSON or YOLO's data.yaml, with outlines or run lengths." + TO_DRAW,
+    "segmentation": "A folder with images and masks of the same names, or COCO's JSON with masks."
+    + TO_DRAW,
     "volumes": "A folder with imagesTr and labelsTr: NIfTI, .npy or stacks of TIFF.",
 }
 FILES = (".json", ".yaml", ".yml", ".csv", ".tsv", ".parquet", ".txt")
@@ -56,7 +60,7 @@ MODES: tuple[tuple[ResizeMode, str, str], ...] = (
 # of a dataset's description, which anybody may have written
 _SPLIT: dict[str, tuple[type, ...]] = {
     "holdout": (int, float), "test": (int, float), "seed": (int,),
-    "val_folder": (str,), "test_folder": (str,),
+    "val_folder": (str,), "test_folder": (str,), "labels": (str,),
 }  # fmt: skip
 
 
@@ -79,6 +83,7 @@ class Settings:
     task: str = "classification"
     val_folder: str | None = None  # empty: none
     test_folder: str | None = None
+    labels: str | None = None
     window: tuple[float, float] | None = None  # of volumes
 
     @classmethod
@@ -135,6 +140,7 @@ class Settings:
             seed=int(self.seed or 0),
             val_folder=(self.val_folder or "").strip() or None,
             test_folder=(self.test_folder or "").strip() or None,
+            labels=(self.labels or "").strip() or None,
             store=self.store,
             task=self.task,
         )
@@ -221,11 +227,14 @@ class ImportForm:
     def _more(self) -> None:
         """What most imports leave as it is."""
         start = self._values
-        for name, label in (("val_folder", "Validate on"), ("test_folder", "Test on")):
+        own = "A folder or file of its own, such as val.json; empty: a part is held out"
+        named_by = "A text file, a line each: of pictures without labels, those to draw on them"
+        for name, label, told in (
+            ("val_folder", "Validate on", own), ("test_folder", "Test on", own),
+            ("labels", "Names of the classes", named_by),
+        ):  # fmt: skip
             path = ui.input(label, value=getattr(start, name) or "")
-            self._add(path, name, classes="wide").tooltip(
-                "A folder or file of its own, such as val.json; empty: a part is held out"
-            )
+            self._add(path, name, classes="wide").tooltip(told)
         crop = self._add(ui.input("Crop for the network", value=start.crop), "crop", pictures=True)
         crop.tooltip("The network sees this part: random while training, the centre otherwise")
         self._add(_share("Held out to test", start.test), "test")

@@ -36,6 +36,7 @@ class Found:
         groups: by path: pictures of one group stay in one split; others are each their own.
         written: how the targets are written, where that decides what they mean: images held out
             elsewhere must have the same, or nothing that tells it.
+        bare: nobody has labelled the pictures yet, on purpose.
     """
 
     classes: tuple[str, ...]
@@ -44,6 +45,7 @@ class Found:
     notes: tuple[str, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
     written: str = ""
+    bare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

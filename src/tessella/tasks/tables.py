@@ -23,7 +23,7 @@ import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
-from tessella.annotations.files import inside
+from tessella.annotations.files import NOWHERE, inside
 from tessella.artifacts.dataset import SkippedFile
 from tessella.core.errors import DataError
 from tessella.tasks.found import Found, Source
@@ -181,7 +181,7 @@ def _placed(data: pa.Table, key: str, source: Path, root: Path) -> Table:
         path = inside(cell, root)
         if path is None:
             seen = cell[:120] or f"row {row + 1}"
-            skipped.append(SkippedFile(path=seen, reason="the path leads out of the folder"))
+            skipped.append(SkippedFile(path=seen, reason=NOWHERE))
             continue
         files.append(os.path.join(root, path))
         paths.append(path)

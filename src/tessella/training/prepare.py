@@ -15,6 +15,7 @@ from tessella.core.record import digest, to_plain
 from tessella.data.joining import check_joins
 from tessella.nn import zoo
 from tessella.tasks import of, targets_of
+from tessella.tasks.segmentation.examples import is_ground
 from tessella.training.parallel import check_devices
 from tessella.training.state import sweep_unfinished
 
@@ -139,6 +140,13 @@ def _check_splits(dataset: Dataset, recipe: Recipe) -> None:
         )
     targets_of(dataset.train)
     counts = dataset.train.info.class_counts
+    behind = task.head.ANSWERS in ("pixels", "voxels") and is_ground(dataset.classes[0])
+    if task.examples.PLACED and not any(counts[behind:]):  # pixels of no thing are no label
+        raise DataError(
+            "nothing is labelled in the images for training",
+            seen=f"{len(dataset.train):,} images, {', '.join(dataset.classes)[:200]}",
+            fix="draw on them on the studio's pages, export that, and import what was exported",
+        )
     if (
         recipe.class_weights == "balanced"
         and task.loss.balanced(counts, len(dataset.train)) is None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -63,13 +63,21 @@ def float_refusal(problem: Problem) -> str | None:
         return "weight and bias must be constants"
     if problem.plain:
         return problem.plain
-    types = {meta.dtype for meta in problem.given}
+    if refused := type_refusal({meta.dtype for meta in problem.given}):
+        return refused
+    if problem.epilogue.activation not in POST_OPS:
+        return f"activation {problem.epilogue.activation} is not fused"
+    return None
+
+
+def type_refusal(types: Set[str]) -> str | None:
+    """Why oneDNN cannot compute with these element types here."""
+    if not has_onednn():
+        return "this torch was built without oneDNN"
     if types not in ({"float32"}, {"bfloat16"}):
         return f"float32 or bfloat16 throughout, not {' and '.join(sorted(types))}"
     if types == {"bfloat16"} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU has no bfloat16 instructions"
-    if problem.epilogue.activation not in POST_OPS:
-        return f"activation {problem.epilogue.activation} is not fused"
     return None
 
 

@@ -55,9 +55,32 @@ def _convolution(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return convolution
 
 
+def conv_volumes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """``F.conv3d``; on a CPU in float32 where oneDNN reads memory that nobody wrote.
+
+    It does by AMX (torch 2.15) in bfloat16, where the result is one wide and the stride along the
+    width is more than 1: answers are of 1e30, or right by chance.
+    """
+    reach = dilation[-1] * (weight.shape[-1] - 1) + 1
+    narrow = x.shape[-1] + 2 * padding[-1] - reach < stride[-1]
+    if narrow and stride[-1] > 1 and x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        added = None if bias is None else bias.float()
+        made = F.conv3d(x.float(), weight.float(), added, stride, padding, dilation, groups)
+        return made.to(x.dtype)
+    return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+
+
 conv1d = _convolution(F.conv1d)
 conv2d = _convolution(F.conv2d)
-conv3d = _convolution(F.conv3d)
+conv3d = _convolution(conv_volumes)
 
 
 def conv2d_chain(

@@ -221,10 +221,12 @@ class _Editor:
 
     def _proposer(self, runs: dict[str, Any]) -> None:
         task = self._dataset.info.task.name
-        fitting = [r for r, run in runs.items() if _answers(run, task)]
+        fitting = [r for r, run in runs.items() if _answers(run, task, self._dataset.classes)]
         with parts.card("A network's proposals"):
             if not fitting:
-                text("p", f"No network is trained yet for {task}.").classes("muted small")
+                text("p", f"No network is trained yet for {task} of these classes.").classes(
+                    "muted small"
+                )
                 return
             again = " A thing that is drawn already is not shown again."
             again = "" if self._form.NAME == "masks" else again
@@ -280,9 +282,11 @@ class _Editor:
             parts.plain_button("Export", export, "download")
 
 
-def _answers(run: Any, task: str) -> bool:
-    """Whether a run has a checkpoint for a task."""
+def _answers(run: Any, task: str, classes: Sequence[str]) -> bool:
+    """Whether a run has a checkpoint for a task that knows one of the classes that are drawn."""
     try:
-        return bool(best_checkpoint(run).info.task.name == task)
+        info = best_checkpoint(run).info
     except TessellaError:  # none yet, or damaged
         return False
+    drawn = classes[1:] if ground_of(classes) == 0 else classes
+    return info.task.name == task and not set(drawn).isdisjoint(info.labels)

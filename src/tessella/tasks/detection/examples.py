@@ -46,13 +46,13 @@ def find(request: Request) -> Found:
     if tables.is_table(request.source):
         return table.find(request)
     found = read_annotations(request.source, labels=request.labels, image_root=request.image_root)
-    if not any(picture.things for picture in found.pictures):
+    if not (found.bare or any(picture.things for picture in found.pictures)):
         raise DataError(
             "the annotations name no things",
             seen=f"{len(found.pictures):,} pictures in {request.source}; {' '.join(found.said())}",
             fix="give pictures with boxes; tessella data annotations lists what is broken",
         )
-    if all(thing.crowd for picture in found.pictures for thing in picture.things):
+    if not found.bare and all(t.crowd for picture in found.pictures for t in picture.things):
         raise DataError(
             "the annotations have nothing but crowds, of which nothing is learned",
             seen=f"each thing in {request.source} is marked as a crowd or as difficult",
@@ -62,6 +62,7 @@ def find(request: Request) -> Found:
         classes=found.classes,
         sources=tuple(Source(p.file, p.path, p, p.split) for p in found.pictures),
         notes=found.said(),
+        bare=found.bare,
     )
 
 

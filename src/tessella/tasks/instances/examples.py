@@ -54,7 +54,7 @@ def find(request: Request) -> Found:
     found = boxes.find(request)
     things = [thing for source in found.sources for thing in source.label.things]
     lost = sum(not (t.polygons or t.rle) for t in things)
-    if lost == len(things):
+    if things and lost == len(things):
         raise DataError(
             "the annotations have no masks",
             seen=f"{lost:,} boxes in {request.source}",
@@ -233,4 +233,6 @@ def targets(column: pa.ChunkedArray, classes: int) -> MaskSets:
 def blank(count: int, classes: int, size: Sequence[int]) -> Any:
     """A box in the middle of each picture, all of it the thing."""
     middle = boxes.blank(count, classes, size)
-    return np.concatenate([middle, np.ones((count, 1, CELLS), np.float32)], axis=2)
+    cells = np.zeros((*middle.shape[:2], CELLS), np.float32)
+    cells[:, 0] = 1
+    return np.concatenate([middle, cells], axis=2)

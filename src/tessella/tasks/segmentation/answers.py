@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tessella.annotations import rle
 from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
-from tessella.tasks.segmentation.examples import BACKGROUND, IGNORED, decoded
+from tessella.tasks.segmentation.examples import IGNORED, decoded, is_ground
 from tessella.tasks.task import Outputs, Query
 from tessella.tasks.thing import Thing
 
@@ -96,7 +96,7 @@ def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
 
 def _described(mask: npt.NDArray[Any], labels: tuple[str, ...]) -> str:
     pixels = np.bincount(mask[mask != IGNORED], minlength=len(labels))
-    behind = labels[0].lower() == BACKGROUND
+    behind = is_ground(labels[0])
     return ", ".join(
         f"{labels[k]} {100 * pixels[k] / mask.size:.0f} %" for k in of_interest(pixels, behind)
     )

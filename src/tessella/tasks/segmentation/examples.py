@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def find(request: Request) -> Found:
       colours that it names. Masks that hold 0 and 255 alone have two classes, and so must those
       of all parts of a dataset;
     - annotations with outlines or run lengths (``annotations.opening``): their classes follow
-      a class ``background``, and later things lie over earlier ones.
+      a class ``background``, and later things lie over earlier ones. A class of theirs that is
+      called so is the same, and its things lie below all others.
     """
     folders = _folders(request.source)
     if folders is None:
@@ -186,7 +187,7 @@ def _annotated(request: Request) -> Found:
     found = read_annotations(request.source, labels=request.labels, image_root=request.image_root)
     things = [thing for picture in found.pictures for thing in picture.things]
     lost = sum(not (t.polygons or t.rle) for t in things)
-    if lost == len(things):
+    if lost == len(things) and not found.bare:
         raise DataError(
             "the annotations have no masks",
             seen=f"{lost:,} boxes in {request.source}",
@@ -194,11 +195,28 @@ def _annotated(request: Request) -> Found:
         )
     note = f"{lost:,} things have a box and no mask: nothing is learned in these boxes"
     notes = (note,) if lost else ()
+    own = next((k for k, name in enumerate(found.classes) if is_ground(name)), None)
+    pictures = found.pictures if own is None else [_on_ground(p, own) for p in found.pictures]
     return Found(
-        classes=(BACKGROUND, *found.classes),
-        sources=tuple(Source(p.file, p.path, p, p.split) for p in found.pictures),
+        classes=(BACKGROUND, *(name for k, name in enumerate(found.classes) if k != own)),
+        sources=tuple(Source(p.file, p.path, p, p.split) for p in pictures),
         notes=(*found.said(), *notes),
+        bare=found.bare,
     )
+
+
+def is_ground(name: str) -> bool:
+    """Whether a class is called as that of pixels on which nothing lies."""
+    return name.casefold() == BACKGROUND
+
+
+def _on_ground(picture: Picture, ground: int) -> Picture:
+    """A picture whose things of class ``ground`` have the label -1, and lie below the others."""
+    things = [
+        replace(t, label=-1 if t.label == ground else t.label - (t.label > ground))
+        for t in picture.things
+    ]
+    return replace(picture, things=tuple(sorted(things, key=lambda t: t.label >= 0)))
 
 
 def stored(target: MaskFile | Picture, file: str, record: Preprocess) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from tessella.device.packing import with_packed
 from tessella.kernels.catalog import Call
 from tessella.operations.epilogue import bias_inside, finish_
 from tessella.operations.problem import Problem
+from tessella.operations.reference.conv import conv_volumes
 from tessella.operations.tensor_meta import memory_format
 
 TYPES = (*FLOATS, "float64")
@@ -31,7 +32,15 @@ def fits(problem: Problem) -> str | None:
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
-    product, how, layout = getattr(torch, problem.op), window(problem), layout_of(problem)
+    product = conv_volumes if problem.op == "conv3d" else getattr(torch, problem.op)
+    return bound(problem, constants, product)
+
+
+def bound(
+    problem: Problem, constants: Mapping[int, torch.Tensor], product: Callable[..., torch.Tensor]
+) -> Call:
+    """``product`` with the arguments of torch's convolutions, and the epilogue behind it."""
+    how, layout = window(problem), layout_of(problem)
     held = in_layout(problem, constants)
 
     def convolve(*inputs: torch.Tensor) -> torch.Tensor:
