@@ -1,4 +1,4 @@
-"""A model that is loaded, asked and unloaded again and again leaves nothing behind."""
+"""A model that is loaded and asked, unloaded or replaced, again and again leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.leaks import measure
+from benchmarks.leaks import CHANGES, measure
 from tests.support.networks import captured, plan
 
 
@@ -17,8 +17,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_nothing_grows_with_cycles_of_load_infer_unload(path: Path) -> None:
-    before, then, after = measure(path, (8, 24, 24))
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_grows_with_cycles_of_load_and_infer(path: Path, change: str) -> None:
+    before, then, after = measure(path, (8, 24, 24), change=change)
     assert after["descriptors"] <= before["descriptors"]
     # a pool that is shared may have one more at work: one left by each cycle would be 24
     assert after["threads"] - before["threads"] < 6
