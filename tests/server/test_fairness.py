@@ -163,3 +163,25 @@ def test_who_has_had_the_engine_with_one_priority_waits_with_another() -> None:
         waiting.push(_waits(client, priority=priority), 0)
     assert waiting.samples_before(_waits(3, priority=1), 0) == 1
     assert _order(waiting) == [1, 2, 1, 1]
+
+
+def test_what_others_had_with_a_higher_priority_is_owed_to_nobody() -> None:
+    waiting = Waiting[Request](8)
+    waiting.push(_waits(2), 0)
+    for _ in range(300):
+        waiting.push(_waits(1, priority=1), 0)
+        assert waiting.pop().client == 1
+    for client in (2, 3) * 30:
+        waiting.push(_waits(client), 0)
+    order = [waiting.pop().client for _ in range(30)]
+    assert 10 < order.count(3) < 20
+
+
+def test_abandoned_turns_are_forgotten() -> None:
+    waiting = Waiting[Request](8)
+    waiting.push(_waits(1), 0)
+    for _ in range(300):
+        waiting.push(gone := _waits(2, priority=3), 0)
+        waiting.drop([gone])
+    assert len(waiting) == 1
+    assert len(waiting._turns) < 150

@@ -133,6 +133,7 @@ class Waiting(Generic[T]):
         heapq.heappush(entries, entry)
         if entries[0] is entry:
             heapq.heappush(self._turns, self._turn(client, entry))
+            self._tidy()
 
     def pop(self, *, is_computed: bool = True) -> T:
         """Take the request whose turn is next; its client pays for what is computed alone."""
@@ -141,8 +142,10 @@ class Waiting(Generic[T]):
         if is_computed:
             if client.next > self._reached:
                 self._reached = client.next
+            # what others had with a higher priority meanwhile is not owed to who waited
+            begin = max(client.next, self._reached - self._most)
             left = first.batch - first.begun
-            client.next += left if left < self._most else self._most
+            client.next = begin + (left if left < self._most else self._most)
         if client.entries:
             heapq.heapreplace(self._turns, self._turn(client, client.entries[0]))
         else:
@@ -163,6 +166,7 @@ class Waiting(Generic[T]):
                     heapq.heappush(self._turns, self._turn(client, client.entries[0]))
                 for request in dropped:
                     self._went(request, client)
+        self._tidy()
 
     def clear(self) -> None:
         """Nothing waits any more."""
@@ -214,6 +218,12 @@ class Waiting(Generic[T]):
         while (client := clients.get(turns[0][4])) is None or client.turn is not turns[0]:
             heapq.heappop(turns)
         return client
+
+    def _tidy(self) -> None:
+        """Forget the turns that are out of date, if these are most."""
+        if len(self._turns) > 2 * len(self._clients) + MOST_IDLE:
+            self._turns = [c.turn for c in self._clients.values() if c.entries and c.turn]
+            heapq.heapify(self._turns)
 
     def _turn(self, client: _Client[T], first: _Entry[T]) -> _Turn:
         """The turn of a client by the first that waits of it now."""
