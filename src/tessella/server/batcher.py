@@ -255,7 +255,10 @@ class Batcher(Infers):
         # To count who goes before takes longer, and there is time for all in most cases.
         needed_ns = needs(self._waiting.samples)
         if needed_ns > left_ns:
-            needed_ns = needs(self._waiting.samples_before(request, now_ns))
+            before = self._waiting.samples_before(
+                request, now_ns, is_enough=lambda found: needs(found) > left_ns
+            )
+            needed_ns = needs(before)
         if needed_ns > left_ns:
             if not self._waiting and not self._is_running and self._pace.is_old(now_ns):
                 self._pace = Pace()  # refused for ever, it would never be measured again

@@ -15,7 +15,7 @@ import functools
 import heapq
 import ipaddress
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -174,9 +174,11 @@ class Waiting(Generic[T]):
         self._turns.clear()
         self._clients.clear()
 
-    def samples_before(self, request: T, now_ns: int) -> int:
+    def samples_before(
+        self, request: T, now_ns: int, *, is_enough: Callable[[int], bool] = lambda _: False
+    ) -> int:
         """The samples whose turn is before that of a request that comes now, or a request more of
-        each client.
+        each client; counted until it ``is_enough``, as all take 0.6 ms where 300 clients wait.
         """
         priority, turn_ns, found = request.priority, _turn_ns(request, now_ns), 0
         mine = self._clients.get(request.client)
@@ -189,6 +191,8 @@ class Waiting(Generic[T]):
         for client in self._clients.values():
             if client is mine:
                 continue
+            if is_enough(found):
+                break
             same = 0
             for other, _, _, one in client.entries:
                 if other < priority:
