@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.timeout(280), pytest.mark.filterwarnings("ignore")]
 
 # In a process of its own: the cluster's end is certain, and Ray's settings stay out of this one.
 CLUSTER = """
-import json, sys
+import json, os, sys
+os.environ["RAY_worker_niceness"] = "0"  # by 15, as it is, proxies do not start on a busy machine
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 node = cluster.add_node(num_cpus=1)

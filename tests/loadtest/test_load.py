@@ -56,6 +56,17 @@ def test_every_body_is_answered(server: Server, kind, model: str, tmp_path: Path
     assert outcome.failures == {}
 
 
+@pytest.mark.parametrize("kind", ["int64", "int32", "uint8", "bool"])
+def test_numbers_of_words_are_in_every_vocabulary(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"inputs": [{"name": "words", "datatype": kind.upper(), "shape": [-1, 100]}]}
+    monkeypatch.setattr("tessella.loadtest.bodies._asked", lambda *_: told)
+    body = loadtest.body_for(loadtest.Target(url="http://x", model="m"), "binary", batch=2)
+    words = np.frombuffer(body[-200 * np.dtype(kind).itemsize :], kind)
+    assert set(words.tolist()) == {0, 1}
+
+
 def test_latencies_are_those_that_tritonclient_sees(
     target: loadtest.Target, engine: Scores
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from threading import Event
 
 import numpy as np
+import pytest
 
 from tessella.server import Server
 from tessella.server.fairness import PATIENCE_NS, Waiting, client_of
@@ -60,13 +61,18 @@ def test_who_comes_to_a_full_queue_has_the_place_of_who_has_many() -> None:
         assert sorted(one.result() for one in greedy) == [200] * 4 + [503]
 
 
-def _waits(client: int = 0, *, batch: int = 1, **given: int) -> Request:
-    made = Request(arrays={"x": np.zeros((batch, 1))}, deliver=print, client=client, **given)
+def _waits(
+    client: int = 0, *, batch: int = 1, priority: int = 2, deadline_ns: int | None = None
+) -> Request:
+    arrays = {"x": np.zeros((batch, 1))}
+    made = Request(
+        arrays=arrays, deliver=print, client=client, priority=priority, deadline_ns=deadline_ns
+    )
     made.batch = batch
     return made
 
 
-def _order(waiting: Waiting) -> list[int]:
+def _order(waiting: Waiting[Request]) -> list[int]:
     """Whose turns come one after the other, with their pieces."""
     found = []
     while waiting:
@@ -81,7 +87,7 @@ def _order(waiting: Waiting) -> list[int]:
 
 def test_a_crowd_of_clients_is_no_ones_debt() -> None:
     """Who comes behind three hundred that ask once has his part from then on."""
-    waiting = Waiting(8)
+    waiting = Waiting[Request](8)
     for _ in range(60):
         waiting.push(_waits(1), 0)
     for client in range(3, 303):
@@ -98,7 +104,7 @@ def test_a_crowd_of_clients_is_no_ones_debt() -> None:
 
 
 def test_what_is_abandoned_is_nobodys_debt() -> None:
-    waiting = Waiting(8)
+    waiting = Waiting[Request](8)
     abandoned = [_waits(1, batch=3) for _ in range(20)]
     for request in [_waits(1), *abandoned]:
         waiting.push(request, 0)
@@ -110,7 +116,7 @@ def test_what_is_abandoned_is_nobodys_debt() -> None:
 
 def test_small_requests_pass_between_the_pieces_of_a_large_one() -> None:
     for deadline_ns in (None, 1, PATIENCE_NS - 1, 10 * PATIENCE_NS):
-        waiting = Waiting(8)
+        waiting = Waiting[Request](8)
         waiting.push(_waits(1, batch=400, deadline_ns=deadline_ns), 0)
         for _ in range(3):
             waiting.push(_waits(2), 0)
@@ -120,13 +126,62 @@ def test_small_requests_pass_between_the_pieces_of_a_large_one() -> None:
 
 
 def test_what_is_urgent_goes_first_but_nobody_waits_for_ever() -> None:
-    waiting = Waiting(8)
+    waiting = Waiting[Request](8)
     waiting.push(_waits(1), 0)
     urgent = [PATIENCE_NS + 20, PATIENCE_NS - 20, PATIENCE_NS + 30]
     for client, deadline_ns in enumerate(urgent, 2):
-        assert waiting.is_before(_waits(9, deadline_ns=deadline_ns), 100) == (client != 3)
+        before = waiting.samples_before(_waits(9, deadline_ns=deadline_ns), 100)
+        assert before == (client - 1 if client != 3 else 0)
         waiting.push(_waits(client, deadline_ns=deadline_ns), 100)
     assert waiting.first.client == 3
-    assert not waiting.is_before(_waits(9, priority=1), 100)
-    assert waiting.is_before(_waits(9), 100)
+    assert waiting.samples_before(_waits(9, priority=1), 100) == 0
+    assert waiting.samples_before(_waits(9), 100) == waiting.samples_before(_waits(9), 200) == 4
     assert _order(waiting) == [3, 1, 2, 4]
+
+
+@pytest.mark.parametrize("many_ns", [None, PATIENCE_NS // 2])
+@pytest.mark.parametrize("few_ns", [None, PATIENCE_NS // 10, 9 * PATIENCE_NS])
+def test_a_deadline_is_no_larger_part_and_no_smaller_one(
+    many_ns: int | None, few_ns: int | None
+) -> None:
+    waiting = Waiting[Request](8)
+    for _ in range(20):
+        waiting.push(_waits(1, deadline_ns=many_ns), 0)
+    assert waiting.pop().client == 1
+    for late in (0, 1):  # the second of each two is the more urgent one
+        for one in (_waits(2, deadline_ns=few_ns), _waits(2, deadline_ns=50, batch=2)):
+            assert waiting.samples_before(one, late) <= 6  # of 22
+            waiting.push(one, late)
+    order = [waiting.pop() for _ in range(9)]
+    assert [one.batch for one in order if one.client == 2] == [2, 2, 1, 1]
+    assert sum(one.client == 1 for one in order) == 5
+
+
+def test_who_has_had_the_engine_with_one_priority_waits_with_another() -> None:
+    waiting = Waiting[Request](8)
+    for client, priority in ((1, 1), (1, 2), (2, 2), (1, 2)):
+        waiting.push(_waits(client, priority=priority), 0)
+    assert waiting.samples_before(_waits(3, priority=1), 0) == 1
+    assert _order(waiting) == [1, 2, 1, 1]
+
+
+def test_what_others_had_with_a_higher_priority_is_owed_to_nobody() -> None:
+    waiting = Waiting[Request](8)
+    waiting.push(_waits(2), 0)
+    for _ in range(300):
+        waiting.push(_waits(1, priority=1), 0)
+        assert waiting.pop().client == 1
+    for client in (2, 3) * 30:
+        waiting.push(_waits(client), 0)
+    order = [waiting.pop().client for _ in range(30)]
+    assert 10 < order.count(3) < 20
+
+
+def test_abandoned_turns_are_forgotten() -> None:
+    waiting = Waiting[Request](8)
+    waiting.push(_waits(1), 0)
+    for _ in range(300):
+        waiting.push(gone := _waits(2, priority=3), 0)
+        waiting.drop([gone])
+    assert len(waiting) == 1
+    assert len(waiting._turns) < 150

@@ -232,22 +232,35 @@ def test_a_decoder_remembers_layouts_that_are_small() -> None:
 def test_no_more_wait_than_may() -> None:
     decoding, told = Decoding(), list[Decoded]()
     decoding.may_go.clear()
-    queue = JpegQueue(decoding, most_waiting=2, threads=1)
+    queue = JpegQueue(decoding, most_waiting=3, threads=1)
     content = [jpeg(1)]
-    request = Files(content, frames_of(content), told.append)
-    queue.submit(request)
+
+    def submit(client: int) -> Files:
+        request = Files(content, frames_of(content), told.append, client=client)
+        queue.submit(request)
+        return request
+
+    submit(1)
     while not decoding.sizes:
         pass
-    for _ in range(2):
-        queue.submit(request)
+    waiting = [submit(1) for _ in range(3)]
     with pytest.raises(ServeError, match="too many pictures") as refused:
-        queue.submit(request)
+        submit(1)
     assert refused.value.status == 503
+    modest = submit(2)  # the last of who has most gives its place
+    (given_up,) = told
+    assert given_up.requests == [waiting.pop()]
+    assert isinstance(given_up.error, ServeError)
     decoding.may_go.set()
     queue.close()
-    assert sum(len(decoded.requests) for decoded in told) == 3
+    # in equal parts, however many wait
+    assert [one for decoded in told[2:] for one in decoded.requests] == [
+        waiting[0],
+        modest,
+        waiting[1],
+    ]
     with pytest.raises(ServeError):
-        queue.submit(request)
+        submit(1)
 
 
 def test_a_large_request_is_decoded_alone() -> None:

@@ -103,7 +103,8 @@ def _random(chance: random.Random, datatype: str, count: int) -> bytes:
         raise UsageError("no random tensor of this datatype can be made", seen=datatype)
     if datatype.startswith(("FP", "BF")):
         return bytes(count * BY_WIRE[datatype].itemsize)  # random bytes could be NaN
-    return bytes(chance.randrange(2) for _ in range(count * BY_WIRE[datatype].itemsize))
+    nbytes = BY_WIRE[datatype].itemsize  # each is 0 or 1, which any vocabulary has
+    return b"".join(chance.randrange(2).to_bytes(nbytes, "little") for _ in range(count))
 
 
 def _http(target: Target, verb: str, content: bytes, headers: tuple[tuple[str, str], ...]) -> bytes:

@@ -91,7 +91,7 @@ class Batcher(Infers):
         self._effort = Pace()  # by the processor's time: other threads and programs do not count
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiting = Waiting(max_batch)
+        self._waiting = Waiting[Request](max_batch)
         self._abreast = 1  # executions that may run at a time
         self._running_until_ns = 0
         self._is_idle = False
@@ -246,15 +246,24 @@ class Batcher(Infers):
         """Raise ``ServeError`` 429 if this request cannot be answered before its deadline."""
         assert request.deadline_ns is not None
         running_ns = max(0, self._running_until_ns - now_ns)
-        # Who is less urgent will not be waited for; to count them one by one costs more than this.
-        is_behind = self._waiting.is_before(request, now_ns)
-        ahead = self._waiting.samples // self._abreast if is_behind else 0
-        needed_ns = running_ns + self._pace.expected_ns(ahead + request.batch, self._max_batch)
-        if now_ns + needed_ns > request.deadline_ns:
+        left_ns = request.deadline_ns - now_ns
+
+        def needs(samples: int) -> int:
+            samples = samples // self._abreast + request.batch
+            return running_ns + self._pace.expected_ns(samples, self._max_batch)
+
+        # To count who goes before takes longer, and there is time for all in most cases.
+        needed_ns = needs(self._waiting.samples)
+        if needed_ns > left_ns:
+            before = self._waiting.samples_before(
+                request, now_ns, is_enough=lambda found: needs(found) > left_ns
+            )
+            needed_ns = needs(before)
+        if needed_ns > left_ns:
             if not self._waiting and not self._is_running and self._pace.is_old(now_ns):
                 self._pace = Pace()  # refused for ever, it would never be measured again
                 return
-            raise _no_time(request.deadline_ns - now_ns, needed_ns)
+            raise _no_time(left_ns, needed_ns)
 
     def _take(self, most: int | None = None) -> tuple[list[Piece], list[Request]]:
         """The next execution: the first that waits, and those behind it that can join; and those
@@ -272,13 +281,13 @@ class Batcher(Infers):
             request = self._waiting.first
             left = request.batch - request.begun
             if request.gave_up():
-                self._waiting.pop()
+                self._waiting.pop(is_computed=False)
                 continue
             if request.deadline_ns is not None and not request.begun:
                 needed_ns = self._pace.expected_ns(left, self._max_batch)
                 if now_ns + needed_ns > request.deadline_ns:
                     request.error = _no_time(request.deadline_ns - now_ns, needed_ns)
-                    late.append(self._waiting.pop())
+                    late.append(self._waiting.pop(is_computed=False))
                     continue
             size = left
             if left > self._max_batch or request.begun:

@@ -1,9 +1,10 @@
-"""The requests that wait for an engine, in the order of their turns.
+"""What waits for an engine or a decoder, in the order of its turns.
 
-Of equal priority, who has to be answered within ``PATIENCE_NS`` goes by that deadline, and the
-others as if they had it, so that nobody waits for ever. Among these, each client has an equal part
-of the engine, however many requests and connections it has: start-time fair queueing (Goyal, Vin
-and Cheng, 1996), with samples for the bytes of packets.
+Of equal priority, each client has an equal part, however many requests and connections it has and
+whatever deadlines it gives: start-time fair queueing (Goyal, Vin and Cheng, 1996), with samples for
+the bytes of packets. Of one client's requests, and among clients who have had as much, those go
+first that have to be answered first: within ``PATIENCE_NS``, or as if they had to, so that nobody
+waits for ever behind deadlines.
 
 A client is an address. Those behind one proxy are one client, and all of one machine.
 """
@@ -14,12 +15,9 @@ import functools
 import heapq
 import ipaddress
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
-
-from tessella.server.waiting import Request
+from typing import Any, Generic, Protocol, TypeVar
 
 PATIENCE_NS = 10**9
 MOST_IDLE = 64  # clients with nothing waiting that are remembered
@@ -38,20 +36,57 @@ def _number(host: str) -> int:
     return zlib.crc32(host.encode())
 
 
-@dataclass(slots=True)
-class _Client:
-    """What waits of one client, and the sample with which its next request begins."""
+class Waits(Protocol):
+    """Something that waits for its turn: see ``waiting.Request``."""
 
-    requests: int = 0
-    next: int = 0
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def deadline_ns(self) -> int | None: ...
+
+    @property
+    def client(self) -> int: ...
+
+    @property
+    def members(self) -> int: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def begun(self) -> int: ...
 
 
-# Priority, deadline or first sample, arrival, and when its turn is at the latest.
-_Entry = tuple[int, int, int, int, Request]
+T = TypeVar("T", bound=Waits)
 
 
-class Waiting:
-    """The requests that wait.
+# Priority, when its turn is among those of its client, its arrival, and what waits.
+_Entry = tuple[int, int, int, T]
+# Priority, first sample, when it is to be answered, its arrival, and its client's number.
+_Turn = tuple[int, int, int, int, int]
+
+
+class _Client(Generic[T]):
+    """What waits of a client.
+
+    Attributes:
+        entries: a heap.
+        next: the sample with which the first of them begins.
+        turn: of the first of them; others in the heap of all turns are out of date.
+    """
+
+    __slots__ = "entries", "next", "turn"
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry[T]] = []
+        self.next = 0
+        self.turn: _Turn | None = None
+
+
+class Waiting(Generic[T]):
+    """The requests that wait. To let one wait and take it takes 1.1 µs, 2.5 if each is the
+    only one of a client.
 
     Attributes:
         samples: of them, that have not begun.
@@ -64,128 +99,161 @@ class Waiting:
     def __init__(self, most: int) -> None:
         self.samples = self.members = 0
         self._most = most
-        self._arrivals = 0
-        self._urgent: list[_Entry] = []  # heaps
-        self._others: list[_Entry] = []
-        self._clients: dict[int, _Client] = {}
+        self._count = self._numbers = 0
+        self._turns: list[_Turn] = []  # a heap
+        self._clients: dict[int, _Client[T]] = {}
         self._reached = 0  # the first sample of what was taken last: no client begins before it
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._others)
+        return self._count
 
-    def __iter__(self) -> Iterator[Request]:
-        yield from (entry[-1] for entry in self._urgent)
-        yield from (entry[-1] for entry in self._others)
+    def __iter__(self) -> Iterator[T]:
+        for client in self._clients.values():
+            for *_, request in client.entries:
+                yield request
 
     @property
-    def first(self) -> Request:
+    def first(self) -> T:
         """Whose turn is next."""
-        return (self._urgent if self._urgent and self._is_urgent() else self._others)[0][-1]
+        return self._first().entries[0][-1]
 
-    def push(self, request: Request, now_ns: int) -> None:
+    def push(self, request: T, now_ns: int) -> None:
         """Let a request wait, or the rest of one that has begun, behind what waits by now."""
-        self._arrivals += 1
-        left = request.batch - request.begun
-        self.samples += left
+        self._numbers += 1
+        self._count += 1
+        self.samples += request.batch - request.begun
         self.members += request.members
         client = self._clients.get(request.client)
         if client is None:
             client = self._clients[request.client] = _Client()
-        client.requests += 1
-        urgent_ns = None if request.deadline_ns is None else _urgent_ns(request, now_ns)
-        if urgent_ns is not None:
-            entry = request.priority, urgent_ns, self._arrivals, urgent_ns, request
-            heapq.heappush(self._urgent, entry)
-            return
-        begin = client.next if client.next > self._reached else self._reached
-        client.next = begin + (left if left < self._most else self._most)
-        entry = request.priority, begin, self._arrivals, now_ns + PATIENCE_NS, request
-        heapq.heappush(self._others, entry)
+        entries = client.entries
+        if not entries or request.priority < entries[0][0]:
+            client.next = client.next if client.next > self._reached else self._reached
+        entry = request.priority, _turn_ns(request, now_ns), self._numbers, request
+        heapq.heappush(entries, entry)
+        if entries[0] is entry:
+            heapq.heappush(self._turns, self._turn(client, entry))
+            self._tidy()
 
-    def pop(self) -> Request:
-        """Take the request whose turn is next."""
-        if self._urgent and self._is_urgent():
-            request = heapq.heappop(self._urgent)[-1]
+    def pop(self, *, is_computed: bool = True) -> T:
+        """Take the request whose turn is next; its client pays for what is computed alone."""
+        client = self._first()
+        first = heapq.heappop(client.entries)[-1]
+        if is_computed:
+            if client.next > self._reached:
+                self._reached = client.next
+            # what others had with a higher priority meanwhile is not owed to who waited
+            begin = max(client.next, self._reached - self._most)
+            left = first.batch - first.begun
+            client.next = begin + (left if left < self._most else self._most)
+        if client.entries:
+            heapq.heapreplace(self._turns, self._turn(client, client.entries[0]))
         else:
-            _, begin, _, _, request = heapq.heappop(self._others)
-            if begin > self._reached:
-                self._reached = begin
-        self._went(request)
-        return request
+            heapq.heappop(self._turns)
+        self._went(first, client)
+        return first
 
-    def drop(self, requests: Collection[Request]) -> None:
+    def drop(self, requests: Collection[T]) -> None:
         """Take out those of the requests that wait."""
-        gone, urgent, others = set(requests), self._urgent, self._others
-        self._urgent = [entry for entry in urgent if entry[-1] not in gone]
-        self._others = [entry for entry in others if entry[-1] not in gone]
-        heapq.heapify(self._urgent)
-        heapq.heapify(self._others)
-        for *_, request in others:
-            if request in gone:  # its client had nothing of the engine for it
-                client = self._clients[request.client]
-                left = min(request.batch - request.begun, self._most)
-                client.next = max(self._reached, client.next - left)
-        for *_, request in (*urgent, *others):
-            if request in gone:
-                self._went(request)
+        gone = set(requests)
+        for client in list(self._clients.values()):
+            dropped = [entry[-1] for entry in client.entries if entry[-1] in gone]
+            if dropped:
+                client.entries = [entry for entry in client.entries if entry[-1] not in gone]
+                heapq.heapify(client.entries)
+                client.turn = None
+                if client.entries:
+                    heapq.heappush(self._turns, self._turn(client, client.entries[0]))
+                for request in dropped:
+                    self._went(request, client)
+        self._tidy()
 
     def clear(self) -> None:
         """Nothing waits any more."""
-        self._urgent, self._others, self.samples, self.members = [], [], 0, 0
+        self._count = self.samples = self.members = 0
+        self._turns.clear()
         self._clients.clear()
 
-    def is_before(self, request: Request, now_ns: int) -> bool:
-        """Whether what waits has its turn before a request that comes now."""
-        if not len(self):
-            return False
-        priority, urgent_ns = request.priority, _urgent_ns(request, now_ns)
-        first = (self._urgent if self._is_urgent() else self._others)[0]
-        if urgent_ns is not None or self._is_urgent():
-            limit_ns = now_ns + PATIENCE_NS if urgent_ns is None else urgent_ns
-            return (first[0], first[3]) <= (priority, limit_ns)
-        client = self._clients.get(request.client)
-        begin = self._reached if client is None else max(self._reached, client.next)
-        return first[:2] <= (priority, begin)
+    def samples_before(
+        self, request: T, now_ns: int, *, is_enough: Callable[[int], bool] = lambda _: False
+    ) -> int:
+        """The samples whose turn is before that of a request that comes now, or a request more of
+        each client; counted until it ``is_enough``, as all take 0.6 ms where 300 clients wait.
+        """
+        priority, turn_ns, found = request.priority, _turn_ns(request, now_ns), 0
+        mine = self._clients.get(request.client)
+        begin = self._reached
+        if mine is not None:
+            found = sum(
+                r.batch - r.begun for *key, _, r in mine.entries if key <= [priority, turn_ns]
+            )
+            begin = max(begin, mine.next) + found
+        for client in self._clients.values():
+            if client is mine:
+                continue
+            if is_enough(found):
+                break
+            same = 0
+            for other, _, _, one in client.entries:
+                if other < priority:
+                    found += one.batch - one.begun
+                elif other == priority:
+                    same += one.batch - one.begun
+            if same:
+                _, first_ns, _, first = min(e for e in client.entries if e[0] == priority)
+                if (client.next, first_ns) <= (begin, turn_ns):
+                    found += min(same, begin - client.next + first.batch - first.begun)
+        return found
 
-    def last_of_greediest(self, request: Request) -> Request | None:
+    def last_of_greediest(self, request: T) -> T | None:
         """The last request, none that has begun, of the client that has most of them waiting: if it
         has more than this one's would have.
         """
-        mine = self._clients.get(request.client, _Client()).requests + 1
-        greediest = max(self._clients, key=lambda one: self._clients[one].requests, default=None)
-        if greediest is None or self._clients[greediest].requests <= mine:
+        mine = self._clients.get(request.client, _Client[T]())
+        greediest = max(self._clients.values(), key=lambda one: len(one.entries), default=mine)
+        if len(greediest.entries) <= len(mine.entries) + 1:
             return None
-        entries = [*self._urgent, *self._others]
-        theirs = [(n, r) for *_, n, _, r in entries if r.client == greediest and not r.begun]
+        theirs = [(number, one) for _, _, number, one in greediest.entries if not one.begun]
         return max(theirs, key=itemgetter(0))[1] if theirs else None
 
-    def _is_urgent(self) -> bool:
-        """Whether the turn is that of one with a deadline."""
-        if not self._urgent or not self._others:
-            return bool(self._urgent)
-        one, other = self._urgent[0], self._others[0]
-        return (one[0], one[3]) < (other[0], other[3])
+    def _first(self) -> _Client[T]:
+        """Whose turn is next."""
+        turns, clients = self._turns, self._clients
+        while (client := clients.get(turns[0][4])) is None or client.turn is not turns[0]:
+            heapq.heappop(turns)
+        return client
 
-    def _went(self, request: Request) -> None:
+    def _tidy(self) -> None:
+        """Forget the turns that are out of date, if these are most."""
+        if len(self._turns) > 2 * len(self._clients) + MOST_IDLE:
+            self._turns = [c.turn for c in self._clients.values() if c.entries and c.turn]
+            heapq.heapify(self._turns)
+
+    def _turn(self, client: _Client[T], first: _Entry[T]) -> _Turn:
+        """The turn of a client by the first that waits of it now."""
+        priority, first_ns, number, request = first
+        client.turn = turn = priority, client.next, first_ns, number, request.client
+        return turn
+
+    def _went(self, request: T, client: _Client[T]) -> None:
+        self._count -= 1
         self.samples -= request.batch - request.begun
         self.members -= request.members
-        client = self._clients[request.client]
-        client.requests -= 1
-        if not self.members:
-            self._clients.clear()
-        elif not client.requests and client.next <= self._reached:
-            del self._clients[request.client]
-        elif len(self._clients) > len(self) + MOST_IDLE:
+        if not self._count:
+            self.clear()
+        elif not client.entries and client.next <= self._reached:
+            self._clients.pop(request.client, None)
+        elif len(self._clients) > self._count + MOST_IDLE:
             self._clients = {
                 number: client
                 for number, client in self._clients.items()
-                if client.requests or client.next > self._reached
+                if client.entries or client.next > self._reached
             }
 
 
-def _urgent_ns(request: Request, now_ns: int) -> int | None:
-    """The deadline by which a request goes; None if it has none, a late one, or has begun."""
-    deadline_ns = request.deadline_ns
-    if deadline_ns is None or request.begun or deadline_ns >= now_ns + PATIENCE_NS:
-        return None
+def _turn_ns(request: Waits, now_ns: int) -> int:
+    """When a request has to be answered, or goes as if it had to."""
+    late_ns, deadline_ns = now_ns + PATIENCE_NS, request.deadline_ns
+    if deadline_ns is None or deadline_ns > late_ns or request.begun:
+        return late_ns
     return deadline_ns

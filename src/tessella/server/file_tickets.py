@@ -83,7 +83,16 @@ class FileTickets:
         def submit(model: Model) -> None:
             sent = _Sent(sender, ticket, math.gcd(TOGETHER, model.max_batch))
             # Without frames: nvJPEG shall read what they say, whatever an acceptor does meanwhile
-            _queue_of(model).submit(Files(contents, None, self._decoded_here, sent))
+            files = Files(
+                contents=contents,
+                frames=None,
+                deliver=self._decoded_here,
+                tag=sent,
+                priority=ticket.priority,
+                deadline_ns=ticket.deadline_ns or None,
+                client=ticket.client,
+            )
+            _queue_of(model).submit(files)
 
         self._room.with_model(ticket.model, submit)
         self._decoding += 1

@@ -1,7 +1,7 @@
 """JPEG files of many requests, decoded together on the GPU that runs the engine.
 
-Files gather while the GPU decodes, as requests do before an engine. The pixels come back to the
-host: from there on they are a request's like any other.
+Files gather while the GPU decodes, and have their turns as requests before an engine have them. The
+pixels come back to the host: from there on they are a request's like any other.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,9 @@ from tessella.device.nvjpeg import require_decoding
 from tessella.device.page_locked import locked_empty
 from tessella.device.scaling import Scaling
 from tessella.runtime import Engine
+from tessella.server.fairness import Waiting
 from tessella.server.lane import copy_bytes
+from tessella.server.waiting import DEFAULT_PRIORITY
 
 # Files; an H200 decodes 27,700 pictures of 500 × 375 a second so, and no more in larger batches.
 MOST_TOGETHER = 64
@@ -153,20 +155,32 @@ def decoder_for(decode: Literal["host", "gpu"]) -> Callable[[Engine], Decode | N
     return gpu_decodes if decode == "gpu" else host_decodes
 
 
-class Files(NamedTuple):
-    """A request's files.
+@dataclass(eq=False, slots=True)
+class Files:
+    """A request's files, which wait as ``fairness`` has it.
 
     Attributes:
         contents: they; views, if others may change the memory.
         frames: what ``frames_of`` read of them; None of views, which are copied first.
         deliver: called in the thread that decoded, with all of a batch that share it.
         tag: what ``deliver`` knows them by.
+        priority, deadline_ns, client: as of ``waiting.Request``.
+        batch: how many there are.
     """
 
     contents: Contents
     frames: Sequence[Frame] | None
     deliver: Callable[[Decoded], object]
     tag: Any = None
+    priority: int = DEFAULT_PRIORITY
+    deadline_ns: int | None = None
+    client: int = 0
+    batch: int = field(init=False)
+    members: int = field(init=False, default=1)
+    begun: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.batch = len(self.contents)
 
 
 class Decoded(NamedTuple):
@@ -205,7 +219,7 @@ class JpegQueue:
 
     def __init__(self, decode: Decode, *, most_waiting: int, threads: int = THREADS) -> None:
         self._decode, self._most_waiting = decode, most_waiting
-        self._waiting: deque[Files] = deque()
+        self._waiting = Waiting[Files](MOST_TOGETHER)
         self._idle = 0  # threads that sleep
         self._changed = threading.Condition()
         self._is_closed = False
@@ -217,22 +231,29 @@ class JpegQueue:
             thread.start()
 
     def submit(self, request: Files) -> None:
-        """Decode a request's files.
+        """Decode a request's files. Where as many wait as may, the last request of the client that
+        has most waiting gives its place.
 
         Raises:
             ServeError: 503, too many requests wait.
         """
+        last = None
         with self._changed:
             if self._is_closed or len(self._waiting) >= self._most_waiting:
-                raise ServeError(
+                error = ServeError(
                     "too many pictures wait for this model",
                     status=503,
                     seen=f"{len(self._waiting)} waiting",
                     fix="try again in a moment, or send fewer requests at once",
                 )
-            self._waiting.append(request)
+                if self._is_closed or (last := self._waiting.last_of_greediest(request)) is None:
+                    raise error
+                self._waiting.drop([last])
+            self._waiting.push(request, perf_counter_ns())
             if self._idle:
                 self._changed.notify()
+        if last is not None:
+            _deliver([last], None, error, 0)
 
     def close(self) -> None:
         """Decode what waits, and end."""
@@ -255,10 +276,10 @@ class JpegQueue:
                 self._idle -= 1
             some, count = list[Files](), 0
             while self._waiting:
-                if some and count + len(self._waiting[0].contents) > MOST_TOGETHER:
+                if some and count + self._waiting.first.batch > MOST_TOGETHER:
                     break
-                some.append(self._waiting.popleft())
-                count += len(some[-1].contents)
+                some.append(self._waiting.pop())
+                count += some[-1].batch
             return some
 
     def _work(self, some: list[Files], copies: _Copies) -> None:
@@ -289,7 +310,7 @@ def _deliver(
     first = 0
     for deliver, which in itertools.groupby(some, lambda files: files.deliver):
         together = list(which)
-        end = first + sum(len(files.contents) for files in together)
+        end = first + sum(files.batch for files in together)
         part = None if pixels is None else pixels[first:end]
         deliver(Decoded(together, part, error, ns))
         first = end

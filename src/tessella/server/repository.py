@@ -177,7 +177,16 @@ class Model(InfersFiles):
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(go_on, decoded)
 
-        self.jpegs.submit(Files(files, frames, deliver))
+        self.jpegs.submit(
+            Files(
+                contents=files,
+                frames=frames,
+                deliver=deliver,
+                priority=priority,
+                deadline_ns=None if timeout_us is None else began_ns + 1000 * timeout_us,
+                client=client,
+            )
+        )
 
     @property
     def is_used(self) -> bool:
