@@ -105,7 +105,8 @@ def _produce(q, k, v, rings, work, FORM: gl.constexpr):
     q_ring, q_full, q_empty = rings[0]
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
-    wait_for_dependencies()
+    if not FORM.BY_KEY:  # else it starts after all before it, and lets nobody start before its end
+        wait_for_dependencies()
     tiles_before = gl.to_tensor(0)
     keys_before = gl.to_tensor(0)
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
@@ -301,7 +302,8 @@ def _consume(
     HELD: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     S = work[5]
     shared_mask = mask_buffers.index(WHO)
-    wait_for_dependencies()
+    if not FORM.BY_KEY:  # else it starts after all before it, and lets nobody start before its end
+        wait_for_dependencies()
     tiles_before = gl.to_tensor(0)
     keys_before = gl.to_tensor(0)
     so_far = gl.to_tensor(0)
