@@ -65,8 +65,8 @@ class Row:
 # labels 92.4 / 63.4 / 98.9, without 93.1 / 61.5 / 99.2, 2e-3 93.1 / 57.9 / 98.9. ConvNeXt-Atto,
 # 16 epochs: 5e-4 28.8 / 13.8 / 98.6, 7e-4 smoothed 34.2 / 14.6, 1e-3 29.8 / 9.2 / 98.9. ViT-Ti, 12
 # epochs: 2.5e-4 4.5 / 45.0 / 75.2, 5e-4 3.3 / 40.0 / 78.0, 1e-3 3.7 / 27.9 / 82.7; by all our
-# defaults 2.5e-4 - / 46.3 / 78.3, 3.5e-4 - / 44.2 / 81.2, 5e-4 - / 41.0 / 83.0 (two seeds). On glyphs
-# in 12 epochs GoogLeNet 3e-4 18, 1e-3 8; LeNet 3e-4 41, 1e-3 67, 2e-3 78.
+# defaults (two seeds, no glyphs) 2.5e-4 46.3 / 78.3, 3.5e-4 44.2 / 81.2, 5e-4 41.0 / 83.0. On
+# glyphs in 12 epochs GoogLeNet 3e-4 18, 1e-3 8; LeNet 3e-4 41, 1e-3 67, 2e-3 78.
 # Mean IoU of U-Nets of digits scattered on textures / striped shapes (``benchmarks.scattered``):
 # width 16, 300 pictures, batches of 16, 24 epochs 1.5e-3 14.7 / 40.7, 3e-3 16.1 / 43.0, 6e-3 16.7 /
 # 40.3; the digits with 40 epochs in small batches 29, with 3e-3 68; width 32, 2,000 pictures,
