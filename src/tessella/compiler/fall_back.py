@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 
 from tessella.compiler import verify
@@ -16,6 +18,7 @@ from tessella.graph.graph import Dim, Graph
 # MobileNetV3-L, trained on digits: at 14.8 dB 96.9 % of the classes were float32's, at 19.0 98.5 %
 QUIET_DB = 19.0  # of the answers over what rounding adds to them
 MOST_FOR_QUIET = 4  # of so many layers one
+MOST_ASKING_S = 60.0  # what each layer does alone; Inception-v3's 95 take 10 to 37 s
 
 
 def fallen_back(
@@ -91,7 +94,8 @@ def _loudest(
 ) -> list[str]:
     """The layers without which the answers are quiet, the loudest first; as many as may fall.
 
-    Each is taken to have that share of the noise which it has of all that they make alone.
+    Each is taken to have that share of the noise which it has of all that they make alone. Those
+    with the most noise of their own are asked first, as long as there is time.
     """
     kinds = request.decided.kinds
 
@@ -105,7 +109,10 @@ def _loudest(
         return []
     if all(isinstance(v.shape[0], Dim) for v in exact.inputs):
         answers = answers.at(1)  # for shares one has numbers enough
-    alone = {n: power({n: kind}) for n, kind in kinds.items() if n not in request.precisions}
+    begun, alone = time.perf_counter(), dict[str, float]()
+    for name in sorted(kinds, key=lambda n: calibration.snr_db.get(kinds[n], {}).get(n, math.inf)):
+        if name not in request.precisions and time.perf_counter() - begun < MOST_ASKING_S:
+            alone[name] = power({name: kinds[name]})
     loud, left, share = list[str](), noise, noise / (sum(alone.values()) or 1.0)
     for name in sorted(alone, key=lambda n: -alone[n])[: len(kinds) // MOST_FOR_QUIET]:
         if left <= _power(QUIET_DB):
