@@ -99,7 +99,7 @@ def sample_inputs(
         for i, meta in enumerate(problem.inputs)
         if meta is not None and i not in problem.constant
     }
-    if problem.op == ATTENTION and VALUES in made:
+    if problem.op == ATTENTION and problem.outputs and VALUES in made:
         made[VALUES] = _held(made[VALUES], problem)
     return list(made.values())
 
