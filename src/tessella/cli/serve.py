@@ -112,17 +112,7 @@ def serve(
             shared |= {"replicas": replicas, "cpus": cpus, "gpus": gpus}
             out.emit(phase("deployed", api.deploy(plans, token_file=token_file, **shared)))
             return
-        if (replicas, cpus, gpus) != ("1", 1, None):
-            raise UsageError(
-                "replicas, and their cores and GPUs, are Ray's",
-                fix="add --on ray, or run a model several times on this machine: --instances",
-            )
-        if folder is not None and not folder.is_dir():
-            raise UsageError("there is no such folder to take models from", seen=str(folder))
-        if port == grpc_port != 0:
-            raise UsageError(
-                "HTTP and gRPC need ports of their own", seen=port, fix="give --grpc-port another"
-            )
+        _refuse_here((replicas, cpus, gpus), folder, port, grpc_port)
         api.serve(
             plans,
             token=None if token_file is None else read_token(token_file),
@@ -153,6 +143,22 @@ def _refuse_on_ray(*here_only: object) -> None:
             " instances",
             fix="leave their options out with --on ray, and let a balancer in front end TLS;"
             " --replicas is how many run a model",
+        )
+
+
+def _refuse_here(
+    of_ray: tuple[str, int, int | None], folder: Path | None, port: int, grpc_port: int | None
+) -> None:
+    if of_ray != ("1", 1, None):
+        raise UsageError(
+            "replicas, and their cores and GPUs, are Ray's",
+            fix="add --on ray, or run a model several times on this machine: --instances",
+        )
+    if folder is not None and not folder.is_dir():
+        raise UsageError("there is no such folder to take models from", seen=str(folder))
+    if port == grpc_port != 0:
+        raise UsageError(
+            "HTTP and gRPC need ports of their own", seen=port, fix="give --grpc-port another"
         )
 
 
