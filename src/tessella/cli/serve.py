@@ -113,17 +113,16 @@ def serve(
             out.emit(phase("deployed", api.deploy(plans, token_file=token_file, **shared)))
             return
         _refuse_here((replicas, cpus, gpus), folder, port, grpc_port)
+        here: dict[str, Any] = {
+            "folder": folder, "instances": instances or (), "acceptors": acceptors,
+            "grpc_port": grpc_port, "shared_memory": shared_memory, "trace": trace,
+        }  # fmt: skip
         api.serve(
             plans,
             token=None if token_file is None else read_token(token_file),
-            folder=folder,
-            instances=instances or (),
-            acceptors=acceptors,
-            grpc_port=grpc_port,
             tls=_both(tls_cert, tls_key),
-            shared_memory=shared_memory,
-            trace=trace,
             ready=lambda url: out.emit(phase("serving", url)),
+            **here,
             **shared,
         )
 
