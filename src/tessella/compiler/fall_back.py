@@ -22,7 +22,7 @@ QUIET_DB = 19.0  # of the answers over what rounding adds to them
 MOST_FOR_QUIET = 4  # of so many layers one
 # Of all products: in float32 they take four to ten times as long. An Inception-v3 with random
 # weights, in which 12 of 95 layers fell whatever they cost, took 11.5 ms for 5.7 on AMX. A trained
-# MobileNetV3-L wants six layers to be quiet, which are more than a tenth: 91.8 % of digits for 91.3.
+# MobileNetV3-L wants six layers to be quiet, more than a tenth: 91.8 % of digits for 91.3.
 MOST_WORK = 0.15
 MOST_ASKING_S = 60.0  # what each layer does alone; Inception-v3's 95 take 10 to 37 s
 
