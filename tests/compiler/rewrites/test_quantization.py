@@ -22,7 +22,7 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quanti
 
 from tessella import compiler, runtime
 from tessella.artifacts.plan import from_bytes, to_bytes
-from tessella.compiler import pipeline, verify
+from tessella.compiler import fall_back, pipeline, verify
 from tessella.compiler.choices import variants
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
@@ -558,8 +558,10 @@ def test_a_layer_that_int8_does_not_suit_falls_back_and_the_plan_says_so() -> No
         plan(graph, precisions={fallen[0]: "int8"}, calibration=found)
 
 
-def test_the_loudest_layers_of_a_noisy_network_fall_back() -> None:
-    """What it says is like what the network says, but not within 19 dB: on a CPU that is mended."""
+def test_the_loudest_layers_of_a_noisy_network_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is like what the network says, but not within 19 dB: on a CPU that is mended,
+    but where it would cost too much.
+    """
     torch.manual_seed(0)
     module = Uneven(times=50)
     graph = graph_of(module, 16, 4, 4)
@@ -572,9 +574,10 @@ def test_the_loudest_layers_of_a_noisy_network_fall_back() -> None:
         error = runtime.load(made)(x=x)["scores"] - right
         return dict(made.manifest.precisions), float(error.square().mean())
 
-    fallen, quiet = noise("cpu")
-    none, noisy = noise("reference")
+    none, noisy = noise("cpu")  # of three layers "b" has more of the products than may fall
     assert none == {}
+    monkeypatch.setattr(fall_back, "MOST_WORK", 1.0)
+    fallen, quiet = noise("cpu")
     assert {n.layer for n in pipeline.optimized(graph).nodes if n.output.name in fallen} == {"b"}
     assert quiet < noisy / 4
 
