@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping
 
 from tessella.compiler import verify
@@ -24,7 +23,9 @@ MOST_FOR_QUIET = 4  # of so many layers one
 # weights, in which 12 of 95 layers fell whatever they cost, took 11.5 ms for 5.7 on AMX. A trained
 # MobileNetV3-L wants six layers to be quiet, more than a tenth: 91.8 % of digits for 91.3.
 MOST_WORK = 0.15
-MOST_ASKING_S = 60.0  # what each layer does alone; Inception-v3's 95 take 10 to 37 s
+# Floating-point operations of asking layers alone, each a pass of the network: Inception-v3's 95
+# are 1.1e12, 10 to 37 s. By work, not by the clock: the same network gets the same plan.
+MOST_ASKING = 2e12
 
 
 def fallen_back(
@@ -102,7 +103,7 @@ def _loudest(
     than may fall, or cost more: the answers would be noisy still.
 
     Each is taken to have that share of the noise which it has of all that they make alone. Those
-    with the most noise of their own are asked first, as long as there is time.
+    with the most noise of their own are asked, as many as ``MOST_ASKING`` allows.
     """
     kinds = request.decided.kinds
 
@@ -117,10 +118,10 @@ def _loudest(
     if all(isinstance(v.shape[0], Dim) for v in exact.inputs):
         answers = answers.at(1)  # for shares one has numbers enough
     work = _flops(exact, kinds)
-    begun, alone = time.perf_counter(), dict[str, float]()
-    for name in sorted(kinds, key=lambda n: calibration.snr_db.get(kinds[n], {}).get(n, math.inf)):
-        if name not in request.precisions and time.perf_counter() - begun < MOST_ASKING_S:
-            alone[name] = power({name: kinds[name]})
+    free = [name for name in kinds if name not in request.precisions]
+    free.sort(key=lambda n: calibration.snr_db.get(kinds[n], {}).get(n, math.inf))
+    asked = free[: int(MOST_ASKING // max(1, sum(work.values())))]
+    alone = {name: power({name: kinds[name]}) for name in asked}
     share = noise / (sum(alone.values()) or 1.0)
     loud, left, room = list[str](), noise, MOST_WORK * sum(work.values())
     for name in sorted(alone, key=lambda n: -alone[n]):

@@ -267,12 +267,12 @@ def rounded(
 
 def deviation_db(graph: Graph, answers: Expected, target: str) -> float:
     """The power of the answers over that of this graph's deviation from them, in decibels, of the
-    output that deviates most. Integers, and what is zero anyway, are not asked.
+    output that deviates most. Integers, what is zero anyway, and what is not finite, are not asked.
     """
     found = [math.inf]
     for name, made in _interpreted(graph, answers.inputs, target).items():
         right = answers.outputs[name]
-        if right.is_floating_point() and right.any():
+        if right.is_floating_point() and right.any() and right.isfinite().all():
             found.append(_snr_db(answers.align(name, made, right), right))
     return min(found)
 
