@@ -154,7 +154,9 @@ def _refuse_here(
             fix="add --on ray, or run a model several times on this machine: --instances",
         )
     if folder is not None and not folder.is_dir():
-        raise UsageError("there is no such folder to take models from", seen=str(folder))
+        raise UsageError(
+            "there is no such folder to take models from", seen=str(folder), fix="make it first"
+        )
     if port == grpc_port != 0:
         raise UsageError(
             "HTTP and gRPC need ports of their own", seen=port, fix="give --grpc-port another"

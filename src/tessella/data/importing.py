@@ -71,9 +71,9 @@ class ImportSettings:
         store: ``png``; ``pixels``: about twice as large, and a training reads them without
             decoding; ``original``: a JPEG of up to nine times the pixels stays as it is (the
             quickest import, and the smallest dataset; a training decodes and resizes it each time),
-            all else is PNG; or ``auto``: as ``original``, of up to 1.3 times the pixels, which no
-            machine reads slower than a PNG. Equal pixels in each way. With ``original`` mean and
-            std are those of about a thousand pictures, evenly spread.
+            all else is PNG; or ``auto``: as ``original``, of up to 1.3 times the pixels and not
+            progressive, nearly always read sooner than a PNG. Equal pixels. With ``original`` mean
+            and std are those of about a thousand pictures, evenly spread.
         name: of the dataset; the source's if None.
         window: of volumes: see ``core.preprocess.Volume``.
         workers: processes that read images; one a core if None. The dataset does not depend on it.
