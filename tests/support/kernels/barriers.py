@@ -3,7 +3,7 @@
 Triton gives the place of what is not used any more to what comes later, a reduction's scratch for
 instance. A barrier has to be invalidated before (PTX, ``mbarrier.inval``); else an ordinary store
 to it may come undone. Those that warps of other roles use stay where they are until the end, and
-those of a role that is one loop, too.
+those of a role that is one loop, behind which nothing is exchanged, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections import Counter
 
 from tessella.device.launch import Launched
 
-_LINE = re.compile(r"\s*(?:(%[\w.$-]+)(?::\d+)? = )?\"?(ttn?g\.\w+)\"?\(?(.*)")
+_LINE = re.compile(r"\s*(?:(%[\w.$-]+)(?::\d+)? = )?\"?((?:ttn?g|tt)\.\w+)\"?\(?(.*)")
 _NAME = re.compile(r"%[\w.$-]+")
+# what threads exchange through shared memory, some of it at least
+_EXCHANGES = ("tt.reduce", "tt.scan", "tt.gather", "ttg.convert_layout", "ttg.local_alloc")
 _VIEWS = ("ttg.memdesc_index", "ttg.memdesc_subslice", "ttg.memdesc_subview")
 
 
@@ -29,6 +31,7 @@ def left_valid_in(text: str) -> list[str]:
     begun: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     kept: set[str] = set()
+    looped: set[str] = set()
     level, loops = 0, list[int]()  # braces that are open, and at which of them loops began
     for line in text.splitlines():
         is_loop = "scf.for" in line or "scf.while" in line
@@ -48,7 +51,10 @@ def left_valid_in(text: str) -> list[str]:
             begun[alloc_of.get(given[0], given[0])] += 1
         elif operation == "ttng.inval_barrier":
             ended[alloc_of.get(given[0], given[0])] += 1
-        elif operation == "ttg.warp_specialize" or loops:
-            # other roles', or this one's in its loop, behind which nothing comes
+        elif operation == "ttg.warp_specialize":
             kept.update(alloc_of[name] for name in given if name in alloc_of)
-    return [name for name in begun if name not in kept and ended[name] < begun[name]]
+        elif operation in _EXCHANGES and not loops:
+            looped.clear()  # it may get their place
+        elif loops:
+            looped.update(alloc_of[name] for name in given if name in alloc_of)
+    return [name for name in begun if name not in kept | looped and ended[name] < begun[name]]
