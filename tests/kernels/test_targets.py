@@ -146,7 +146,7 @@ def beyond(target: str, case: str, launches: for_targets.Launches) -> str | None
             and used["shared_bytes"] <= unit.shared_bytes_of_block()
             and used["threads"] <= unit.threads_per_block
             and used["spilled_bytes"] <= MOST_SPILLED_BYTES
-            and not used["overwritten"]
+            and not used["faults"]
             # what plans carry is checked; Blackwell's second form of machine code is not yet
             and used["is_complete"] == (target not in ("sm_100", "sm_120"))
         )

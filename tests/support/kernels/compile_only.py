@@ -2,8 +2,9 @@
 
 ``compile_all("tests.kernels.test_x:cases")`` calls ``cases()`` in another process, one for all
 tests of this one. It yields (name, run) pairs; each ``run()`` launches kernels through ``launch``,
-which must be such that a plan can carry them, and must not write where a product still reads
-(``overwritten``). What comes back are, by name, the resources and opcode counts of every launch.
+which must be such that a plan can carry them, must not write where a product still reads
+(``overwritten``), and must not leave barriers where something else may come (``barriers``). What
+comes back are, by name, the resources and opcode counts of every launch.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def _compiler() -> subprocess.Popen[str]:
 def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
     from tessella.device.ahead_of_time import collecting
     from tessella.device.launch import Launched, compiling
+    from tests.support.kernels.barriers import left_valid
     from tests.support.kernels.overwritten import overwritten
 
     module, _, function = cases.partition(":")
@@ -98,6 +100,7 @@ def compiled(cases: str, target: str) -> dict[str, list[dict[str, Any]]]:
         assert not made.left_out, "a plan could not carry it"
         assert made.compiled.wrong(target) is None, made.compiled.wrong(target)
         assert not (places := [told for one in launches for told in overwritten(one)]), places
+        assert not (left := [told for one in launches for told in left_valid(one)]), left
         made_by[name] = launches
     cubins = [one.compiled.asm["cubin"] for launches in made_by.values() for one in launches]
     counts = iter(opcodes(cubins, target))

@@ -31,6 +31,7 @@ from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
 from tessella.search.compile_ahead import launch_without_memory
+from tests.support.kernels.barriers import left_valid
 from tests.support.kernels.overwritten import overwritten
 from tests.support.problems import (
     attentions,
@@ -241,7 +242,11 @@ def resources(target: str, problem: str, kernel: str, config: Config) -> Launche
         return f"{type(error).__name__}: {str(error)[-500:]}"
     is_complete = not made.left_out and made.compiled.wrong(target) is None
     return [
-        {**asdict(one.resources()), "is_complete": is_complete, "overwritten": overwritten(one)}
+        {
+            **asdict(one.resources()),
+            "is_complete": is_complete,
+            "faults": [*overwritten(one), *left_valid(one)],
+        }
         for one in launches
     ]
 

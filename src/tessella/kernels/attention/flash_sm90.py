@@ -17,7 +17,6 @@ from tessella.core.dtype import SIXTEEN_BIT
 from tessella.device.hopper import TensorDescriptor, descriptor
 from tessella.device.launch import launch
 from tessella.device.machine import ALIGNMENT, HOPPER, multiprocessors
-from tessella.device.streams import let_all_wait
 from tessella.kernels.attention.flash_sm90_device import Form, attend
 from tessella.kernels.attention.shapes import (
     QUANTIZED,
@@ -126,13 +125,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     def call(*inputs: torch.Tensor) -> torch.Tensor:
         o = operands(problem, constants, inputs)
         out, shaped = result(problem, o.q)
-        # An H200 left a few of 132 blocks waiting for ever, in the third to ninth layer of a
-        # BERT-large whose mask hides nothing. So it was where this kernel alone, or the one behind
-        # it, waited for the end of what is before it; it was not in 42 runs of a graph in which all
-        # do, which took as long. Why is not known. Without a mask nobody saw it.
-        by_key = o.mask is not None and o.mask_strides[2] == 0
-        if by_key:
-            let_all_wait()
         launch(
             attend,
             (min(units, multiprocessors()),),
@@ -157,11 +149,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 STAGES=tiling.stages,
                 CAUSAL=bool(problem.attr("is_causal")),
                 RAGGED=made.keys % tiling.tile_n != 0,
-                BY_KEY=by_key,
+                BY_KEY=o.mask is not None and o.mask_strides[2] == 0,
                 PING_PONG=tiling.ping_pong,
             ),
             num_warps=4,
-            **({} if by_key else {"launch_pdl": True}),
+            launch_pdl=True,
         )
         return shaped
 

@@ -105,8 +105,7 @@ def _produce(q, k, v, rings, work, FORM: gl.constexpr):
     q_ring, q_full, q_empty = rings[0]
     k_ring, k_full, k_empty = rings[1]
     v_ring, v_full, v_empty = rings[2]
-    if not FORM.BY_KEY:  # else it starts after all before it, and lets nobody start before its end
-        wait_for_dependencies()
+    wait_for_dependencies()
     tiles_before = gl.to_tensor(0)
     keys_before = gl.to_tensor(0)
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
@@ -302,8 +301,7 @@ def _consume(
     HELD: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     S = work[5]
     shared_mask = mask_buffers.index(WHO)
-    if not FORM.BY_KEY:  # else it starts after all before it, and lets nobody start before its end
-        wait_for_dependencies()
+    wait_for_dependencies()
     tiles_before = gl.to_tensor(0)
     keys_before = gl.to_tensor(0)
     so_far = gl.to_tensor(0)
@@ -407,7 +405,7 @@ def attend(
         (k_ring, barriers(STAGES, 1), barriers(STAGES, CONSUMERS)),
         (v_ring, barriers(STAGES, 1), barriers(STAGES, CONSUMERS)),
     )
-    turns = barriers(CONSUMERS, 1)
+    turns = barriers(CONSUMERS if FORM.PING_PONG else 0, 1)
     fence_async_shared()
     barrier()
     work = (units, runs, run, tiles, k_tiles, S, heads, group)

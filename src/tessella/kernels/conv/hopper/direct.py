@@ -340,6 +340,8 @@ def direct(
     if scale is not None:
         scales = gl.load(scale + k, mask=k < LAYER.K, other=0.0).to(gl.float32).expand_dims(0)
     mbarrier.wait(ready, 0)
+    barrier()
+    mbarrier.invalidate(ready)  # its place is free for what results exchange
     for t in range(gl.program_id(0) * each, gl.minimum(gl.program_id(0) * each + each, tiles)):
         m = t * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, LEFT))
         n = m // (OUT[0] * OUT[1])

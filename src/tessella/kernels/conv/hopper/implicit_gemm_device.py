@@ -290,7 +290,7 @@ def convolve(
     empty = barriers(STAGES, 1)
     landed = barriers(SLOTS, 1)
     freed = barriers(SLOTS, 1)
-    turns = barriers(2, 1)
+    turns = barriers(2 if RING.GROUPS == 2 else 0, 1)
     fence_async_shared()
     barrier()
     memory = (x_ring, w_ring)
