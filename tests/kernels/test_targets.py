@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.older_gpu import spelled_out
 from tessella.compiler.budget.mixes import offered
 from tessella.core.architectures import ARCHITECTURES, GPU_TARGETS
 from tessella.device.ahead_of_time import kernel_cache
@@ -236,6 +237,26 @@ def test_a_relative_of_a_target_compiles_for_itself(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None, c=capability: c)
         assert kernel_cache(target) is None
         assert compilers.compile_ahead(requests, target).left == requests
+
+
+def test_code_for_sm_120_is_spelled_out_for_hopper() -> None:
+    """Each half of a pair by the instruction that there is for one; all else stays."""
+    assert (
+        spelled_out("  fma.rn.f32x2 %rd3, %rd1, %rd2, %rd1;\n  ret;").split()
+        == (
+            "{ .reg .f32 %x<6>; mov.b64 {%x0, %x1}, %rd1; mov.b64 {%x2, %x3}, %rd2; "
+            "mov.b64 {%x4, %x5}, %rd1; fma.rn.f32 %x0, %x0, %x2, %x4; fma.rn.f32 %x1, %x1, %x3, %x5; "
+            "mov.b64 %rd3, {%x0, %x1}; } ret;"
+        ).split()
+    )
+    assert spelled_out("max.NaN.f32 %r4, %r1, %r2, %r3;") == (
+        "{ .reg .f32 %x; max.NaN.f32 %x, %r1, %r2; max.NaN.f32 %r4, %x, %r3; }"
+    )
+    assert spelled_out("sub.f32.bf16 %r2, %rs1, %r1;") == (
+        "{ .reg .f32 %x; cvt.f32.bf16 %x, %rs1; sub.f32 %r2, %x, %r1; }"
+    )
+    plain = "max.f32 %r3, %r1, %r2; add.rn.f32 %r4, %r3, %r1; mov.b64 %rd1, {%r3, %r4};"
+    assert spelled_out(plain) == plain
 
 
 def main() -> None:
