@@ -7,8 +7,8 @@ All of that is as on the older GPU. The one step that is not is the last, from P
 ptxas writes it for the GPU that is here, as its driver would. So answers are those of the older
 GPU's code; times are of this chip by the older one's instructions.
 
-``sm_120`` multiplies by ``mma.sync``, too: what else its code has that Hopper has not, sums of pairs
-for instance, is spelled out before the last step.
+``sm_120`` multiplies by ``mma.sync``, too. What else its code has that Hopper has not, such as sums
+of pairs, is spelled out before the last step. That has assembled, and not run.
 """
 
 from __future__ import annotations

@@ -132,12 +132,10 @@ def configs(problem: Problem) -> tuple[dict[str, Any], ...]:
     runs = [run for run in (16, 8, 4) if run <= min(windows, blocks)][:2]
     # two warps hold twice as much each: a wide head does not fit their registers
     narrow = max(made.width, made.value_width) <= 32
-    # of four, products without tensor cores ask for 255 registers and 112 bytes more on sm_80
-    warps = (8,) if ieee else (4, 2) if narrow else (4,)
     return tuple(
-        {"run": run, "num_warps": number, "num_stages": 1 if ieee else 3}
+        {"run": run, "num_warps": warps, "num_stages": 1 if ieee else 3}
         for run in (*runs, 1)
-        for number in warps
+        for warps in ((4, 2) if narrow and not ieee else (4,))
     )
 
 
