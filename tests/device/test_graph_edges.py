@@ -53,11 +53,5 @@ def test_only_kernels_that_are_not_ours_wait_for_the_end() -> None:
     assert graph.edges == {**edges, (2, 3): FULL}
 
 
-def test_where_nothing_is_to_start_early_all_wait_for_the_end() -> None:
-    graph = Graph({1: OURS, 2: OURS, 3: THEIRS}, {(1, 2): EARLY, (2, 3): EARLY})
-    assert let_libraries_wait(graph, 1, early=False) == 2  # type: ignore[arg-type]
-    assert graph.edges == {(1, 2): FULL, (2, 3): FULL}
-
-
 def test_a_graph_without_edges() -> None:
     assert let_libraries_wait(Graph({1: THEIRS}, {}), 1) == 0  # type: ignore[arg-type]

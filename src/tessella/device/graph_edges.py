@@ -26,9 +26,9 @@ class _Edge(ctypes.Structure):
     ]
 
 
-def let_libraries_wait(driver: Driver, graph: int, *, early: bool = True) -> int:
+def let_libraries_wait(driver: Driver, graph: int) -> int:
     """Before it is instantiated: kernels that are not ours start when what is before them has
-    ended; without ``early`` ours do, too. Returns how many edges that changes.
+    ended. Returns how many edges that changes.
     """
     count = ctypes.c_size_t()
     handle = ctypes.c_void_p(graph)
@@ -38,10 +38,10 @@ def let_libraries_wait(driver: Driver, graph: int, *, early: bool = True) -> int
     begins, ends = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
     edges = (_Edge * count.value)()
     driver.call("cuGraphGetEdges_v2", handle, begins, ends, edges, ctypes.byref(count))
-    found = [e for e in zip(begins, ends, edges, strict=True) if e[2].type == _PROGRAMMATIC]
-    ours = driver.handles() if found and early else set()
+    early = [e for e in zip(begins, ends, edges, strict=True) if e[2].type == _PROGRAMMATIC]
+    ours = driver.handles() if early else set()
     changed = 0
-    for begin, end, edge in found:  # only from kernel to kernel
+    for begin, end, edge in early:  # only from kernel to kernel
         if Kernel.of(driver, end).function in ours:
             continue
         one = ctypes.c_void_p(begin), ctypes.c_void_p(end)

@@ -18,7 +18,6 @@ from tessella.device.graph_edges import let_libraries_wait
 
 _CAPTURES = threading.Lock()
 _captured: ContextVar[bool] = ContextVar("captured", default=False)
-_early: ContextVar[bool] = ContextVar("early", default=True)
 _FREE: defaultdict[int, list[int]] = defaultdict(list)  # handles by the device's index
 _POOLS: dict[int, torch.cuda._POOL_HANDLE | None] = {}  # where a stream's last capture had memory
 
@@ -66,7 +65,7 @@ def capturing(
     """
     stream = stream or _captures(torch.cuda.current_device()).stream
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    token, early = _captured.set(True), _early.set(True)
+    token = _captured.set(True)
     try:
         with _CAPTURES:
             if pool is None or _POOLS.get(stream.cuda_stream) != pool:
@@ -77,17 +76,10 @@ def capturing(
             ):
                 yield graph
     finally:
-        may_start_early = _early.get()
-        _early.reset(early)
         _captured.reset(token)
     with GRAPH_LOCK:
-        let_libraries_wait(cuda_driver(), graph.raw_cuda_graph(), early=may_start_early)
+        let_libraries_wait(cuda_driver(), graph.raw_cuda_graph())
         graph.instantiate()
-
-
-def let_all_wait() -> None:
-    """In the graph that is being captured each kernel starts when the one before it has ended."""
-    _early.set(False)
 
 
 def is_captured() -> bool:

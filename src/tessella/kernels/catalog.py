@@ -429,7 +429,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("group_factors", "moments", "norm.group", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
-    *_hopper(_ATTENTION, "flash", "attention.flash_sm90", version=4, gamma=True, **_NEW),
+    *_hopper(_ATTENTION, "flash", "attention.flash_sm90", version=5, gamma=True, **_NEW),
     *_dot(_ATTENTION, "flash", "attention.flash", gamma=True, **_NEW),
     *_dot(_ATTENTION, "windows", "attention.windows", gamma=True, **_NEW),
     *_gpu(_ATTENTION, "cudnn", "attention.cudnn", source="cudnn", **_NEW),

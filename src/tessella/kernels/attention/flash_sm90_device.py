@@ -405,7 +405,9 @@ def attend(
         (k_ring, barriers(STAGES, 1), barriers(STAGES, CONSUMERS)),
         (v_ring, barriers(STAGES, 1), barriers(STAGES, CONSUMERS)),
     )
-    turns = barriers(CONSUMERS if FORM.PING_PONG else 0, 1)
+    turns = rings[0][1]  # a name for nobody, as 3.6 puts no None into a tuple
+    if FORM.PING_PONG:
+        turns = barriers(CONSUMERS, 1)
     fence_async_shared()
     barrier()
     work = (units, runs, run, tiles, k_tiles, S, heads, group)

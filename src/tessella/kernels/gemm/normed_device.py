@@ -304,7 +304,9 @@ def multiply_and_normalize(
         quantized_buffers = reinterpret(buffers, quantized.dtype, QUANTIZED_SHAPE, quantized.layout)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1)
-    r_full = barriers(0 if r is None else CONSUMERS * PIECES, 1)
+    r_full = full  # where nobody asks: 3.6 puts no None into a tuple
+    if r is not None:
+        r_full = barriers(CONSUMERS * PIECES, 1)
     turns = barriers(CONSUMERS, 1)
     fence_async_shared()
     barrier()

@@ -15,16 +15,14 @@ def several(count, shape):
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """So many barriers in shared memory, each of which waits for so many arrivals a round.
 
-    None for a COUNT of 0: barriers that nobody uses may not be there. Triton gives their place to
-    what a reduction exchanges, and an ordinary store to a barrier that is still valid may come
-    undone (PTX asks for ``mbarrier.inval`` first). On an H200 some warps of attention then read a
-    barrier for "no key is hidden", and waited for the others for ever.
+    Those that nobody uses may not be made: Triton gives their place to what a reduction exchanges,
+    and an ordinary store to a barrier that is still valid may come undone (PTX asks for
+    ``mbarrier.inval`` first). On an H200 some warps of attention then read a barrier for "no key is
+    hidden", and waited for the others for ever.
     """
-    made = None
-    if COUNT > 0:
-        made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(COUNT):
-            mbarrier.init(made.index(i), count=ARRIVALS)
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
     return made
 
 
