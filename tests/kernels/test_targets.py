@@ -99,8 +99,9 @@ each. On 2026-11-27, with Triton 3.9, so many were within the limits:
 | --- |{lines}
 | within | {counts} |
 
-The one of `sm_80` that is not is attention of windows in float32, which takes 112 bytes more than
-its 255 registers where 64 are allowed: it runs, but slower than it might.
+Of `sm_120` 148 of 148 were, in an earlier state of that day. The one of `sm_80` that is not is
+attention of windows in float32, which takes 112 bytes more than its 255 registers where 64 are
+allowed: it runs, but slower than it might.
 
 """
 
