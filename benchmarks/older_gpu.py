@@ -8,7 +8,7 @@ ptxas writes it for the GPU that is here, as its driver would. So answers are th
 GPU's code; times are of this chip by the older one's instructions.
 
 ``sm_120`` multiplies by ``mma.sync``, too. What else its code has that Hopper has not, such as sums
-of pairs, is spelled out before the last step. That has assembled, and not run.
+of pairs, is spelled out before the last step. Some kernels were assembled so; none has run.
 """
 
 from __future__ import annotations
