@@ -19,6 +19,13 @@ KERNEL = """
 """
 
 
+LOOP = """scf.for %i = %c0 to %n step %c1 : i32 {
+    %one = ttg.memdesc_index %made[%i] : !ttg.memdesc<> -> !ttg.memdesc<1xi64> loc(#loc4)
+    ttng.wait_barrier %one, %phase : !ttg.memdesc<1xi64> loc(#loc4)
+    } loc(#loc4)
+    """
+
+
 @pytest.mark.parametrize(
     ("end", "left"),
     [
@@ -27,6 +34,15 @@ KERNEL = """
         ("ttng.inval_barrier %full : !ttg.memdesc<1xi64>", ["%turns"]),
         ("ttng.wait_barrier %full, %phase : !ttg.memdesc<1xi64>", ["%made", "%turns"]),
         ("ttng.inval_barrier %turn : !ttg.memdesc<1xi64>", ["%made"]),
+        (LOOP + "ttng.wait_barrier %turn, %phase : !ttg.memdesc<1xi64> loc(#loc4)", ["%turns"]),
+        (LOOP + '%sum = "tt.reduce"(%x) <{axis = 1 : i32}> ({', ["%made", "%turns"]),
+        (
+            """%full2 = ttg.memdesc_index %made[%c1] : !ttg.memdesc<> -> !ttg.memdesc<1xi64>
+            ttng.init_barrier %full2, 1 : !ttg.memdesc<1xi64>
+            ttng.inval_barrier %full2 : !ttg.memdesc<1xi64>
+            ttng.inval_barrier %turn : !ttg.memdesc<1xi64>""",
+            ["%made"],
+        ),
     ],
 )
 def test_barriers_are_kept_to_the_end_or_invalidated(end: str, left: list[str]) -> None:

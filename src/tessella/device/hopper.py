@@ -103,13 +103,22 @@ def descriptor(tensor: torch.Tensor, block: Sequence[int], **layout: Any) -> Ten
 
 
 @gluon.jit
-def wait_for_dependencies():
+def wait_for_dependencies(LET_START: gl.constexpr = True):
     """Waits until the kernels before this one have ended and their results can be read.
 
-    Then the next kernel may start, if it is launched with ``launch_pdl``; ``overlap`` says why not
-    before.
+    With LET_START the next kernel may start then, if it is launched with ``launch_pdl``;
+    ``overlap`` says why not before. Else it may when this one's blocks end. That is for products
+    with several tiles a block: where they let the next one start at once, BERT-large took 15.7 ms
+    on an H100 for 15.0, and ViT-B/16 10.0 for 9.4; ResNet-50 for one image, with a tile a block at
+    most, 0.222 ms for 0.259.
     """
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if LET_START:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

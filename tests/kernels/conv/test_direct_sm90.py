@@ -146,7 +146,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
             allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, 99, dtype)),
         ),
         "mbarrier": SimpleNamespace(
-            MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing
+            MBarrierLayout=nothing, init=nothing, expect=nothing, wait=nothing, invalidate=nothing
         ),
         "barrier": nothing,
         "fence_async_shared": nothing,

@@ -165,6 +165,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 STAGES=stages,
                 GROUP=1,
                 SPREAD=False,
+                LET_START=m_tiles * n_tiles <= blocks,
             ),
             SLOTS=slots,
             EPILOGUE=Epilogue(

@@ -201,7 +201,7 @@ def _consume(
         warps_per_cta=[4, 1],
         instr_shape=[16, WN, 256 // ring[0].dtype.primitive_bitwidth],
     )
-    wait_for_dependencies()
+    wait_for_dependencies(FORM.LET_START)
     inverse_step = 1.0
     if quantized is not None:
         inverse_step = 1.0 / gl.load(norm[2]).to(gl.float32)

@@ -416,6 +416,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 STAGES=tiling.stages,
                 GROUP=tiling.group,
                 SPREAD=spread,
+                LET_START=work.units <= work.blocks,
             ),
             ROLES=Roles(
                 SCHEDULE=tiling.schedule,

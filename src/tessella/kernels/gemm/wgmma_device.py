@@ -49,6 +49,7 @@ class Form(NamedTuple):
         GROUP: tiles down a column before the next column.
         SPREAD: B's tiles are [1, rows / 64, 8, 8, K], an 8 × 8 transpose of every 64 rows, so that
             a thread gets 16 neighbours of a row of C, which are one store where C has 8 bits.
+        LET_START: of ``wait_for_dependencies``.
     """
 
     WM: int
@@ -59,6 +60,7 @@ class Form(NamedTuple):
     STAGES: int
     GROUP: int
     SPREAD: bool
+    LET_START: bool
 
 
 class Roles(NamedTuple):
@@ -131,7 +133,7 @@ def produce(a, b, ring, work, b_batched, PARTS: gl.constexpr, FORM: gl.constexpr
     SPREAD: gl.constexpr = FORM.SPREAD
     BYTES: gl.constexpr = PARTS * a.block_type.nbytes + b.block_type.nbytes
     a_ring, b_ring, full, empty, _ = ring
-    wait_for_dependencies()
+    wait_for_dependencies(FORM.LET_START)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # an empty ring: the first round does not wait
     for u in range(gl.program_id(0), work[0], gl.num_programs(0)):
@@ -271,7 +273,7 @@ def _consume(
     FIRST: gl.constexpr = WHO * BUFFERS
     PIECES: gl.constexpr = WN // EN
     BARE: gl.constexpr = Epilogue(1.0, 1.0, None, False, False, False, False)
-    wait_for_dependencies()
+    wait_for_dependencies(FORM.LET_START)
     start = gl.program_id(0)
     step = gl.num_programs(0)
     stage = gl.to_tensor(0)
