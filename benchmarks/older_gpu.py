@@ -6,6 +6,9 @@ A target decides which kernels may run, which configurations they have and what 
 All of that is as on the older GPU. The one step that is not is the last, from PTX to machine code:
 ptxas writes it for the GPU that is here, as its driver would. So answers are those of the older
 GPU's code; times are of this chip by the older one's instructions.
+
+``sm_120`` multiplies by ``mma.sync``, too. What else its code has that Hopper has not, such as sums
+of pairs, is spelled out before the last step. Some kernels were assembled so; none has run.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import atexit
 import functools
 import gc
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -123,7 +127,9 @@ def _compile(target: str, here: int) -> None:
             raise OutOfResources(metadata["shared"], limit, "shared memory")
         # a cubin keeps the name that its PTX has; one of both would be refused where it is loaded
         own = "a" if here >= 90 else ""
-        named = src.replace(f".target {target}", f".target sm_{here}{own}")
+        if asked > here:
+            src = spelled_out(src)
+        named = re.sub(rf"\.target {target}a?\b", f".target sm_{here}{own}", src)
         return assemble(CUDABackend(GPUTarget("cuda", here, 32)), named, metadata, opt, here)
 
     def get_current_target(self: Any) -> Any:
@@ -138,6 +144,31 @@ def _compile(target: str, here: int) -> None:
             one.device_caches.clear()  # each remembers for which target it compiles
     folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache"
     os.environ["TRITON_CACHE_DIR"] = str(Path(folder, f"as-{target}"))
+
+
+# of sm_100 and later: an instruction for a pair, a maximum of three, a sum of two types
+_PAIR = re.compile(r"(fma|add|sub|mul)([\w.]*)\.f32x2\s+([^;]+);")
+_THREE = re.compile(r"((?:max|min)[\w.]*\.f32)\s+([^,;]+), ([^,;]+), ([^,;]+), ([^,;]+);")
+_MIXED = re.compile(r"(add|sub)([\w.]*)\.f32\.(b?f16)\s+([^,;]+), ([^,;]+), ([^,;]+);")
+_PTX_OF_HOPPER = ".version 8.6"
+
+
+def spelled_out(ptx: str) -> str:
+    """The same PTX without instructions that Hopper does not have."""
+    ptx = re.sub(r"\.version [\d.]+", _PTX_OF_HOPPER, ptx)
+    ptx = _PAIR.sub(_of_pair, ptx)
+    ptx = _THREE.sub(r"{ .reg .f32 %x; \1 %x, \3, \4; \1 \2, %x, \5; }", ptx)
+    return _MIXED.sub(r"{ .reg .f32 %x; cvt.f32.\3 %x, \5; \1\2.f32 \4, %x, \6; }", ptx)
+
+
+def _of_pair(found: re.Match[str]) -> str:
+    name, how, operands = found.groups()
+    out, *given = operands.split(", ")
+    parts = [f"mov.b64 {{%x{2 * i}, %x{2 * i + 1}}}, {each};" for i, each in enumerate(given)]
+    for half in range(2):
+        these = ", ".join(f"%x{2 * i + half}" for i in range(len(given)))
+        parts.append(f"{name}{how}.f32 %x{half}, {these};")
+    return f"{{ .reg .f32 %x<6>; {' '.join(parts)} mov.b64 {out}, {{%x0, %x1}}; }}"
 
 
 def _told(start: Callable[..., Any]) -> Callable[..., Any]:

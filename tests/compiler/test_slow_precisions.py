@@ -72,9 +72,19 @@ def test_python_says_so_where_nobody_listens_to_events(
     assert seen[0].filename == __file__
 
 
+@pytest.mark.parametrize(("target", "precision", "better"), [
+    ("sm_75", "bf16", "fp16"), ("sm_75", "fp8", "int8"), ("sm_86", "fp8", "int8"),
+])  # fmt: skip
+def test_a_gpu_without_the_instructions_is_told(target: str, precision: str, better: str) -> None:
+    (text,) = warnings_for(captured("lenet"), {precision, "fp32"}, target)
+    assert text.startswith(f"{precision} is slow on {target}")
+    assert text.endswith(f"precision {better}")
+
+
 @pytest.mark.parametrize(("precision", "target"), [
     ("fp16", "cpu"),  # that processor is quick at
     ("fp32", "cpu"), ("int8", "cpu"), ("bf16", "reference"), ("bf16", "sm_90"),
+    ("bf16", "sm_80"), ("fp8", "sm_89"), ("fp16", "sm_75"), ("int8", "sm_75"),
 ])  # fmt: skip
 def test_nothing_is_said_of_others(
     precision: str, target: str, ratios: dict[tuple[str, str], float]

@@ -244,7 +244,7 @@ def _program(
 def _warn_of_slow(
     network: Opened, precisions: Iterable[str], target: str, emit: Emit, *, callers: int
 ) -> None:
-    """Tell of precisions in which this processor is slower; Python's callers by a warning.
+    """Tell of precisions in which a target is slower; Python's callers by a warning.
 
     Args:
         callers: how many functions up is whoever called this module.

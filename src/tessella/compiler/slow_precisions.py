@@ -1,7 +1,8 @@
-"""Precisions in which this processor is slower than in float32, as it has no instructions for them.
+"""Precisions in which a target is slower than in others, as it has no instructions for them.
 
 On a CPU with AVX2 alone, torch converts every bfloat16 that it multiplies: products take 5 times as
-long as in float32. The same is true of float16 on every CPU without AVX512-FP16.
+long as in float32. The same is true of float16 on every CPU without AVX512-FP16. GPUs before Ampere
+have no bfloat16, and those before Ada no FP8: layers in it are the reference's there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from tessella.core import processor
+from tessella.core.architectures import ARCHITECTURES, Feature, has, is_gpu
 from tessella.core.dtype import PRECISIONS, SIXTEEN_BIT, plain_precision
 from tessella.graph.graph import Graph
 from tessella.search.timing import Run, quickest_us
@@ -20,6 +22,10 @@ from tessella.search.timing import Run, quickest_us
 WORTH_SAYING = 1.1  # times float32's time
 BUDGET_S = 0.02  # of measuring a product
 ROUNDS = 3  # in turns: of one look each, a busy machine once in ten called AMX slower than float32
+# what a GPU multiplies it by, and what to take where it does not; Turing's own types are libraries'
+ON_GPUS: dict[str, tuple[Feature, str]] = {
+    "bf16": ("bf16_mma", "fp16"), "fp8": ("fp8_mma", "int8"),
+}  # fmt: skip
 BFLOAT16 = frozenset(("avx512_bf16", "amx_bf16"))  # instructions that multiply it
 
 
@@ -38,12 +44,20 @@ def slowdown(precision: str, target: str, op: str = "conv2d") -> float:
 
 def warnings_for(graph: Graph, precisions: Iterable[str], target: str) -> list[str]:
     """What to tell who asks for these precisions, for people."""
+    asked = sorted({*map(plain_precision, precisions)})
+    if is_gpu(target):
+        return [
+            f"{precision} is slow on {target} ({ARCHITECTURES[target].chips}), which has no "
+            f"instructions for it; compile with precision {better}"
+            for precision, (needed, better) in ON_GPUS.items()
+            if precision in asked and not has(target, needed)
+        ]
     op = "conv2d" if any(node.op == "conv2d" for node in graph.nodes) else "linear"
     product = {"conv2d": "a convolution", "linear": "a matrix product"}[op]
     return [
         f"{precision} is slower than fp32 on this processor, which has no instructions for it: "
         f"{product} takes {ratio:.1f} times as long (measured); compile with precision fp32"
-        for precision in sorted({*map(plain_precision, precisions)})
+        for precision in asked
         if (ratio := slowdown(precision, target, op)) > 1.0
     ]
 
