@@ -497,6 +497,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
     *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
+    *_x86("interpolate", "{}", "transform.x86_repeat", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
     *_gpu("image_to_tensor", "pointwise", "transform.image"),
     *_x86("image_to_tensor", "{}", "transform.x86_image"),
