@@ -496,7 +496,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("cat", "rows", "transform.join_rows"),
     *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
-    *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
+    *_gpu("interpolate", "rows", "transform.resize_rows", version=2, sliced_out=True),
     *_x86("interpolate", "{}", "transform.x86_repeat", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
     *_gpu("image_to_tensor", "pointwise", "transform.image"),

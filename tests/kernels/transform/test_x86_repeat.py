@@ -66,7 +66,8 @@ def test_what_torch_makes_also_in_a_slice_of_channels(name: str) -> None:
     assert x86_repeat.fits(there) is None
     x86_repeat.bind(there, {})(wide[:, 4 : 4 + channels], out=whole[:, 2 : 2 + channels])
     assert torch.equal(whole[:, 2 : 2 + channels].float(), right)
-    assert (whole[:, :2] == 7).all() and (whole[:, 2 + channels :] == 7).all()
+    assert (whole[:, :2] == 7).all()
+    assert (whole[:, 2 + channels :] == 7).all()
 
 
 def test_what_is_no_repetition_is_left_to_others() -> None:
