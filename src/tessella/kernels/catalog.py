@@ -420,7 +420,9 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86(
+        "max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", version=2, sliced_out=True
+    ),
     *_x86("mean", "{}", "pool.x86"),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
