@@ -267,6 +267,12 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
     parts = [TensorMeta(shape=(2, c, 3, 5), dtype="float32", format="channels_last")
              for c in (16, 23)]  # fmt: skip
     joined = replace(parts[0], shape=(2, 39, 3, 5))
+    larger: dict[str, Any] = {"size": (6, 10), "scale_factor": None, "mode": "nearest"}
+    larger |= {"align_corners": None, "antialias": False}
+    for channels, dtype in ((51, "float32"), (37, "int8")):  # AVX-512 masks the second
+        x = TensorMeta(shape=(2, channels, 3, 5), dtype=dtype, format="channels_last")
+        made = replace(x, shape=(2, channels, 6, 10))
+        yield Problem(op="interpolate", inputs=(x,), outputs=(made,), attrs=larger), [numbers(x)]
     yield (
         Problem(op="cat", inputs=tuple(parts), outputs=(joined,), attrs={"dim": 1}),
         [numbers(m) for m in parts],
