@@ -272,7 +272,11 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
     for channels, dtype in ((51, "float32"), (37, "int8")):  # AVX-512 masks the second
         x = TensorMeta(shape=(2, channels, 3, 5), dtype=dtype, format="channels_last")
         made = replace(x, shape=(2, channels, 6, 10))
-        yield Problem(op="interpolate", inputs=(x,), outputs=(made,), attrs=larger), [numbers(x)]
+        enlarged = Problem(op="interpolate", inputs=(x,), outputs=(made,), attrs=larger)
+        wide = [replace(m, shape=(2, channels + 9, *m.shape[2:])) for m in (x, made)]
+        x, made = (m.part(1, channels) for m in wide)
+        for each in (enlarged, replace(enlarged, inputs=(x,), outputs=(made,))):
+            yield each, [numbers(m) for m in each.given]
     yield (
         Problem(op="cat", inputs=tuple(parts), outputs=(joined,), attrs={"dim": 1}),
         [numbers(m) for m in parts],
