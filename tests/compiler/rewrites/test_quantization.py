@@ -363,6 +363,25 @@ def test_the_nearest_pixels_are_repeated_in_int8() -> None:
     torch.testing.assert_close(got["scores"], right, rtol=1e-2, atol=1e-2)
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 32, 3, padding=1), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.first(x).flatten(2).transpose(1, 2))
+        return made
+
+
+def test_a_map_s_pixels_are_rows_that_kernels_of_int8_take() -> None:
+    """Flattened first, they were strided numbers, which the reference alone multiplied."""
+    graph = graph_of(Rows(), 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8, kinds=("int8",))
+    made = plan(graph, (1, 2, 4), precision="int8", calibration=calibration)
+    (step,) = (s for s in made.program.buckets[0].steps if s.op == "linear")
+    assert "int8" in step.kernel
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
