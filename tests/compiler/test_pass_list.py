@@ -96,7 +96,9 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
     assert runs("reference", "fp32") == always
     assert runs("cpu", "bf16") == always | {"fold_floors", "lower_precision", "mark_non_negative"}
     rounds = always | {"insert_quantization", "lower_quantization"}
-    assert runs("cpu", "int8") == rounds | {"fold_floors", "mark_non_negative", "mark_wide_sums"}
+    assert runs("cpu", "int8") == rounds | {
+        "fold_floors", "keep_pixels", "mark_non_negative", "mark_wide_sums",
+    }  # fmt: skip
     gpu = {
         "pad_channels", "lower_precision", "keep_pixels", "split_group_norms", "widen_results",
         "mark_sparse_weights",

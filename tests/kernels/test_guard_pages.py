@@ -132,6 +132,7 @@ def images() -> Iterator[Problem]:
         ((1, 20, 13, 11), 40, {"kernel": (5, 3), "padding": (2, 0), "stride": (2, 2)}),
         ((1, 32, 9, 10), 48, three),
         ((1, 32, 9, 10), 24, three),
+        ((1, 32, 6, 7), 16, {}),
         ((1, 64, 3, 3), 67, {}),
         ((2, 21, 3, 3), 5, {}),
         ((1, 32, 6, 7), 37, {}),
@@ -267,6 +268,16 @@ def others() -> Iterator[tuple[Problem, Tensors]]:
     parts = [TensorMeta(shape=(2, c, 3, 5), dtype="float32", format="channels_last")
              for c in (16, 23)]  # fmt: skip
     joined = replace(parts[0], shape=(2, 39, 3, 5))
+    larger: dict[str, Any] = {"size": (6, 10), "scale_factor": None, "mode": "nearest"}
+    larger |= {"align_corners": None, "antialias": False}
+    for channels, dtype in ((51, "float32"), (37, "int8")):  # AVX-512 masks the second
+        x = TensorMeta(shape=(2, channels, 3, 5), dtype=dtype, format="channels_last")
+        made = replace(x, shape=(2, channels, 6, 10))
+        enlarged = Problem(op="interpolate", inputs=(x,), outputs=(made,), attrs=larger)
+        wide = [replace(m, shape=(2, channels + 9, *m.shape[2:])) for m in (x, made)]
+        x, made = (m.part(1, channels) for m in wide)
+        for each in (enlarged, replace(enlarged, inputs=(x,), outputs=(made,))):
+            yield each, [numbers(m) for m in each.given]
     yield (
         Problem(op="cat", inputs=tuple(parts), outputs=(joined,), attrs={"dim": 1}),
         [numbers(m) for m in parts],

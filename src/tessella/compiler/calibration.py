@@ -19,7 +19,7 @@ from safetensors.torch import save as save_tensors
 from tessella.artifacts.files import from_document, to_document, write_atomic
 from tessella.compiler.histogram import METHODS, Histogram
 from tessella.compiler.layers import LAYERS
-from tessella.compiler.rewrites.lower_quantization import MOVES
+from tessella.compiler.rewrites.lower_quantization import moves_elements
 from tessella.core.device import default_target
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.device.x86 import code
@@ -296,7 +296,7 @@ def _may_shift(graph: Graph, layers: list[Node], groups: Mapping[Value, Value]) 
             value in graph.outputs
             or (maker in layers and _writes_behind(maker) and root not in last)
             or not all(
-                (node.op in MOVES and node.op != "relu")
+                (moves_elements(node) and node.op != "relu")
                 or (node in layers and _pads_nothing(node) and node.get("residual") is not value)
                 for node in graph.users(value)
             )
@@ -365,7 +365,8 @@ def _groups(graph: Graph, wanted: set[Value]) -> dict[Value, Value]:
         return value
 
     for node in graph.nodes:
-        if node.op in MOVES and node.op != "relu":  # before relu there may be much that it cuts off
+        # before relu there may be much that it cuts off
+        if moves_elements(node) and node.op != "relu":
             for value in (*node.inputs, *node.outputs):
                 if value is not None:
                     above[root(value)] = root(node.outputs[0])
@@ -386,7 +387,7 @@ class _Watcher:
         read: Sequence[torch.Tensor | None],
         made: Sequence[torch.Tensor],
     ) -> None:
-        moves = node.op in MOVES and node.op != "relu"
+        moves = moves_elements(node) and node.op != "relu"
         # what is moved has been counted, but for constants
         if not moves or any(v is not None and v not in self._groups for v in node.inputs):
             for value, tensor in zip(node.outputs, made, strict=True):

@@ -179,6 +179,11 @@ def on_gpu(request: Request) -> bool:
     return is_gpu(request.target)
 
 
+def keeps_pixels(request: Request) -> bool:
+    """on a GPU, or layers are to be int8 or fp8, or the file rounds"""
+    return on_gpu(request) or request.quantized
+
+
 def on_cpu(request: Request) -> bool:
     """on cpu"""
     return request.target == "cpu"
@@ -280,7 +285,7 @@ PASSES = (
     Pass("fuse", fuse_requantization.apply,
          "layers write quantized values, behind their activation", given=_target),
     Pass("fuse", keep_pixels.apply,
-         "channels_last maps are rows of pixels, and become them without a copy", on_gpu),
+         "channels_last maps are rows of pixels, and become them without a copy", keeps_pixels),
     Pass("fuse", fuse_rearrangements.apply,
          "what reshapes and rolls copy moves once, and is a step"),
     Pass("fuse", split_group_norms.apply,

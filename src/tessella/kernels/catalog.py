@@ -304,7 +304,7 @@ _SUMS = "add sub mul div pow"
 
 KERNELS: tuple[Kernel, ...] = (
     # convolution; the newest instructions first: a plan that nobody tunes takes the first that fits
-    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=3, isa="amx_bf16", **_INTO),
+    *_cpu("conv2d", "amx_bf16", "shared.amx_bfloat16", version=4, isa="amx_bf16", **_INTO),
     *_x86("conv2d", "{}", "shared.x86_convolution", version=3, gamma=True, **_INTO),
     *_x86("conv2d", "{}_depthwise_rows", "conv.x86_depthwise_rows", version=2, **_INTO),
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", version=2, **_INTO),
@@ -377,7 +377,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_aten(f"{_DGRAD} {_WGRAD}", "conv.libraries.backward_aten", **_NEW),
     # matrix products
-    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", version=3, isa="amx_bf16"),
+    *_cpu("linear", "amx_bf16", "gemm.amx_bfloat16", version=4, isa="amx_bf16"),
     *_x86("linear", "{}", "gemm.x86", version=3),
     *_x86("linear", "{}_few", "gemm.x86_few"),
     *_int8("linear", "amx_int8", "gemm.amx_int8", version=2, isa="amx_int8", sliced_out=False),
@@ -420,7 +420,9 @@ KERNELS: tuple[Kernel, ...] = (
     *_aten("linear matmul", "gemm.aten"),
     *_hopper("linear_norm", "normed", "gemm.normed", gamma=True, **_NEW),
     # the other layers
-    *_x86("max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", sliced_out=True),
+    *_x86(
+        "max_pool2d avg_pool2d adaptive_avg_pool2d", "{}", "pool.x86", version=2, sliced_out=True
+    ),
     *_x86("mean", "{}", "pool.x86"),
     *_cpu("max_pool2d", "shifted", "pool.shifted"),
     *_aten("max_pool2d avg_pool2d adaptive_avg_pool2d", "pool.aten", **_NEW),
@@ -496,7 +498,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_gpu("cat", "rows", "transform.join_rows"),
     *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
-    *_gpu("interpolate", "rows", "transform.resize_rows", sliced_out=True),
+    *_gpu("interpolate", "rows", "transform.resize_rows", version=2, sliced_out=True),
+    *_x86("interpolate", "{}", "transform.x86_repeat", sliced_out=True),
     *_cpu("interpolate", "repeat", "transform.repeat_pixels"),
     *_gpu("image_to_tensor", "pointwise", "transform.image"),
     *_x86("image_to_tensor", "{}", "transform.x86_image"),

@@ -337,6 +337,51 @@ def test_branches_are_joined_in_int8() -> None:
     assert (ops.count("quantize"), ops.count("dequantize")) == (2, 0)
 
 
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((3, 16, 1), (16, 32, 2), (48, 16, 1))
+        self.first, self.below, self.last = (nn.Conv2d(i, o, 3, s, 1) for i, o, s in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        larger = F.interpolate(self.below(x).relu(), scale_factor=2.0, mode="nearest")
+        made: torch.Tensor = self.last(torch.cat([larger, x], 1))
+        return made
+
+
+def test_the_nearest_pixels_are_repeated_in_int8() -> None:
+    torch.manual_seed(0)
+    graph = graph_of(Decoder(), 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8, kinds=("int8",))
+    made = rounded(graph, "int8", calibration=calibration)
+    moved = [(n.op, n.output.dtype) for n in made.nodes if n.op in ("interpolate", "cat")]
+    assert moved == [("interpolate", "int8"), ("cat", "int8")]
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+    right = interpret(made, {"x": x})["scores"]
+    got = runtime.load(plan(graph, (1, 2, 4), precision="int8", calibration=calibration))(x=x)
+    torch.testing.assert_close(got["scores"], right, rtol=1e-2, atol=1e-2)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 32, 3, padding=1), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.first(x).flatten(2).transpose(1, 2))
+        return made
+
+
+def test_a_map_s_pixels_are_rows_that_kernels_of_int8_take() -> None:
+    """Flattened first, they were strided numbers, which the reference alone multiplied."""
+    graph = graph_of(Rows(), 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8, kinds=("int8",))
+    made = plan(graph, (1, 2, 4), precision="int8", calibration=calibration)
+    (step,) = (s for s in made.program.buckets[0].steps if s.op == "linear")
+    assert "int8" in step.kernel
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -50,6 +50,8 @@ def asked(
 @pytest.mark.parametrize("name", SIZES)
 def test_every_configuration_makes_what_torch_makes(name: str, mode: str) -> None:
     dtype = "float16" if name == "twice" else "float32"
+    if (name, mode) == ("thrice and once", "nearest"):
+        dtype = "int8"
     corners = None if mode == "nearest" else mode == "corners"
     problem = asked(name, "nearest" if mode == "nearest" else "bilinear", corners, dtype)
     if mode == "nearest" and name in ("odd", "smaller", "to one"):
@@ -57,11 +59,11 @@ def test_every_configuration_makes_what_torch_makes(name: str, mode: str) -> Non
         return
     assert resize_rows.fits(problem) is None
     x = torch.randn(problem["input"].shape, generator=torch.Generator().manual_seed(0))
-    x = x.to(DEVICE, getattr(torch, dtype)).to(memory_format=torch.channels_last)
+    x = (x * 40).to(DEVICE, getattr(torch, dtype)).to(memory_format=torch.channels_last)
     right = interpolate(x.double(), **problem.attrs)
     wide = (*problem.output.shape[2:], problem.output.shape[1] + 7)
     for config in resize_rows.configs(problem):
-        out = problem.output.empty(x.device).fill_(torch.nan)
+        out = problem.output.empty(x.device).fill_(99)
         assert resize_rows.bind(problem, {}, **config)(x, out=out) is out
         error = (out.double() - right).abs().max() / right.abs().max()
         assert error < (2e-6 if dtype == "float32" else 1e-3)

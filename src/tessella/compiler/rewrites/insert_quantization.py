@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from tessella.compiler.calibration import DTYPES, Calibration, rounded_weight
-from tessella.compiler.rewrites.lower_quantization import MOVES
+from tessella.compiler.rewrites.lower_quantization import moves_elements
 from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
 
@@ -76,7 +76,7 @@ class _Rounder:
         while open_:
             yield (value := open_.pop())
             maker = self._graph.producer(value)
-            if maker is not None and maker.op in MOVES:
+            if maker is not None and moves_elements(maker):
                 before = [v for v in dict.fromkeys(maker.inputs) if v is not None]
                 open_ += [v for v in before if v not in found]
                 found.update(before)

@@ -63,6 +63,13 @@ class Scheme:
         return float(self.scale)
 
 
+def moves_elements(node: Node) -> bool:
+    """Whether a node only moves elements, repeats them or takes the larger ones, so that it
+    commutes with rounding to one scale.
+    """
+    return node.op in MOVES or (node.op == "interpolate" and node.attrs["mode"] == "nearest")
+
+
 def apply(graph: Graph) -> int:
     """Lower what can be lowered; returns how many layers now work on int8 or fp8."""
     _shift_unsigned(graph)
@@ -249,7 +256,7 @@ def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[
     if scheme is None or scheme.scale.numel() > 1:
         return ()
     move = graph.producer(node["input"])
-    if move is None or move.op not in MOVES or graph.only_reader(node["input"]) is not node:
+    if move is None or not moves_elements(move) or graph.only_reader(node["input"]) is not node:
         return ()
     if len(move.outputs) > 1 or not _moves(move, scheme):
         return ()
@@ -275,7 +282,7 @@ def _from_quantized(graph: Graph) -> set[Value]:
     """The values that are computed from quantized ones, so that they may be stored quantized."""
     found: set[Value] = set()
     for node in graph.nodes:
-        if node.op in MOVES:
+        if moves_elements(node):
             known = any(v in found for v in node.inputs)
         else:
             source = graph.producer(node["input"]) if node.op in PRODUCTS else node

@@ -3,8 +3,9 @@ between.
 
 A thread takes one row of the result after another. Of its pixels a vector of channels at a time,
 four of them together, are the maxima of what the window reads, or the sums, which are scaled; a
-table says which rows and columns of each window lie inside of the image. Adaptive means whose
-windows are all of one size are plain ones; a global mean is, and that of all pixels.
+table says which rows and columns of each window lie inside of the image, and how its sum is scaled.
+Adaptive means whose windows are all of one size are plain ones; a global mean is, and that of all
+pixels.
 
 NaNs spread, as in torch: of float32 a mask remembers where all numbers were ordered (in AVX2 a
 vector, where one was not), since ``vmaxps`` forgets. 16-bit floats that are 0 or more
@@ -34,6 +35,9 @@ SMALLEST, TAKEN, NAN = 13, 14, 15  # vectors; the first ones are the results
 SCALE = NAN  # of a sum, which needs no mark of what is no number
 SEEN = TOGETHER  # AVX2's vectors of where a NaN was, behind the maxima
 SUMS = TOGETHER  # a window's, where each of its rows has its own
+ITEM = 4  # numbers: where windows begin, their rows, where the result's row is, its columns' table
+COLUMN = 3  # numbers of that: where a window begins, its columns, the factor of its sum
+ANY = 0  # rows of a window, where the table of its columns is the same for all
 ALL, REST = 5, 6  # masks; the first ones are of float32's numbers that were ordered
 
 # the instruction for a type, and 32 bits of the number that all others are at least
@@ -83,11 +87,8 @@ def fits(problem: Problem) -> str | None:
     counts = [{count for _, count in _spans(problem, axis)} for axis in (0, 1)]
     if 0 in {*counts[0], *counts[1]}:
         return "a window without a pixel"
-    if is_mean and [{k} for k in problem.attrs["kernel_size"]] != counts:
-        if not (problem.attrs["count_include_pad"] or problem.attrs["divisor_override"]):
-            return "a window that reaches over the edge, of which fewer numbers count"
-        if any(_behind(problem, axis) > problem.attrs["padding"][axis] for axis in (0, 1)):
-            return "a window that reaches over the padding"
+    if is_mean and not _counts_inside(problem) and _reaches_behind(problem, counts):
+        return "a window that reaches over the padding"
     steps = [d * s for d, s in zip(_dilation(problem), _strides(x)[2:], strict=True)]
     if max(*steps, *(_bytes(m) for m in (x, y))) > MAX_BYTES:
         return "distances have 32 bits"
@@ -97,19 +98,19 @@ def fits(problem: Problem) -> str | None:
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
     problem = _with_windows(_as_adaptive(problem))
     x, y = problem["input"], problem.output
-    lines, columns = _lines(problem), _spans(problem, 1)
+    lines, columns = _lines(problem), _columns(problem)
     down, along = _dilation(problem)
     pool = _Pool(
         isa=code.require_instructions(),
         dtype=x.dtype,
         is_widened=_is_widened(problem),
-        divisor=_divisor(problem),
+        is_mean=problem.op == "avg_pool2d",
         by_rows=math.prod(problem.attrs["kernel_size"]) > MOST_ADDED,
         channel_bytes=x.shape[1] * x.itemsize,
         row=_strides(x)[2] * down,
         pixel=_strides(x)[3] * along,
         out_pixel=_strides(y)[3],
-        columns=len(columns),
+        columns=y.shape[3],
     )
     few = x.nbytes <= ALONE_BYTES
     parts = 1 if few else _parts(pool, math.ceil(torch.get_num_threads() / len(lines)))
@@ -119,9 +120,12 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor]) -> Call:
         for part in range(parts)
         for begin, rows, written in lines
     ]
-    _require_inside(problem, lines, columns, pool.channel_bytes)
-    items, spans = code.Table(lines), code.Table(columns)
-    made = code.MachineCode(pool.written(spans.address).code(), spans)
+    places = [place for some in columns.values() for place in some]
+    _require_inside(problem, lines, places, pool.channel_bytes)
+    spans = code.Table(places)
+    starts = {rows: i * pool.table_bytes for i, rows in enumerate(columns)}
+    items = code.Table([(*line, spans.address + starts.get(line[1], 0)) for line in lines])
+    made = code.MachineCode(pool.written().code(), spans)
 
     def numbers(x: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
         return x.data_ptr(), out.data_ptr()
@@ -183,7 +187,7 @@ def _with_windows(problem: Problem) -> Problem:
 def _require_inside(
     problem: Problem,
     lines: list[tuple[int, int, int]],
-    columns: list[tuple[int, int]],
+    columns: list[tuple[int, int, int]],
     channels: int,
 ) -> None:
     """Refuse tables that lead out of the image or the result, whoever wrote them; of a pixel so
@@ -193,11 +197,11 @@ def _require_inside(
     (_, _, row, pixel), out_pixel = _strides(x), _strides(y)[3]
     down, along = _dilation(problem)
     begin, rows, written = torch.tensor(lines).T
-    column, count = torch.tensor(columns).T
+    column, count, _ = torch.tensor(columns).T
     right = int((column + (count - 1) * pixel * along).max()) + channels
     code.require_inside("image", begin + int(column.min()), torch.zeros_like(begin), x.extent)
     code.require_inside("image", begin, (rows - 1) * row * down + right, x.extent)
-    spans = torch.full_like(written, (len(columns) - 1) * out_pixel + channels)
+    spans = torch.full_like(written, (y.shape[3] - 1) * out_pixel + channels)
     code.require_inside("result", written, spans, y.extent)
 
 
@@ -207,7 +211,7 @@ class _Pool:
 
     Attributes:
         is_widened: float32 is made of bfloat16.
-        divisor: of a sum; None: the maximum.
+        is_mean: the sum, scaled, of each window; else the maximum.
         by_rows: of a window's sum, each row is summed first.
         channel_bytes: of a pixel, or of the part of its channels that an item has.
         row, pixel: from one to the next of a window; ``out_pixel`` of the result.
@@ -217,7 +221,7 @@ class _Pool:
     isa: InstructionSet
     dtype: str
     is_widened: bool
-    divisor: int | None
+    is_mean: bool
     by_rows: bool
     channel_bytes: int
     row: int
@@ -225,8 +229,13 @@ class _Pool:
     out_pixel: int
     columns: int
 
-    def written(self, spans: int) -> Assembler:
-        """The code, for a table of the columns' windows at this address.
+    @property
+    def table_bytes(self) -> int:
+        """Of the table of a row's columns."""
+        return COLUMN * code.NUMBER * self.columns
+
+    def written(self) -> Assembler:
+        """The code.
 
         rdi: the call, with image and result; r8, r9: image, result; r10, r12: where the row's
         windows begin and where their maxima go; r11: rows of a window; r13, rbp: its column's place
@@ -239,28 +248,32 @@ class _Pool:
         with a.function():
             a.load("r8", code.given(0))
             a.load("r9", code.given(1))
-            a.set("rbp", spans + 2 * code.NUMBER * self.columns)
             a.set("rax", self._instruction[1])
             a.broadcast_bits(SMALLEST, "rax")
-            a.set("rax", 0x7FC00000 if self.divisor is None else _bits(1 / self.divisor))
-            a.broadcast_bits(NAN if self.divisor is None else SCALE, "rax")
+            if not self.is_mean:
+                a.set("rax", 0x7FC00000)
+                a.broadcast_bits(NAN, "rax")
             if self.isa == AVX512:
                 a.set("rax", -1)
                 a.mask(ALL, "rax")
             if rest and self.isa == AVX512:
                 a.set("rax", (1 << (rest // 2 if self.is_widened else rest)) - 1)
                 a.mask(REST, "rax")
-            with code.each_item(a, "rcx", 3):
+            with code.each_item(a, "rcx", ITEM):
                 a.load("r10", At(base="rcx"))
                 a.add("r10", "r8")
                 a.load("r11", At(base="rcx", distance=8))
                 a.load("r12", At(base="rcx", distance=16))
                 a.add("r12", "r9")
-                a.set("r13", spans)
-                with a.stepped("column", "r13", 2 * code.NUMBER, "rbp"):
+                a.load("r13", At(base="rcx", distance=24))
+                a.move("rbp", "r13")
+                a.add("rbp", self.table_bytes)
+                with a.stepped("column", "r13", COLUMN * code.NUMBER, "rbp"):
                     a.load("r14", At(base="r13"))
                     a.add("r14", "r10")
                     a.load("r15", At(base="r13", distance=8))
+                    if self.is_mean:
+                        a.broadcast(SCALE, At(base="r13", distance=16))
                     if many:
                         a.set("rbx", many)
                         with a.counted("channels", "rbx"):
@@ -275,7 +288,7 @@ class _Pool:
     @property
     def _instruction(self) -> tuple[str, int]:
         """What puts a number to the others, and the bits of what it begins with."""
-        if self.divisor is not None:
+        if self.is_mean:
             return SUM
         return MAXIMUM["float32" if self.is_widened else self.dtype]
 
@@ -290,7 +303,7 @@ class _Pool:
         """
         instruction, _ = self._instruction
         vector, has_masks = self.vector, self.isa == AVX512
-        has_nan = (self.dtype == "float32" or self.is_widened) and self.divisor is None
+        has_nan = (self.dtype == "float32" or self.is_widened) and not self.is_mean
         load = a.load_bfloat16 if self.is_widened else a.load_vector
         store = a.store_bfloat16 if self.is_widened else a.store_vector
         masks, places = [0] * vectors, [i * vector for i in range(vectors)]
@@ -298,7 +311,7 @@ class _Pool:
             masks[-1] = REST
         elif rest:
             places[-1] -= vector - rest
-        is_summed_twice = self.by_rows and self.divisor is not None
+        is_summed_twice = self.by_rows and self.is_mean
         for i in range(vectors):
             a.copy_vector(i, SMALLEST)
             if is_summed_twice:
@@ -334,7 +347,7 @@ class _Pool:
                 made = TAKEN
             elif has_nan:
                 a.vector("vorps", i, i, SEEN + i)  # all bits set are a NaN
-            elif self.divisor is not None:
+            elif self.is_mean:
                 a.vector("vmulps", i, SUMS + i if is_summed_twice else i, SCALE)
             store(At(base="r12", distance=place), made, mask)
 
@@ -356,13 +369,20 @@ def _spans(problem: Problem, axis: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _behind(problem: Problem, axis: int) -> int:
-    """Pixels from the image's end to the last window's."""
-    kernel, stride, padding = (
-        problem.attrs[name][axis] for name in ("kernel_size", "stride", "padding")
+def _reaches_behind(problem: Problem, counts: list[set[int]]) -> bool:
+    """Whether a window, of which so many pixels lie inside along each axis, ends behind the
+    padding.
+    """
+    sizes, made = problem["input"].shape[2:], problem.output.shape[2:]
+    windows = zip(
+        *(problem.attrs[name] for name in ("kernel_size", "stride", "padding")), strict=True
     )
-    last = (problem.output.shape[2 + axis] - 1) * stride - padding + kernel
-    return int(last - problem["input"].shape[2 + axis])
+    return any(
+        {kernel} != count and (out - 1) * stride - padding + kernel - size > padding
+        for (kernel, stride, padding), count, size, out in zip(
+            windows, counts, sizes, made, strict=True
+        )
+    )
 
 
 def _is_widened(problem: Problem) -> bool:
@@ -376,11 +396,29 @@ def _dilation(problem: Problem) -> tuple[int, int]:
     return down, along
 
 
-def _divisor(problem: Problem) -> int | None:
+def _counts_inside(problem: Problem) -> bool:
+    """Whether a mean is that of the numbers inside of the image, fewer at the edge."""
+    attrs = problem.attrs
+    return problem.op == "avg_pool2d" and not (
+        attrs["count_include_pad"] or attrs["divisor_override"]
+    )
+
+
+def _columns(problem: Problem) -> dict[int, list[tuple[int, int, int]]]:
+    """By the rows of a window that lie inside of the image, or ``ANY`` where these do not matter:
+    for each column of the result, where the window begins, its columns inside, and the bits of the
+    factor of its sum.
+    """
+    spans = _spans(problem, 1)
     if problem.op == "max_pool2d":
-        return None
-    down, along = problem.attrs["kernel_size"]
-    return int(problem.attrs["divisor_override"] or down * along)
+        return {ANY: [(begin, count, 0) for begin, count in spans]}
+    if not _counts_inside(problem):
+        size = problem.attrs["divisor_override"] or math.prod(problem.attrs["kernel_size"])
+        return {ANY: [(begin, count, _bits(1 / size)) for begin, count in spans]}
+    return {
+        rows: [(begin, count, _bits(1 / (rows * count))) for begin, count in spans]
+        for rows in sorted({rows for _, rows in _spans(problem, 0)})
+    }
 
 
 def _bits(number: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -132,6 +133,11 @@ class Blocks:
     def groups(self) -> list[tuple[int, int]]:
         """The first panel of each item and how many it has."""
         return list(self.panels.together(self.together))
+
+    @property
+    def _halves(self) -> range:
+        """Of a panel's channels: the second is the first, and is left out, where 16 are all."""
+        return range(2 if self.panels.columns[1] else 1)
 
     @property
     def lines(self) -> int:
@@ -304,10 +310,9 @@ class Blocks:
         """The block's sums leave their tiles, and it becomes the block before if it is done."""
         a.set("rdx", WIDTH * WORD)
         a.load("rcx", kept(SUMS_AT))
-        for tile in range(4):
-            down, along = divmod(tile, 2)
+        for down, along in itertools.product(range(2), self._halves):
             at = At(base="rcx", index="rdx", distance=down * LOWER + along * CACHE_LINE)
-            a.store_tile(at, tile)
+            a.store_tile(at, 2 * down + along)
         if self.chunks > 1:
             a.add_to_stored(kept(SUMS_AT), BLOCK_BYTES)
             a.set("rbp", 0)
@@ -425,9 +430,9 @@ class Blocks:
         Args:
             constants: of the block before, which is finished; None if there is none.
         """
-        for tile in range(4):
-            base = ("rcx", "r8")[tile // 2]
-            a.load_tile(tile, At(base=base, index="rdx", distance=tile % 2 * CACHE_LINE))
+        for down, along in itertools.product(range(2), self._halves):
+            at = At(base=("rcx", "r8")[down], index="rdx", distance=along * CACHE_LINE)
+            a.load_tile(2 * down + along, at)
         a.set("rax", self.pitch)
         a.set("rdx", CACHE_LINE)
         a.move("rcx", "r12")
@@ -464,13 +469,12 @@ class Blocks:
     def _step(self, a: TileAssembler, rows: int, constants: Constants | None) -> None:
         lower = ROWS // 2 * self.pitch
         a.load_tile(4, At(base="rsi", index="rax"))
-        a.load_tile(6, At(base="rcx", index="rdx"))
-        a.multiply_tiles("tdpbf16ps", 0, 4, 6)
-        a.load_tile(7, At(base="rcx", index="rdx", distance=TILE_BYTES))
-        a.multiply_tiles("tdpbf16ps", 1, 4, 7)
+        for half in self._halves:
+            a.load_tile(6 + half, At(base="rcx", index="rdx", distance=half * TILE_BYTES))
+            a.multiply_tiles("tdpbf16ps", half, 4, 6 + half)
         a.load_tile(5, At(base="rsi", index="rax", distance=lower))
-        a.multiply_tiles("tdpbf16ps", 2, 5, 6)
-        a.multiply_tiles("tdpbf16ps", 3, 5, 7)
+        for half in self._halves:
+            a.multiply_tiles("tdpbf16ps", 2 + half, 5, 6 + half)
         a.add("rsi", self.step)
         for line in range(self.ahead):
             a.prefetch(At(base="r8", distance=line * CACHE_LINE), cache=2)
@@ -485,7 +489,7 @@ class Blocks:
         _, of_result, of_residual = self.pitches
         framed = self.way == FRAMED
         for row in range(rows):
-            pair = SUMS + 2 * row, SUMS + 2 * row + 1
+            pair = [SUMS + 2 * row + half for half in self._halves]
             if framed and of_residual is not None:
                 a.load_short("r14", At(base="rbx", distance=row * PLACE + WORD))
                 a.add("r14", "r11")
@@ -507,7 +511,7 @@ class Blocks:
                 a.vector("vcvtne2ps2bf16", pair[0], pair[1], pair[0])
                 a.store_vector(At(base=base, distance=begin), pair[0])
             else:
-                for x, column in zip(pair, self.panels.columns, strict=True):
+                for x, column in zip(pair, self.panels.columns, strict=False):
                     a.store_bfloat16(At(base=base, distance=begin + column * SIZE), x)
         a.add("rbp", rows * WIDTH * WORD)
         if framed:

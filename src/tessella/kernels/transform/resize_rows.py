@@ -69,7 +69,7 @@ def resize_kernel(
     lanes = x + lane[None, :]
     if NEAREST:
         at = (first + row // (ROWS // HEIGHT)) * WIDTH + column // (COLUMNS // WIDTH)
-        made = tl.load(lanes + (at * READ)[:, None], mask=mask, other=0).to(tl.float32)
+        made = tl.load(lanes + (at * READ)[:, None], mask=mask, other=0)
     else:
         top, bottom, down = _place(row, HEIGHT, ROWS, CORNERS)
         left, right, along = _place(column, WIDTH, COLUMNS, CORNERS)
@@ -81,16 +81,18 @@ def resize_kernel(
         along, down = along[:, None], down[:, None]
         upper = a * (1 - along) + b * along
         made = upper * (1 - down) + (c * (1 - along) + d * along) * down
+        made = cast(made, out.dtype.element_ty)
     into = out + (pixel * WRITTEN)[:, None] + lane[None, :]
-    tl.store(into, cast(made, out.dtype.element_ty), mask=mask)
+    tl.store(into, made, mask=mask)
 
 
 def fits(problem: Problem) -> str | None:
     x, y, attrs = problem["input"], problem.output, problem.attrs
     if len(x.shape) != 4 or attrs["mode"] not in ("nearest", "bilinear") or attrs["antialias"]:
         return "pictures alone, nearest or bilinear, without antialiasing"
-    if problem.constant or 0 in y.shape or x.dtype != y.dtype or x.dtype not in FLOATS:
-        return "floating numbers of 16 and 32 bits that are no constants"
+    types = (*FLOATS, "int8") if attrs["mode"] == "nearest" else FLOATS
+    if problem.constant or 0 in y.shape or x.dtype != y.dtype or x.dtype not in types:
+        return "floating numbers of 16 and 32 bits, or the nearest of int8, that are no constants"
     if x.pixel_pitch is None or y.pixel_pitch is None:
         return "channels_last, or a slice of its channels"
     sizes = list(zip(x.shape[2:], y.shape[2:], strict=True))

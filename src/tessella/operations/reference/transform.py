@@ -98,6 +98,13 @@ def interpolate(
     antialias: bool,
 ) -> Tensor:
     """Resize the spatial axes of [N, C, ...], to ``size`` or by ``scale_factor``."""
+    if input.dtype == torch.int8 and mode == "nearest":  # torch copies bytes of uint8 alone
+        input = input.view(torch.uint8)
+        made = interpolate(
+            input, size=size, scale_factor=scale_factor, mode=mode, align_corners=align_corners,
+            antialias=antialias,
+        )  # fmt: skip
+        return made.view(torch.int8)
     return F.interpolate(
         input,
         size=None if size is None else list(size),
