@@ -310,7 +310,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", version=2, **_INTO),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_x86("conv2d", "{}_few", "shared.x86_few", sliced_out=True),
-    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", **_INTO),
+    *_x86("conv2d conv3d", "{}_winograd", "conv.x86_winograd", **_INTO),
     *_int8("conv2d", "amx_int8", "shared.amx_int8", version=2, isa="amx_int8"),
     *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", version=2, isa="avx512_vnni"),
     *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", version=2, isa="avx2_vnni"),
