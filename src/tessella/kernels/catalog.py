@@ -427,6 +427,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("layer_norm", "{}", "norm.x86", in_place=True),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
     *_gpu("group_factors", "moments", "norm.group", **_NEW),
+    *_x86("group_factors", "{}", "norm.x86_groups", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
     *_hopper(_ATTENTION, "flash", "attention.flash_sm90", version=4, gamma=True, **_NEW),
@@ -472,7 +473,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_x86(
         "pointwise add sub mul div relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid clamp"
-        " neg batch_norm",
+        " leaky_relu neg batch_norm",
         "{}",
         "pointwise.x86",
         sliced_out=True,
