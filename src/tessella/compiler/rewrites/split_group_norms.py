@@ -7,7 +7,7 @@ write where a concatenation wants them. On a CPU it is done to what a convolutio
 from __future__ import annotations
 
 from tessella.compiler.problems import problem_of
-from tessella.core.device import is_gpu
+from tessella.core.architectures import is_gpu
 from tessella.graph.graph import Graph, Node, Value, shape_at
 from tessella.kernels import catalog
 from tessella.operations.tensor_meta import Format, TensorMeta

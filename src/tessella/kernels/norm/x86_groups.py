@@ -69,9 +69,9 @@ def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call:
     shape = problem.outputs[0].shape
 
     def factors(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, bias = (*problem.operands(constants, inputs), None, None)[:3]
+        _, weight, bias = (*problem.operands(constants, inputs), None, None)[:3]
         sums = torch.empty(images, len(begins), SUMS, channels, dtype=torch.float32)
-        launch(x, out=sums)
+        launch(inputs[0], out=sums)
         mean, variance = _moments(sums.double(), sizes, groups)
         factor = (variance + eps).rsqrt()
         factor = factor if weight is None else factor * weight
