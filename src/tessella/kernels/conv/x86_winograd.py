@@ -46,6 +46,7 @@ from tessella.operations.tensor_meta import TensorMeta
 
 READ, MADE = 6, 4  # pixels along a tile's edge
 MOST_SLICES = 5  # that a result reads; the code has each
+TABLE_BYTES = 2**27  # of where tiles lie: of 128³ with filters of three slices it is half of that
 PLACES, RESULTS = READ**2, MADE**2
 WORTH_TILES = 8  # fewer do not repay four times the weight's bytes
 MOST_THREADS = 8
@@ -77,6 +78,8 @@ def fits(problem: Problem) -> str | None:
         return f"channels by {lanes}"
     if PLACES * math.prod(weight.shape) // 9 * WORD > MAX_BYTES:
         return "distances have 32 bits"
+    if _tiles(problem) * (PLACES * _slices(problem) + 2 * RESULTS) * WORD > TABLE_BYTES:
+        return "too many tiles for a table of where they lie"
     images = (x, problem.output, problem.epilogue.residual)
     if max(m.extent for m in images if m is not None) > MAX_BYTES:
         return "distances have 32 bits"
@@ -190,7 +193,8 @@ def _places(problem: Problem) -> torch.Tensor:
 
     def line(count: int, step: int, before: int, span: int, axis: int) -> torch.Tensor:
         """Places that each of so many reads of a span along an axis of [n, d, r, c, slices, …]."""
-        at = torch.arange(count)[:, None] * step - before + torch.arange(span)
+        first = torch.arange(count, dtype=torch.int32)[:, None] * step - before
+        at = first + torch.arange(span, dtype=torch.int32)
         return at.reshape([count if i == axis else span if i == axis + 3 else 1 for i in range(7)])
 
     def lie(meta: TensorMeta, slices: int, edge: int, before: tuple[int, ...]) -> torch.Tensor:
@@ -200,14 +204,14 @@ def _places(problem: Problem) -> torch.Tensor:
         inside = torch.ones(1, dtype=torch.bool)
         for at, side in zip((d, r, c), sides, strict=True):
             inside = inside & (at >= 0) & (at < side)
-        n = torch.arange(images).reshape(-1, *[1] * 6) * sides[0]
+        n = torch.arange(images, dtype=torch.int32).reshape(-1, *[1] * 6) * sides[0]
         at = (((n + d) * sides[1] + r) * sides[2] + c) * pixel_bytes(meta)
         return torch.where(inside, at, -1).reshape(images * made * down * along, -1)
 
     parts = [lie(x, _slices(problem), READ, (front, top, left)), lie(y, 1, MADE, (0, 0, 0))]
     if residual is not None:
         parts.append(lie(residual, 1, MADE, (0, 0, 0)))
-    return torch.cat(parts, 1).to(torch.int32)
+    return torch.cat(parts, 1)
 
 
 def _sides(meta: TensorMeta) -> tuple[int, ...]:
@@ -221,9 +225,9 @@ def _require_inside(problem: Problem, places: torch.Tensor) -> None:
     sizes = [PLACES * _slices(problem), RESULTS, *([] if added is None else [RESULTS])]
     metas = (x, y) if added is None else (x, y, added)
     names = ("image", "result", "residual")
-    parts = torch.split(places.long(), sizes, 1)
+    parts = torch.split(places, sizes, 1)
     for name, meta, part in zip(names, metas, parts, strict=False):
-        begins = part.clamp(min=0)
+        begins = torch.stack(part.aminmax()).clamp(min=0).long()
         code.require_inside(
             name, begins, torch.full_like(begins, meta.shape[1] * WORD), meta.extent
         )
