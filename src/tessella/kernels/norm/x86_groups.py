@@ -43,8 +43,6 @@ def fits(problem: Problem) -> str | None:
         return "weight and bias must be constants"
     if 0 in x.shape:
         return "nothing to normalize"
-    if x.extent > code.MAX_BYTES:
-        return "distances have 32 bits"
     return None
 
 
