@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessella.compiler import pipeline
+from tessella.compiler.choices.variants import layouts_to_try
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout, split_group_norms
@@ -66,8 +67,16 @@ def test_volumes_lie_with_their_channels_together(target: str, precision: str) -
     """From the first convolution to the last, without a copy; a network that grows them, too."""
     if target == "cpu" and code.instructions() is None:
         pytest.skip("its kernel of statistics is machine code")
-    network = UNet3d(classes=3, channels=1, width=16, levels=2)
-    graph = fused(graph_of(network, 1, 8, 8, 8), target, precision)
+    graph, narrow = (
+        fused(
+            graph_of(UNet3d(classes=3, channels=1, width=width, levels=2), 1, 8, 8, 8),
+            target, precision,
+        )
+        for width in (16, 4)
+    )  # fmt: skip
+    assert layouts_to_try(graph, precision, target)[0] == "channels_last"
+    by_torch = layouts_to_try(narrow, precision, target)[0] == "contiguous"
+    assert by_torch == ("group_norm" in [n.op for n in narrow.nodes]) == (target == "cpu")
     copies = [n.op for n in graph.nodes].count("to")
     formats = assign_layout.apply(graph, "channels_last")
     check(graph)

@@ -59,7 +59,9 @@ def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
 
 
 def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:
-    """The layouts that a plan may get: several where only a measurement can tell."""
+    """The layouts that a plan may get, the likely one first: several where only a measurement can
+    tell.
+    """
     is_wide = PRECISIONS[precision] == "float32"
     # volumes in 16 bits with their channels together were not measured on a CPU
     convolutions = ("conv2d", "conv3d") if is_gpu(target) or is_wide else ("conv2d",)
@@ -67,6 +69,9 @@ def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, .
         return ("contiguous",)
     if not is_wide:
         return ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
+    norms = [n for n in graph.nodes if n.op == "group_norm" and len(n.output.shape) == 5]
+    if norms and not is_gpu(target):  # those of volumes that torch computes
+        return ("contiguous", "channels_last")
     return ("channels_last", "contiguous")
 
 
