@@ -141,7 +141,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
         ({"shape": (1, 20, 9, 9)}, "channels by"),
         ({"channels": 36}, "channels by"),
         ({"gamma": 2.0}, "gamma"),
-        ({"shape": (1, 32, 4096, 4000)}, "too many tiles"),
+        ({"shape": (1, 32, 512, 96, 96), "kernel": (3, 3, 3)}, "too many tiles"),
     ],
 )
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ from tessella.operations.tensor_meta import TensorMeta
 
 READ, MADE = 6, 4  # pixels along a tile's edge
 MOST_SLICES = 5  # that a result reads; the code has each
-TABLE_BYTES = 2**27  # of where tiles lie: of 128³ with filters of three slices it is half of that
+# of where a volume's tiles lie: of 128³ with filters of three slices it is half of that
+TABLE_BYTES = 2**27
 PLACES, RESULTS = READ**2, MADE**2
 WORTH_TILES = 8  # fewer do not repay four times the weight's bytes
 MOST_THREADS = 8
@@ -78,7 +80,8 @@ def fits(problem: Problem) -> str | None:
         return f"channels by {lanes}"
     if PLACES * math.prod(weight.shape) // 9 * WORD > MAX_BYTES:
         return "distances have 32 bits"
-    if _tiles(problem) * (PLACES * _slices(problem) + 2 * RESULTS) * WORD > TABLE_BYTES:
+    table = _tiles(problem) * (PLACES * _slices(problem) + 2 * RESULTS) * WORD
+    if len(x.shape) == 5 and table > TABLE_BYTES:
         return "too many tiles for a table of where they lie"
     images = (x, problem.output, problem.epilogue.residual)
     if max(m.extent for m in images if m is not None) > MAX_BYTES:
@@ -182,7 +185,22 @@ def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     return packed(weight, ("conv.x86_winograd", tiles.width), pack)
 
 
+_placed: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)  # that a plan's steps hold: layers of one shape share a table
+
+
 def _places(problem: Problem) -> torch.Tensor:
+    metas = [problem["input"], problem.output, problem.epilogue.residual]
+    lie = [(m.shape, pixel_bytes(m)) for m in metas if m is not None]
+    key = *lie, tuple(problem.attrs["padding"]), _slices(problem)
+    made = _placed.get(key)
+    if made is None:
+        made = _placed[key] = _laid(problem)
+    return made
+
+
+def _laid(problem: Problem) -> torch.Tensor:
     """int32 [tiles, 36 for each slice + 16 (+ 16)]: where a tile's pixels lie in the image, its
     results and its part of the residual; -1 beside them.
     """

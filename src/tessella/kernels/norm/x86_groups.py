@@ -1,8 +1,9 @@
 """``group_factors`` on a CPU with AVX-512 or AVX2: statistics of channels that lie last.
 
 A thread takes some pixels at a time, and adds up each channel's numbers and their squares, as they
-differ from those of its first pixel, so that a large mean costs no digits. What these sums say of
-all pixels is put together in float64, in a fixed order: the result depends on no number of threads.
+differ from the middle one of its first, its middle and its last pixel's, so that neither a large
+mean nor an odd pixel there costs digits. What these sums say of all pixels is put together in
+float64, in a fixed order: the result depends on no number of threads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +23,15 @@ from tessella.device.x86.assembler import AVX2, AVX512, Assembler, At, Instructi
 from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
+Numbers = npt.NDArray[np.float64]
 BLOCK_NUMBERS = 2**14  # that one thread takes at a time, and that float32 adds up
 WORD = 4
-SUMS = 3  # of a vector: the first pixel's numbers, the sums, those of squares
+SUMS = 3  # of a vector: what is subtracted, the sums, those of squares
 TOGETHER = {AVX512: 8, AVX2: 4}  # vectors that are added up at a time, at most
 IMAGE, RESULT = map(code.given, range(2))
-ITEM = OF_PIXELS, OF_SUMS, COUNT = range(0, 3 * code.NUMBER, code.NUMBER)
+# of an item: where its pixels begin, where their sums go, how many there are, and how far from the
+# first its middle pixel and its last lie
+ITEM = OF_PIXELS, OF_SUMS, COUNT, TO_MIDDLE, TO_LAST = range(0, 5 * code.NUMBER, code.NUMBER)
 
 
 def fits(problem: Problem) -> str | None:
@@ -55,48 +60,52 @@ def bind(problem: Problem, constants: Mapping[int, Tensor]) -> Call:
     counts = np.minimum(some, pixels - begins)
     of_pixels = (np.arange(images)[:, None] * pixels + begins).flatten() * pitch
     sums_bytes = SUMS * channels * WORD
-    items = np.stack(
-        (of_pixels, np.arange(len(of_pixels)) * sums_bytes, np.tile(counts, images)), 1
-    )
+    count = np.tile(counts, images)
+    of_sums = np.arange(len(of_pixels)) * sums_bytes
+    items = np.stack((of_pixels, of_sums, count, count // 2 * pitch, (count - 1) * pitch), 1)
     spans = (items[:, 2] - 1) * pitch + channels * WORD
     code.require_inside("pixels", torch.from_numpy(of_pixels), torch.from_numpy(spans), x.extent)
     table, made = code.Table(items), _machine_code(isa, channels, pitch)
     launch = code.Launch(made, table, lambda x, out: (x.data_ptr(), out.data_ptr()))
-    sizes = torch.from_numpy(counts).double()[:, None]
+    sizes = counts.astype(np.float64)[:, None]
     groups, eps = problem.attrs["num_groups"], float(problem.attrs["eps"])
+    weight, bias = (None if t is None else t.double().numpy() for t in map(constants.get, (1, 2)))
     shape = problem.outputs[0].shape
 
-    def factors(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        _, weight, bias = (*problem.operands(constants, inputs), None, None)[:3]
+    def factors(x: Tensor) -> tuple[Tensor, Tensor]:
         sums = torch.empty(images, len(begins), SUMS, channels, dtype=torch.float32)
-        launch(inputs[0], out=sums)
-        mean, variance = _moments(sums.double(), sizes, groups)
-        factor = (variance + eps).rsqrt()
+        launch(x, out=sums)
+        # NumPy: of so few numbers torch's calls take three times as long
+        mean, variance = _moments(sums.numpy().astype(np.float64), sizes, groups)
+        factor = 1 / np.sqrt(variance + eps)
         factor = factor if weight is None else factor * weight
         shift = -mean * factor if bias is None else bias - mean * factor
-        return factor.float().reshape(shape), shift.float().reshape(shape)
+        made = (torch.from_numpy(t.astype(np.float32)).reshape(shape) for t in (factor, shift))
+        return next(made), next(made)
 
     return factors
 
 
-def _moments(sums: Tensor, sizes: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def _moments(sums: Numbers, sizes: Numbers, groups: int) -> tuple[Numbers, Numbers]:
     """Mean and variance of each channel's group, [N, C] each.
 
     Args:
-        sums: float64 [N, parts of an image, SUMS, C].
+        sums: [N, parts of an image, SUMS, C].
         sizes: pixels of each part, [parts, 1].
     """
-    first, apart, squares = sums.unbind(2)
+    middle, apart, squares = sums[:, :, 0], sums[:, :, 1], sums[:, :, 2]
     each = sums.shape[-1] // groups
 
-    def of_groups(numbers: Tensor) -> Tensor:
-        total = numbers.sum(1).reshape(-1, groups, each).sum(2) / (each * sizes.sum())
-        return total.repeat_interleave(each, 1)
+    def of_groups(numbers: Numbers) -> Numbers:
+        total: Numbers = numbers.sum(1) / (each * sizes.sum())
+        if each > 1:
+            total = total.reshape(-1, groups, each).sum(2).repeat(each, 1)
+        return total
 
-    means = first + apart / sizes
+    means = middle + apart / sizes
     mean = of_groups(means * sizes)
     inside = squares - apart * apart / sizes
-    return mean, of_groups(inside + (means - mean[:, None]).square() * sizes)
+    return mean, of_groups(inside + (means - mean[:, None]) ** 2 * sizes)
 
 
 @functools.lru_cache(64)
@@ -120,13 +129,16 @@ class _Sums:
     def written(self) -> Assembler:
         """The code.
 
-        rdi: the call; rbx: the item; r8, r9: its first pixel, and where its sums go; rsi: a pixel;
-        rcx: pixels that are left; rdx: the channel, in bytes.
+        rdi: the call; rbx: the item; r8, r10, r11: its first, middle and last pixel; r9: where its
+        sums go; rsi: a pixel; rcx: pixels that are left; rdx: the channel, in bytes.
         """
         a = Assembler(self.isa)
         with a.function(), code.each_item(a, "rbx", len(ITEM)):
             for to, base, of in (("r8", IMAGE, OF_PIXELS), ("r9", RESULT, OF_SUMS)):
                 a.load(to, base)
+                a.add_stored(to, At(base="rbx", distance=of))
+            for to, of in (("r10", TO_MIDDLE), ("r11", TO_LAST)):
+                a.move(to, "r8")
                 a.add_stored(to, At(base="rbx", distance=of))
             a.set("rdx", 0)
             step = self.vectors * self.isa.vector_bytes
@@ -137,9 +149,17 @@ class _Sums:
     def _add_up(self, a: Assembler) -> None:
         """Some vectors of channels of all pixels; behind the sums are two vectors that are read."""
         count, vector = self.vectors, self.isa.vector_bytes
-        firsts, sums, squares = (range(i * count, (i + 1) * count) for i in range(SUMS))
+        middles, sums, squares = (range(i * count, (i + 1) * count) for i in range(SUMS))
         for v in range(count):
-            a.load_vector(firsts[v], At(base="r8", index="rdx", distance=v * vector))
+            one, other, third = (
+                At(base=base, index="rdx", distance=v * vector) for base in ("r8", "r10", "r11")
+            )
+            middle, high = middles[v], sums[v]
+            a.load_vector(middle, one)
+            a.vector("vmaxps", high, middle, other)
+            a.vector("vminps", high, high, third)
+            a.vector("vminps", middle, middle, other)
+            a.vector("vmaxps", middle, middle, high)
             for zero in (sums[v], squares[v]):
                 a.vector("vxorps", zero, zero, zero)
         a.move("rsi", "r8")
@@ -148,11 +168,11 @@ class _Sums:
             for v in range(count):
                 read = SUMS * count + v % 2
                 a.load_vector(read, At(base="rsi", index="rdx", distance=v * vector))
-                a.vector("vsubps", read, read, firsts[v])
+                a.vector("vsubps", read, read, middles[v])
                 a.vector("vaddps", sums[v], sums[v], read)
                 a.vector("vfmadd231ps", squares[v], read, read)
             a.add("rsi", self.pitch)
-        for place, held in enumerate((firsts, sums, squares)):
+        for place, held in enumerate((middles, sums, squares)):
             for v in range(count):
                 distance = place * self.channels * WORD + v * vector
                 a.store_vector(At(base="r9", index="rdx", distance=distance), held[v])
