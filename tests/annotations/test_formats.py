@@ -467,7 +467,8 @@ def voc_object(name: str, *corners: object) -> str:
 
 
 def test_voc(tmp_path):
-    for stem in "abc":
+    """What is broken is listed beside its file, a picture that no XML is about (z), too."""
+    for stem in "abcz":
         picture(tmp_path / f"JPEGImages/{stem}.png")
     folder = tmp_path / "Annotations"
     good = voc_object("dog", 1, 1, WIDTH, HEIGHT)
@@ -491,7 +492,8 @@ def test_voc(tmp_path):
     assert (whole.x, whole.y, whole.width, whole.height) == (0, 0, WIDTH, HEIGHT)
     assert (dot.x, dot.y, dot.width, dot.height) == (4, 5, 1, 1)
     listed = {p.path: p.what for p in got.problems}
-    assert set(listed) == {"JPEGImages/b.png", "JPEGImages/c.png", *(f"{s}.xml" for s in "defgh")}
+    assert set(listed) == {*(f"JPEGImages/{s}.png" for s in "bcz"), *(f"{s}.xml" for s in "defgh")}
+    assert "no XML for the picture" in listed["JPEGImages/z.png"]
     assert "31" in listed["JPEGImages/c.png"]
     assert "deeper" in listed["e.xml"]
     assert "entities" in listed["f.xml"]
@@ -514,7 +516,7 @@ def test_voc_s_several_roots_and_odd_names(tmp_path):
         ("2012/JPEGImages/a.png", [(1, False), (0, True)]),
     ]
     assert [(p.path, "another XML" in p.what) for p in got.problems] == [
-        ("c.xml", True), ("d.xml", False),
+        ("c.xml", True), ("d.xml", False), ("2012/JPEGImages/b.png", False),
     ]  # fmt: skip
     assert "1 things are marked difficult" in got.notes[0]
     write(tmp_path / "cvat/annotations.xml", "<annotations><image name='a.png'/></annotations>")

@@ -92,7 +92,9 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
         assert made == [step.name for step in PASSES if step.name in made]
         return {*made} - {step.name for step in of_stage("optimize")}
 
-    always = {"fuse_requantization", "fuse_rearrangements", "fuse_pointwise"}
+    always = {
+        "fuse_requantization", "fuse_rearrangements", "split_group_norms", "fuse_pointwise",
+    }  # fmt: skip
     assert runs("reference", "fp32") == always
     assert runs("cpu", "bf16") == always | {"fold_floors", "lower_precision", "mark_non_negative"}
     rounds = always | {"insert_quantization", "lower_quantization"}
@@ -100,7 +102,7 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
         "fold_floors", "keep_pixels", "mark_non_negative", "mark_wide_sums",
     }  # fmt: skip
     gpu = {
-        "pad_channels", "lower_precision", "keep_pixels", "split_group_norms", "widen_results",
+        "pad_channels", "lower_precision", "keep_pixels", "widen_results",
         "mark_sparse_weights",
     }  # fmt: skip
     assert runs("sm_90", "int8") == rounds | gpu

@@ -432,9 +432,11 @@ def test_images_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     again = ts.data.images(source, size=8, holdout=0.25, workers=2)
     assert again.info == first.info
     assert (first.path / "dataset.json").read_bytes() == created
-    for change in ({"size": 9}, {"seed": 1}, {"resize": "fill"}):
+    for change in ({"size": 9}, {"seed": 1}, {"resize": "fill"}, {"store": "png"}):
         with pytest.raises(UsageError, match="other files or settings"):
             ts.data.images(source, **{"size": 8, "holdout": 0.25, **change})
+    as_png = ts.data.images(source, size=8, holdout=0.25, store="png", out="png")
+    assert ts.data.images(source, size=8, holdout=0.25, out="png").info == as_png.info
     write_picture(source / "a" / "new.png", 99)
     with pytest.raises(UsageError, match="other files or settings"):
         ts.data.images(source, size=8, holdout=0.25)

@@ -28,7 +28,7 @@ from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tessella.search.find import bind
 from tests.support.guard_pages import guarded
-from tests.support.problems import attentions, looks, pools, rearrangements, recurrent
+from tests.support.problems import attentions, groups, looks, pools, rearrangements, recurrent
 from tests.support.problems.direct_convolutions import problem as convolution
 
 CPU = torch.device("cpu")
@@ -145,6 +145,9 @@ def images() -> Iterator[Problem]:
         added = convolution(shape, channels, residual=True, **window)
         yield from (p, replace(added, dying=(RESIDUALS,)), sliced(added), in_int8(added))
         yield in_bfloat16(sliced(added))
+    volumes = {"kernel": (3, 3, 3), "padding": (1, 1, 1), "residual": True}
+    p = convolution((1, 16, 3, 6, 5), 32, **volumes)
+    yield from (p, sliced(p), groups.problem((2, 48, 3, 5, 7), 6, dtype="float32"))
     few = {**three, "stride": (2, 2), "residual": True}  # channels, whose lines are spread
     yield in_bfloat16(convolution((1, 3, 9, 67), 33, **few))
     for op, window in pools.WINDOWS.values():

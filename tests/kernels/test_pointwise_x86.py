@@ -63,7 +63,9 @@ LONG: Program = (
     ("gelu", (4,), {"approximate": "none"}), ("sub", (5, 1), {"alpha": 1}),
     ("clamp", (6,), {"min": -2.0, "max": 3.0}), ("div", (7, None), {"scalar": 3.0}),
     ("mul", (7, 8), {}), ("pow", (9, None), {"scalar": 2.0}), ("neg", (10,), {}),
-    ("tanh", (11,), {}),
+    ("tanh", (11,), {}), ("leaky_relu", (12,), {"negative_slope": 0.1}),
+    ("leaky_relu", (13,), {"negative_slope": 1.5}), ("add", (14, 1), {"alpha": 1}),
+    ("leaky_relu", (15,), {"negative_slope": -0.5}),
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from tessella.studio.drawn_masks import (
     things_of,
 )
 from tessella.tasks import Query, View, named
+from tessella.tasks.segmentation.answers import taught
 from tessella.tasks.segmentation.examples import IGNORED, decoded
 from tests.support.studio.browsing import enter, fit, go, press, resize, see, until
 from tests.support.studio.labelling import Tool
@@ -251,6 +252,11 @@ def test_outlines_and_strokes_are_drawn_changed_undone_and_saved(labelled: Serve
     press(chromium, "Draw masks")
     tool = Tool(chromium)
     until(lambda: ((tool.shown() > 0) == (own > 0)).all(), what="the dataset's own mask")
+    for x, y in ((52, 4), (52, 12)):  # in the colours that pictures have elsewhere
+        ink = f"getContext('2d').getImageData({x}, {y}, 1, 1).data"
+        script = f"return [...document.querySelector('canvas').{ink}]"
+        black = taught(np.zeros((1, 1, 3), np.uint8), own[y : y + 1, x : x + 1], CLASSES)
+        assert np.abs(chromium.execute_script(script)[:3] - 2.0 * black[0, 0]).max() <= 5
 
     corners = [(5.0, 5.0), (40.0, 8.0), (44.0, 30.0), (20.0, 45.0), (4.0, 30.0)]
     tool.keys("3")

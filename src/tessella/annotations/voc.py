@@ -58,7 +58,7 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
     numbers = {name: label for label, name in enumerate(classes)}
     pictures: dict[str, Picture] = {}
     for root, some in files.items():
-        splits = _splits(root)
+        splits, placed = _splits(root), set[Path]()
         for file in some:  # read again: trees of a hundred thousand files take gigabytes
             tree = _tree(file, problems)
             if tree is not None and tree.tag == "annotations":
@@ -70,6 +70,7 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
             place = _place(file, tree, root, problems) if tree is not None else None
             if tree is None or place is None:
                 continue
+            placed.add(root / place)
             name = (root / place).relative_to(folder).as_posix()
             if name in pictures:
                 what = f"its picture has another XML already: {name}"
@@ -78,6 +79,11 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
                 root / place, name, tree, numbers, splits.get(file.stem, ""), problems
             ):
                 pictures[name] = picture
+        for file in _without_xml(root, some, placed):
+            name = file.relative_to(folder).as_posix()
+            problems.append(
+                Problem(path=name, what="there is no XML for the picture: it is left out")
+            )
     difficult = sum(thing.crowd for picture in pictures.values() for thing in picture.things)
     note = f"{difficult:,} things are marked difficult: no answer counts there as wrong"
     return Annotations(
@@ -99,6 +105,21 @@ def _files(root: Path) -> list[Path]:
     if (root / "Annotations").is_dir():
         return sorted((root / "Annotations").rglob("*.xml"))
     return sorted(root.glob("*.xml"))
+
+
+def _without_xml(root: Path, files: list[Path], placed: set[Path]) -> list[Path]:
+    """The pictures of a root that no XML file names or has the name of."""
+    own = root / "Annotations" if (root / "Annotations").is_dir() else root
+    named = {file.relative_to(own).with_suffix("") for file in files}
+    bare: set[Path] = set()
+    for place in PICTURES:
+        below = (root / place).rglob("*") if place else root.glob("*")
+        bare |= {
+            file for file in below
+            if file.suffix.lower() in SUFFIXES and file not in placed
+            and file.relative_to(root / place).with_suffix("") not in named and file.is_file()
+        }  # fmt: skip
+    return sorted(bare)
 
 
 def _names(files: list[Path]) -> tuple[str, ...]:

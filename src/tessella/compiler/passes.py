@@ -290,7 +290,7 @@ PASSES = (
          "what reshapes and rolls copy moves once, and is a step"),
     Pass("fuse", split_group_norms.apply,
          "what a norm does to channels joins what follows it, behind statistics of their own",
-         on_gpu),
+         given=_target),
     Pass("fuse", fold_floors.apply,
          "a factor and a sum behind a layer's ReLU are its weights and that one's floor",
          on_cpu, _target),

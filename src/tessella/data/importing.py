@@ -214,7 +214,10 @@ def images(
         with reported(emit) as told:
             return import_images(source, out, chosen, emit=told)
     there, listing = Dataset(out), _list(source, chosen)
-    if there.info.import_hash != fingerprint(listing, _settings_hash(chosen)):
+    # "png" was the default once, and its pixels are equal: who asks for no other gets it
+    will_do: tuple[Store, ...] = ("auto", "png") if chosen.store == "auto" else (chosen.store,)
+    hashes = (_settings_hash(replace(chosen, store=store)) for store in will_do)
+    if all(there.info.import_hash != fingerprint(listing, known) for known in hashes):
         raise UsageError(
             "this dataset was made from other files or settings",
             seen=out,
@@ -263,7 +266,7 @@ def _settings_hash(settings: ImportSettings) -> str:
     words = [digest(settings.record())]
     if settings.task != "classification":
         words.insert(0, settings.task)
-    if settings.store not in ("auto", "png"):  # of which either will do for the other
+    if settings.store != "png":
         words.append(settings.store)
     return " ".join(words)
 

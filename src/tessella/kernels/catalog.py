@@ -310,7 +310,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("conv2d", "{}_depthwise", "conv.x86_depthwise", version=2, **_INTO),
     *_x86("conv2d", "{}_sum", "conv.x86_sum", **_ADDS),
     *_x86("conv2d", "{}_few", "shared.x86_few", sliced_out=True),
-    *_x86("conv2d", "{}_winograd", "conv.x86_winograd", **_INTO),
+    *_x86("conv2d conv3d", "{}_winograd", "conv.x86_winograd", **_INTO),
     *_int8("conv2d", "amx_int8", "shared.amx_int8", version=2, isa="amx_int8"),
     *_int8("conv2d", "avx512_vnni_int8", "shared.x86_vnni_int8", version=2, isa="avx512_vnni"),
     *_int8("conv2d", "avx2_vnni_int8", "shared.x86_vnni_int8", version=2, isa="avx2_vnni"),
@@ -429,6 +429,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("layer_norm", "{}", "norm.x86", in_place=True),
     *_aten("batch_norm layer_norm", "norm.aten", **_NEW),
     *_gpu("group_factors", "moments", "norm.group", **_NEW),
+    *_x86("group_factors", "{}", "norm.x86_groups", **_NEW),
     *_aten("softmax log_softmax", "softmax.aten"),
     *_aten("mean sum", "reduce.aten"),
     *_hopper(_ATTENTION, "flash", "attention.flash_sm90", version=5, gamma=True, **_NEW),
@@ -474,7 +475,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_x86(
         "pointwise add sub mul div relu relu6 sigmoid tanh silu gelu hardswish hardsigmoid clamp"
-        " neg batch_norm",
+        " leaky_relu neg batch_norm",
         "{}",
         "pointwise.x86",
         sliced_out=True,

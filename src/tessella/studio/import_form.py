@@ -210,7 +210,7 @@ class ImportForm:
         self._for_pictures: list[ui.element] = []  # the fields that say nothing about volumes
         with parts.box("fields"):
             self._name = self._add(ui.input("Name", value=start.name), "name", classes="wide")
-            self._size = self._add(ui.input("Size (height × width)", value=start.size), "size")
+            self._size = self._add(ui.input("Size", value=start.size), "size")
             self._size.tooltip("224, or 224x320; of volumes slices × height × width: 64x128x128")
             colors = {3: "Colour (3)", 1: "Grey (1)"}
             channels = ui.select(colors, value=start.channels, label="Channels")
@@ -240,17 +240,18 @@ class ImportForm:
         self._add(_share("Held out to test", start.test), "test")
         depths = {8: "8 bits", 16: "16 bits"}
         self._add(ui.select(depths, value=start.depth, label="Depth"), "depth", pictures=True)
+        self._add(ui.number("Seed of the split", value=start.seed, precision=0), "seed")
         stores = {
-            "auto": "JPEG of a fitting size as it is, others PNG",
+            "auto": "JPEG files that fit, others as PNG",
             "png": "PNG",
             "pixels": "Pixels",
-            "original": "JPEG as it is, others PNG",
+            "original": "All JPEG files, others as PNG",
         }
-        store = self._add(
-            ui.select(stores, value=start.store, label="Stored as"), "store", pictures=True
+        store = ui.select(stores, value=start.store, label="Stored as")
+        self._add(store, "store", classes="wide", pictures=True).tooltip(
+            "JPEG files that fit have up to 1.3 times the pixels. Pixels are about twice as large "
+            "as PNG, and training reads them without decoding"
         )
-        store.tooltip("Pixels are about twice as large, and training reads them without decoding")
-        self._add(ui.number("Seed of the split", value=start.seed, precision=0), "seed")
 
     def _add(self, element: F, name: str, *, classes: str = "", pictures: bool = False) -> F:
         """Bind a field to a setting.
@@ -307,8 +308,10 @@ class ImportForm:
         values = self._values
         problem = line = ""
         self._taken.text = TAKEN.get(values.task, "")
+        volumes = named(values.task).volumes
+        self._size.set_label("Size (slices first)" if volumes else "Size (height × width)")
         for element in self._for_pictures:
-            element.set_visibility(not named(values.task).volumes)
+            element.set_visibility(not volumes)
         self._holdout.set_enabled(not (values.val_folder or "").strip())
         try:
             values.check_size()  # also while there is no folder yet

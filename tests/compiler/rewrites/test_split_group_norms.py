@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tessella.compiler import pipeline
+from tessella.compiler.choices.variants import layouts_to_try
 from tessella.compiler.passes import request_for, run
 from tessella.compiler.precision import assign
 from tessella.compiler.rewrites import assign_layout, split_group_norms
 from tessella.core.spec import DimRange, TensorSpec
+from tessella.device.x86 import code
 from tessella.graph import capture, check, interpret
 from tessella.graph.graph import Graph
 from tessella.nn.zoo.unet3d import UNet3d
@@ -35,16 +38,16 @@ def graph_of(module: nn.Module, *shape: int) -> Graph:
     return capture(module.eval(), (TensorSpec(name="x", dtype="float32", shape=(BATCH, *shape)),))
 
 
-def fused(graph: Graph, target: str) -> Graph:
+def fused(graph: Graph, target: str, precision: str = "fp16") -> Graph:
     exact = pipeline.optimized(graph)
-    request = request_for(exact, assign(exact, "fp16", {}, target, None))
+    request = request_for(exact, assign(exact, precision, {}, target, None))
     return run(exact, request, after="optimize", until="fuse")
 
 
 def test_it_computes_the_same() -> None:
     before = graph_of(Block(), 8, 6, 6)
     after = before.copy()
-    assert split_group_norms.apply(after) == 2
+    assert split_group_norms.apply(after, "sm_90") == 2
     check(after)
     x = {"x": torch.randn(3, 8, 6, 6)}
     right, made = (
@@ -59,9 +62,21 @@ def test_a_norm_its_activation_and_its_residual_are_one_pass_on_a_gpu() -> None:
     assert "group_norm" in [n.op for n in fused(graph_of(Block(), 8, 6, 6), "cpu").nodes]
 
 
-def test_volumes_lie_with_their_channels_together() -> None:
+@pytest.mark.parametrize(("target", "precision"), [("sm_90", "fp16"), ("cpu", "fp32")])
+def test_volumes_lie_with_their_channels_together(target: str, precision: str) -> None:
     """From the first convolution to the last, without a copy; a network that grows them, too."""
-    graph = fused(graph_of(UNet3d(classes=3, channels=1, width=8, levels=2), 1, 8, 8, 8), "sm_90")
+    if target == "cpu" and code.instructions() is None:
+        pytest.skip("its kernel of statistics is machine code")
+    graph, narrow = (
+        fused(
+            graph_of(UNet3d(classes=3, channels=1, width=width, levels=2), 1, 8, 8, 8),
+            target, precision,
+        )
+        for width in (16, 4)
+    )  # fmt: skip
+    assert layouts_to_try(graph, precision, target)[0] == "channels_last"
+    by_torch = layouts_to_try(narrow, precision, target)[0] == "contiguous"
+    assert by_torch == ("group_norm" in [n.op for n in narrow.nodes]) == (target == "cpu")
     copies = [n.op for n in graph.nodes].count("to")
     formats = assign_layout.apply(graph, "channels_last")
     check(graph)

@@ -35,7 +35,7 @@ SHAPES = [
 
 
 def refusal(p: Problem) -> str | None:
-    return catalog.kernel(f"conv2d.{code.require_instructions().name}_winograd").refusal(p)
+    return catalog.kernel(f"{p.op}.{code.require_instructions().name}_winograd").refusal(p)
 
 
 def run(
@@ -67,6 +67,26 @@ def test_beside_float64(
     given, constants = drawn(p)
     for config in x86_winograd.configs(p):
         near(run(p, given, constants, config), exact(p, given, constants))
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "slices", "front"),
+    [((1, 16, 5, 8, 8), 16, 3, 1), ((2, 32, 4, 7, 9), 48, 3, 0), ((1, 16, 2, 9, 5), 32, 5, 2),
+     ((1, 48, 3, 6, 6), 16, 1, 0)],
+)  # fmt: skip
+def test_volumes_beside_float64(
+    shape: tuple[int, ...], channels: int, slices: int, front: int
+) -> None:
+    """Slices before the first and behind the last are zeros; a residual is added to each."""
+    p = problem(
+        shape, channels, kernel=(slices, 3, 3), padding=(front, 1, 1), residual=True,
+        activation="relu",
+    )  # fmt: skip
+    assert refusal(p) is None
+    given, constants = drawn(p)
+    for config in x86_winograd.configs(p):
+        near(run(p, given, constants, config), exact(p, given, constants))
+    assert "5 slices" in str(refusal(problem(shape, channels, kernel=(7, 3, 3), padding=(3, 1, 1))))
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
@@ -121,6 +141,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
         ({"shape": (1, 20, 9, 9)}, "channels by"),
         ({"channels": 36}, "channels by"),
         ({"gamma": 2.0}, "gamma"),
+        ({"shape": (1, 32, 512, 96, 96), "kernel": (3, 3, 3)}, "too many tiles"),
     ],
 )
 def test_what_it_leaves_to_others(changes: dict[str, Any], why: str) -> None:

@@ -1,4 +1,4 @@
-"""2-d convolutions on images in channels_last, their operands, and float64's answer."""
+"""Convolutions of images and volumes in channels_last, their operands, and float64's answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ CPU = torch.device("cpu")
 
 
 def problem(
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     channels: int,
     dtype: str = "float32",
     *,
-    kernel: tuple[int, int] = (1, 1),
+    kernel: tuple[int, ...] | None = None,
     bias: bool = True,
     residual: bool = False,
     **attrs: Any,
 ) -> Problem:
+    axes = len(shape) - 2
+    one, kernel = (1,) * axes, kernel or (1,) * axes
     attrs = {
-        "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "activation": None,
+        "stride": one, "padding": (0,) * axes, "dilation": one, "groups": 1, "activation": None,
         **attrs,
     }  # fmt: skip
     window = (attrs[n] for n in ("padding", "dilation", "stride"))
@@ -38,7 +40,7 @@ def problem(
 
     made = image(shape[0], channels, *sizes)
     return Problem(
-        op="conv2d",
+        op=f"conv{axes}d",
         inputs=(
             image(*shape),
             TensorMeta(shape=(channels, shape[1] // attrs["groups"], *kernel), dtype=dtype),
@@ -69,7 +71,7 @@ def exact(
     bias = constants[2].double() if 2 in constants else None
     window = [p.attrs[n] for n in ("stride", "padding", "dilation")]
     image, weight, groups = given[0].double(), constants[1].double(), p.attrs["groups"]
-    made = torch.conv2d(image, weight, bias, *window, groups)
+    made = getattr(torch, p.op)(image, weight, bias, *window, groups)
     if len(given) > 1:
         made = made + given[1].double()
     activation = p.attr("activation")

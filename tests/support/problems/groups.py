@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,16 +44,22 @@ PROBLEMS = {
 }
 
 
-def check(asked: Problem, config: dict[str, Any], device: str = "cpu", far: float = 0.0) -> None:
+def check(
+    asked: Problem,
+    config: dict[str, Any],
+    device: str = "cpu",
+    far: float = 0.0,
+    kernel: ModuleType = group,
+) -> None:
     """What is normalized with the factors agrees with float64; ``far``: the mean of its numbers."""
     torch.manual_seed(0)
     metas = [meta for meta in asked.inputs if meta is not None]
     tensors = [m.empty(torch.device(device)).copy_(torch.randn(m.shape)) for m in metas]
     spread = torch.rand(asked.inputs[0].shape[1]).view(-1, *(1,) * (len(metas[0].shape) - 2)) * 3
     tensors[0].mul_(spread.to(device)).add_(far)
-    nbytes = group.workspace_bytes(asked, **config)
+    nbytes = kernel.workspace_bytes(asked, **config) if config else 0
     space = torch.full((nbytes,), 77, dtype=torch.uint8, device=device)
-    call = group.bind(asked, {i: tensors[i] for i in asked.constant}, **config)
+    call = kernel.bind(asked, {i: tensors[i] for i in asked.constant}, **config)
     factor, shift = call(tensors[0], **({"workspace": space} if nbytes else {}))
     x, *vectors = (tensor.double() for tensor in tensors)
     expected = F.group_norm(x, asked.attrs["num_groups"], *vectors, eps=EPS)

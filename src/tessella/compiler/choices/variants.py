@@ -59,12 +59,19 @@ def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
 
 
 def layouts_to_try(graph: Graph, precision: str, target: str) -> tuple[Layout, ...]:
-    """The layouts that a plan may get: several where only a measurement can tell."""
-    convolutions = ("conv2d", "conv3d") if is_gpu(target) else ("conv2d",)
+    """The layouts that a plan may get, the likely one first: several where only a measurement can
+    tell.
+    """
+    is_wide = PRECISIONS[precision] == "float32"
+    # volumes in 16 bits with their channels together were not measured on a CPU
+    convolutions = ("conv2d", "conv3d") if is_gpu(target) or is_wide else ("conv2d",)
     if target == "reference" or not any(n.op in convolutions for n in graph.nodes):
         return ("contiguous",)
-    if PRECISIONS[precision] != "float32":
+    if not is_wide:
         return ("channels_last",)  # tensor cores and oneDNN's 16-bit code want it
+    norms = [n for n in graph.nodes if n.op == "group_norm" and len(n.output.shape) == 5]
+    if norms and not is_gpu(target):  # those of volumes that torch computes
+        return ("contiguous", "channels_last")
     return ("channels_last", "contiguous")
 
 

@@ -1,5 +1,6 @@
 """Winograd's F(4, 3) on a CPU with AVX-512 or AVX2: 3×3 convolutions of step 1 in float32,
-with a quarter of the products.
+with a quarter of the products. Slices of a volume are images, and those that a result reads more
+channels of it: a filter of D×3×3 multiplies the tiles of D slices at once.
 
 A thread takes some tiles of 4×4 results at a time, of any images. It transforms the 6×6 pixels that
 each reads, channel by channel in vectors; multiplies, for each of the 36 places, the tiles' rows of
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +46,9 @@ from tessella.operations.problem import Problem
 from tessella.operations.tensor_meta import TensorMeta
 
 READ, MADE = 6, 4  # pixels along a tile's edge
+MOST_SLICES = 5  # that a result reads; the code has each
+# of where a volume's tiles lie: of 128³ with filters of three slices it is half of that
+TABLE_BYTES = 2**27
 PLACES, RESULTS = READ**2, MADE**2
 WORTH_TILES = 8  # fewer do not repay four times the weight's bytes
 MOST_THREADS = 8
@@ -65,14 +70,19 @@ def fits(problem: Problem) -> str | None:
     lanes = code.require_instructions().lanes
     if x.dtype != "float32":
         return "float32"
-    if weight.shape[2:] != (3, 3) or attrs["groups"] != 1:
+    if weight.shape[-2:] != (3, 3) or attrs["groups"] != 1:
         return "3×3 and one group"
-    if tuple(attrs["stride"]) != (1, 1) or tuple(attrs["dilation"]) != (1, 1):
+    if _slices(problem) > MOST_SLICES:
+        return f"a filter of at most {MOST_SLICES} slices"
+    if {*attrs["stride"], *attrs["dilation"]} != {1}:
         return "stride and dilation 1"
     if weight.shape[0] % lanes or weight.shape[1] % lanes:
         return f"channels by {lanes}"
-    if PLACES * math.prod(weight.shape[:2]) * WORD > MAX_BYTES:
+    if PLACES * math.prod(weight.shape) // 9 * WORD > MAX_BYTES:
         return "distances have 32 bits"
+    table = _tiles(problem) * (PLACES * _slices(problem) + 2 * RESULTS) * WORD
+    if len(x.shape) == 5 and table > TABLE_BYTES:
+        return "too many tiles for a table of where they lie"
     images = (x, problem.output, problem.epilogue.residual)
     if max(m.extent for m in images if m is not None) > MAX_BYTES:
         return "distances have 32 bits"
@@ -90,6 +100,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     and where registers allow, wide panels, which fewer tiles fill."""
     isa = code.require_instructions()
     channels, filters = problem["weight"].shape[1], problem["weight"].shape[0]
+    channels *= _slices(problem)
     vectors = next(v for v in (*sorted({2, *PIXELS[isa]} - {1}), 1) if _divides(filters, v, isa))
     total, tried = _tiles(problem), [(vectors, most) for most in PART_BYTES]
     if isa == AVX512 and _divides(filters, WIDE, isa):
@@ -110,8 +121,13 @@ def _divides(filters: int, vectors: int, isa: InstructionSet) -> bool:
 
 
 def _tiles(problem: Problem) -> int:
-    images, _, rows, columns = problem.output.shape
-    return images * math.ceil(rows / MADE) * math.ceil(columns / MADE)
+    images, _, *slices, rows, columns = problem.output.shape
+    return images * math.prod(slices) * math.ceil(rows / MADE) * math.ceil(columns / MADE)
+
+
+def _slices(problem: Problem) -> int:
+    """How many a result reads: the filter's, 1 of an image."""
+    return math.prod(problem["weight"].shape[2:-2])
 
 
 def workspace_bytes(problem: Problem, **config: int) -> int:
@@ -154,10 +170,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: int)
 
 
 def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
-    """[K, C, 3, 3] → transformed [36, panels, C, width]."""
+    """[K, C, (D,) 3, 3] → transformed [36, panels, D · C, width]."""
 
     def pack(w: torch.Tensor) -> torch.Tensor:
         g = torch.tensor(FILTER, dtype=torch.float64)
+        w = w.movedim(1, -3).flatten(1, -3)
         panels = w.reshape(-1, tiles.width, *w.shape[1:])
         made = torch.empty(PLACES, len(panels), w.shape[1], tiles.width, dtype=torch.float32)
         for number, panel in enumerate(panels):  # all at once take five times the memory
@@ -165,42 +182,70 @@ def _weight(weight: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
             made[:, number] = u.flatten(0, 1)
         return made
 
-    return packed(weight, ("conv2d.x86_winograd", tiles.width), pack)
+    return packed(weight, ("conv.x86_winograd", tiles.width), pack)
+
+
+_placed: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)  # that a plan's steps hold: layers of one shape share a table
 
 
 def _places(problem: Problem) -> torch.Tensor:
-    """int32 [tiles, 36 + 16 (+ 16)]: where a tile's pixels lie in the image, its results and its
-    part of the residual; -1 beside them.
+    metas = [problem["input"], problem.output, problem.epilogue.residual]
+    lie = [(m.shape, pixel_bytes(m)) for m in metas if m is not None]
+    key = *lie, tuple(problem.attrs["padding"]), _slices(problem)
+    made = _placed.get(key)
+    if made is None:
+        made = _placed[key] = _laid(problem)
+    return made
+
+
+def _laid(problem: Problem) -> torch.Tensor:
+    """int32 [tiles, 36 for each slice + 16 (+ 16)]: where a tile's pixels lie in the image, its
+    results and its part of the residual; -1 beside them.
     """
     x, y, residual = problem["input"], problem.output, problem.epilogue.residual
-    images, _, rows, columns = y.shape
+    images, (made, rows, columns) = y.shape[0], _sides(y)
     down, along = (-(-size // MADE) for size in (rows, columns))
-    top, left = problem.attrs["padding"]
+    front, top, left = (0, *problem.attrs["padding"])[-3:]
 
-    def lie(meta: TensorMeta, edge: int, before: tuple[int, int]) -> torch.Tensor:
-        height, width = meta.shape[2:]
-        r = torch.arange(down)[:, None, None, None] * MADE - before[0] + torch.arange(edge)[:, None]
-        c = torch.arange(along)[None, :, None, None] * MADE - before[1] + torch.arange(edge)
-        inside = (r >= 0) & (r < height) & (c >= 0) & (c < width)
-        n = torch.arange(images)[:, None, None, None, None] * height
-        at = ((n + r) * width + c) * pixel_bytes(meta)
-        return torch.where(inside, at, -1).reshape(images * down * along, edge**2)
+    def line(count: int, step: int, before: int, span: int, axis: int) -> torch.Tensor:
+        """Places that each of so many reads of a span along an axis of [n, d, r, c, slices, …]."""
+        first = torch.arange(count, dtype=torch.int32)[:, None] * step - before
+        at = first + torch.arange(span, dtype=torch.int32)
+        return at.reshape([count if i == axis else span if i == axis + 3 else 1 for i in range(7)])
 
-    parts = [lie(x, READ, (top, left)), lie(y, MADE, (0, 0))]
+    def lie(meta: TensorMeta, slices: int, edge: int, before: tuple[int, ...]) -> torch.Tensor:
+        sides = _sides(meta)
+        moves = zip((made, down, along), (1, MADE, MADE), before, (slices, edge, edge), strict=True)
+        d, r, c = (line(*move, axis=i + 1) for i, move in enumerate(moves))
+        inside = torch.ones(1, dtype=torch.bool)
+        for at, side in zip((d, r, c), sides, strict=True):
+            inside = inside & (at >= 0) & (at < side)
+        n = torch.arange(images, dtype=torch.int32).reshape(-1, *[1] * 6) * sides[0]
+        at = (((n + d) * sides[1] + r) * sides[2] + c) * pixel_bytes(meta)
+        return torch.where(inside, at, -1).reshape(images * made * down * along, -1)
+
+    parts = [lie(x, _slices(problem), READ, (front, top, left)), lie(y, 1, MADE, (0, 0, 0))]
     if residual is not None:
-        parts.append(lie(residual, MADE, (0, 0)))
-    return torch.cat(parts, 1).to(torch.int32)
+        parts.append(lie(residual, 1, MADE, (0, 0, 0)))
+    return torch.cat(parts, 1)
+
+
+def _sides(meta: TensorMeta) -> tuple[int, ...]:
+    """Slices, rows and columns: an image is one slice."""
+    return (1, *meta.shape[2:])[-3:]
 
 
 def _require_inside(problem: Problem, places: torch.Tensor) -> None:
     """Refuse a table that leads out of a tensor, whoever wrote it."""
     x, y, added = problem["input"], problem.output, problem.epilogue.residual
-    sizes = [PLACES, RESULTS] if added is None else [PLACES, RESULTS, RESULTS]
+    sizes = [PLACES * _slices(problem), RESULTS, *([] if added is None else [RESULTS])]
     metas = (x, y) if added is None else (x, y, added)
     names = ("image", "result", "residual")
-    parts = torch.split(places.long(), sizes, 1)
+    parts = torch.split(places, sizes, 1)
     for name, meta, part in zip(names, metas, parts, strict=False):
-        begins = part.clamp(min=0)
+        begins = torch.stack(part.aminmax()).clamp(min=0).long()
         code.require_inside(
             name, begins, torch.full_like(begins, meta.shape[1] * WORD), meta.extent
         )
@@ -234,12 +279,14 @@ class _Tiles:
     Attributes:
         vectors: of a panel of the products; ``pixels``: rows of them, a row is one tile's.
         tiles: that a thread takes, so many pixels' multiple.
+        channels: of a pixel that is read; ``slices`` of them are multiplied, one behind another.
     """
 
     isa: InstructionSet
     vectors: int
     tiles: int
     channels: int
+    slices: int
     filters: int
     has_residual: bool
     activation: str | None
@@ -251,6 +298,7 @@ class _Tiles:
         return cls(
             isa=code.require_instructions(),
             channels=channels,
+            slices=_slices(problem),
             filters=filters,
             has_residual=problem.epilogue.residual is not None,
             activation=problem.epilogue.activation,
@@ -268,10 +316,15 @@ class _Tiles:
         return self.vectors * self.isa.lanes
 
     @property
+    def depth(self) -> int:
+        """Channels of a tile that are multiplied."""
+        return self.slices * self.channels
+
+    @property
     def v_bytes(self) -> int:
         """From one place's transformed pixels to the next: a line more, as a cache has few places
         for what lies a power of two apart."""
-        return self.tiles * self.channels * WORD + CACHE_LINE
+        return self.tiles * self.depth * WORD + CACHE_LINE
 
     @property
     def m_bytes(self) -> int:
@@ -325,7 +378,7 @@ class _Tiles:
         a.add("r14", distance)
         with a.counted(name, "r13"):
             yield
-            a.add("r12", (PLACES + RESULTS * (1 + self.has_residual)) * WORD)
+            a.add("r12", (PLACES * self.slices + RESULTS * (1 + self.has_residual)) * WORD)
             a.add("r14", channels * WORD)
 
     def _point(self, a: Assembler, to: int, first: int, count: int, base: int, beside: int) -> None:
@@ -340,21 +393,28 @@ class _Tiles:
         """Bᵀ d B of the item's tiles."""
         vector = self.isa.vector_bytes
         with self._each_tile(a, "read", 0, constants, self.channels):
-            self._point(a, POINTERS, 0, PLACES, BASE, BESIDE)
-            a.set("rdx", 0)
-            with a.stepped("read channels", "rdx", vector, self.channels * WORD):
-                for column in range(READ):
-                    for row in range(READ):
-                        a.load("rax", kept(POINTERS + (row * READ + column) * code.NUMBER))
-                        a.load_vector(row, At(base="rax", index="rdx"))
-                    for row, made in enumerate(_into(a, constants)):
-                        a.store_vector(kept(BETWEEN + (row * READ + column) * vector), made)
-                for row in range(READ):
-                    for column in range(READ):
-                        a.load_vector(column, kept(BETWEEN + (row * READ + column) * vector))
-                    for column, made in enumerate(_into(a, constants)):
-                        place = (row * READ + column) * self.v_bytes
-                        a.store_vector(At(base="r14", index="rdx", distance=place), made)
+            for number in range(self.slices):
+                if number:
+                    a.add("r14", self.channels * WORD)
+                self._point(a, POINTERS, number * PLACES, PLACES, BASE, BESIDE)
+                a.set("rdx", 0)
+                with a.stepped(f"read channels {number}", "rdx", vector, self.channels * WORD):
+                    self._read_channels(a, constants)
+
+    def _read_channels(self, a: Assembler, constants: Constants) -> None:
+        vector = self.isa.vector_bytes
+        for column in range(READ):
+            for row in range(READ):
+                a.load("rax", kept(POINTERS + (row * READ + column) * code.NUMBER))
+                a.load_vector(row, At(base="rax", index="rdx"))
+            for row, made in enumerate(_into(a, constants)):
+                a.store_vector(kept(BETWEEN + (row * READ + column) * vector), made)
+        for row in range(READ):
+            for column in range(READ):
+                a.load_vector(column, kept(BETWEEN + (row * READ + column) * vector))
+            for column, made in enumerate(_into(a, constants)):
+                place = (row * READ + column) * self.v_bytes
+                a.store_vector(At(base="r14", index="rdx", distance=place), made)
 
     def _multiply(self, a: Assembler) -> None:
         """The products of each place.
@@ -373,16 +433,16 @@ class _Tiles:
             a.store_number(kept(LEFT_PANELS), self.filters // self.width)
             with a.counted("panel", kept(LEFT_PANELS)):
                 a.move("r14", "r8")
-                a.add("r14", self.channels * self.width * WORD)
+                a.add("r14", self.depth * self.width * WORD)
                 a.move(AHEAD.pointer, "r8")
-                AHEAD.begin(a, self.channels * self.width * WORD)
+                AHEAD.begin(a, self.depth * self.width * WORD)
                 a.move("rsi", "r9")
                 a.move("r13", "r15")
                 a.load("r11", At(base="rbx", distance=2 * code.NUMBER))
                 with a.counted("group", "r11"):
                     self._products(a)
                     AHEAD.pace(a, "asked", "rax")
-                    a.add("rsi", self.pixels * self.channels * WORD)
+                    a.add("rsi", self.pixels * self.depth * WORD)
                     a.add("r13", self.pixels * self.filters * WORD)
                 a.move("r8", "r14")
                 a.add("r15", self.width * WORD)
@@ -405,7 +465,7 @@ class _Tiles:
                 a.load_vector(sums + v, at)
             for p in range(self.pixels):
                 of_tile = spread + p % spreads
-                at = At(base="rdx", distance=(p * self.channels + word) * WORD)
+                at = At(base="rdx", distance=(p * self.depth + word) * WORD)
                 a.broadcast(of_tile, at)
                 for v in range(self.vectors):
                     a.vector("vfmadd231ps", p * self.vectors + v, sums + v, of_tile)
@@ -424,9 +484,10 @@ class _Tiles:
         """Aᵀ m A of the item's tiles, and what follows. rcx: the bias."""
         vector = self.isa.vector_bytes
         with self._each_tile(a, "make", PLACES * self.v_bytes, constants, self.filters):
-            self._point(a, POINTERS, PLACES, RESULTS, OUT_BASE, OUT_BESIDE)
+            results = PLACES * self.slices
+            self._point(a, POINTERS, results, RESULTS, OUT_BASE, OUT_BESIDE)
             if self.has_residual:
-                self._point(a, ADDED, PLACES + RESULTS, RESULTS, ADDED_BASE, ADDED_BESIDE)
+                self._point(a, ADDED, results + RESULTS, RESULTS, ADDED_BASE, ADDED_BESIDE)
             a.load("rcx", BIAS)
             a.set("rdx", 0)
             with a.stepped("make channels", "rdx", vector, self.filters * WORD):

@@ -118,7 +118,7 @@ def _machine_code(
 def _known(op: str, numbers: tuple[float, float, float]) -> bool:
     if op == "power":
         return numbers[0] == 2
-    return op in {*BINARY, *WITH_NUMBER, *BOUNDS, *ACTIVATIONS, "neg"}
+    return op in {*BINARY, *WITH_NUMBER, *BOUNDS, *ACTIVATIONS, "neg", "leaky_relu"}
 
 
 def _registers(walked: Walk) -> int:
@@ -297,6 +297,9 @@ class _Program:
             a.vector("vmulps", to, x, self.constants.at(-1.0))
         elif op == "power":
             a.vector("vmulps", to, x, x)
+        elif op == "leaky_relu":  # the larger of x and its multiple, or the smaller of a steep one
+            a.vector("vmulps", first, x, self.constants.at(number))
+            a.vector("vmaxps" if number <= 1 else "vminps", to, first, x)
         elif op in BOUNDS:  # of a NaN the second
             a.load_vector(first, self.constants.at(number))
             a.vector(BOUNDS[op], to, first, x)

@@ -10,6 +10,13 @@ window.masking = (() => {
   const SAME = 0.5; // overlap from which a proposal says what is drawn already
   const SPECK = 6; // pixels on the screen within which a click means a point
 
+  // The color that pictures of classified pixels have (`taught` of tasks/segmentation/answers.py).
+  function hued(label) {
+    const sixth = Math.floor((label * 137.5) % 180) / 30;
+    const part = (n) => 255 - 220 * limit(Math.min((n + sixth) % 6, 4 - ((n + sixth) % 6)), 1);
+    return "#" + [5, 3, 1].map((n) => Math.round(part(n)).toString(16).padStart(2, "0")).join("");
+  }
+
   function tool(frame, { content, ground }) {
     const { svg, select, width, height, classes } = frame;
     const apart = ground === null;
@@ -305,7 +312,7 @@ window.masking = (() => {
     }
 
     // --- drawing ------------------------------------------------------------------------------
-    const colorOf = (label) => (label === NO_CLASS ? "#ffffff" : COLORS[label % COLORS.length]);
+    const colorOf = (label) => (label === NO_CLASS ? "#ffffff" : apart ? COLORS[label % COLORS.length] : hued(label));
     const rgb = (label) => [1, 3, 5].map((i) => parseInt(colorOf(label).slice(i, i + 2), 16));
 
     function draw() {
