@@ -161,7 +161,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     last = problem.output.has("channels_last")
     size = problem.output.itemsize
     bulk = last and geometry.filters * size % 16 == 0 and problem.output.dtype != "int32"
-    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
+    activation, beta = problem.epilogue.on_device
+    alpha, beta = float(problem.epilogue.alpha), float(beta)
     held = with_packed(
         constants,
         ("conv.direct_sm90", repr(runs), filters),
@@ -204,7 +205,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 DILATION=geometry.dilation[1],
             ),
             RUN=runs,
-            ACTIVATION=problem.epilogue.activation,
+            ACTIVATION=activation,
             DTYPE=DTYPES[out.dtype],
             CONSTANT=problem.is_constant("weight"),
             launch_pdl=True,
