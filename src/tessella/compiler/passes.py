@@ -39,6 +39,7 @@ from tessella.compiler.rewrites import (
     fuse_requantization,
     fuse_siblings,
     insert_quantization,
+    join_branches,
     keep_pixels,
     lower_precision,
     lower_quantization,
@@ -184,6 +185,11 @@ def on_cpu(request: Request) -> bool:
     return request.target == "cpu"
 
 
+def knows_floors(request: Request) -> bool:
+    """on cpu, or with Hopper's products"""
+    return on_cpu(request) or has(request.target, "wgmma")
+
+
 def skips_zeros(request: Request) -> bool:
     """the target has kernels for 2:4 sparse weights"""
     return any(row.sparse and row.runs_on(request.target) for row in catalog.rows())
@@ -264,6 +270,8 @@ PASSES = (
          "maps that are made one size and mixed are mixed while they have fewer pixels"),
     Pass("optimize", fuse_epilogue.apply,
          "bias, residual and activation while the result is in registers"),
+    Pass("optimize", join_branches.apply,
+         "a 1×1 convolution beside one of 3×3, whose results are added, is its middle tap"),
     Pass("optimize", move_reshapes.apply,
          "element-wise operations meet in one shape, and are one step then"),
     Pass("optimize", dead_code.apply, "what the rewrites left over costs memory and time"),
@@ -280,7 +288,7 @@ PASSES = (
          narrows, lambda r: {"dtype": r.decided.rest, "layers": r.decided.dtypes}),
     Pass("fuse", fold_floors.apply,
          "a factor and a sum behind a layer's ReLU are its weights and that one's floor",
-         given=_target),
+         knows_floors, _target),
     Pass("fuse", fuse_requantization.apply,
          "layers write quantized values, behind their activation", given=_target),
     Pass("fuse", keep_pixels.apply,

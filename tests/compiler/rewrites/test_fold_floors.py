@@ -124,7 +124,8 @@ def test_on_a_gpu_layers_write_what_the_next_ones_read(kind: str) -> None:
     small = {"fp16": "float16", "int8": "int8"}[kind]
     assert [n.output.dtype for n in layers[:3]] == [small] * 3
     (joined,) = (n for n in made.nodes if n.op == "cat")
-    assert joined.output.dtype == small and not {"mul", "add"} & {n.op for n in made.nodes}
+    assert joined.output.dtype == small
+    assert not {"mul", "add"} & {n.op for n in made.nodes}
     x = torch.randn(2, 16, 6, 5)
     (name,) = (v.name for v in graph.outputs)
     right = interpret(rounded, {"x": x}, upcast=torch.float64)[name]

@@ -1,10 +1,10 @@
 """A factor and a sum behind a ReLU become a change of the layer's weights, and the ReLU's floor.
 
 ``s · relu(W·y + b) + t`` is ``max(sW·y + sb + t, t)`` for a factor above zero. D-FINE's backbone
-has them behind every convolution, each a step that read and wrote the whole map. Done for convolutions
-whose kernels know a floor: on a CPU in float32; on a GPU with Hopper's products in 16 bits, and on
-quantized values, where the layer's own factors take it and ``fuse_requantization`` then finds a
-layer whose result is only rounded.
+has them behind every convolution, each a step that read and wrote the whole map. Done for
+convolutions whose kernels know a floor: on a CPU in float32; on a GPU with Hopper's products in
+16 bits, and on quantized values, where the layer's own factors take it and
+``fuse_requantization`` then finds a layer whose result is only rounded.
 """
 
 from __future__ import annotations
