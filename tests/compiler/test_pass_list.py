@@ -99,7 +99,7 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
     assert runs("cpu", "int8") == rounds | {"fold_floors", "mark_non_negative", "mark_wide_sums"}
     gpu = {
         "pad_channels", "lower_precision", "keep_pixels", "split_group_norms", "widen_results",
-        "mark_sparse_weights",
+        "mark_sparse_weights", "fold_floors",
     }  # fmt: skip
     assert runs("sm_90", "int8") == rounds | gpu
 
