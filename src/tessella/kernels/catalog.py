@@ -153,8 +153,8 @@ class Kernel:
             return "has no factor behind the activation (gamma)"
         if reason := floor_refusal(problem.epilogue):
             return reason
-        if problem.epilogue.floor != 0 and not self.floor:
-            return "its ReLU knows no floor but 0"
+        if problem.epilogue.floor != 0 and (reason := self._floor_refusal(problem)):
+            return reason
         if self.isa and (reason := code.refusal(self.isa)):
             return reason
         if (
@@ -164,6 +164,14 @@ class Kernel:
         ):
             return reason
         return self.load().fits(problem)
+
+    def _floor_refusal(self, problem: Problem) -> str | None:
+        """Why its ReLU has no other floor than 0 here, or None; see ``Epilogue.on_device``."""
+        if not self.floor:
+            return "its ReLU knows no floor but 0"
+        if problem.epilogue.residual is not None and "cpu" not in self.targets:
+            return "a floor stands where a residual has its factor"
+        return None
 
     @property
     def _knows_words(self) -> bool:

@@ -269,8 +269,7 @@ def _run(
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
     blocks = min(items, config["residents"] * multiprocessors())
-    held = config.get("held", False)
-    if held:  # each block keeps to one tile of channels
+    if held := config.get("held", False):  # each block keeps to one tile of channels
         blocks = max(1, blocks // tiles[0]) * tiles[0]
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
     is_folded = is_folded and whole
