@@ -102,8 +102,8 @@ def test_what_a_build_runs_is_decided_by_its_request() -> None:
         "fold_floors", "keep_pixels", "mark_non_negative", "mark_wide_sums",
     }  # fmt: skip
     gpu = {
-        "pad_channels", "lower_precision", "keep_pixels", "widen_results",
-        "mark_sparse_weights",
+        "pad_channels", "lower_precision", "keep_pixels", "widen_results", "mark_sparse_weights",
+        "fold_floors",
     }  # fmt: skip
     assert runs("sm_90", "int8") == rounds | gpu
 

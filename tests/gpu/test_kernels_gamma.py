@@ -89,7 +89,13 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("by", CONVOLUTIONS)
 def test_convolutions(by: str) -> None:
     row, case = catalog.kernel(f"conv2d.{by}"), CONVOLUTIONS[by]
-    for changes in ({}, {"activation": "relu", "gamma": 0.25}):
+    sixteen = {"dtype": "float16", "scale": False, "bias": "float16", "gamma": 1.0}
+    for changes in (
+        {},
+        {"activation": "relu", "gamma": 0.25},
+        {"activation": "relu", "gamma": 0.25, "floor": -5.5},
+        {"activation": "relu", "floor": 2.5, **sixteen},
+    ):
         asked = replace(case, **changes)
         assert row.refusal(asked.problem) is None
         for config in row.configs(asked.problem):

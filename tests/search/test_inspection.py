@@ -10,8 +10,9 @@ import torch
 
 from tessella.operations import problems
 from tessella.operations.problem import Problem
-from tessella.operations.tensor_meta import TensorMeta
+from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tessella.search.inspection import (
+    deviates,
     deviation,
     exact_answers,
     inspect,
@@ -132,3 +133,22 @@ def test_infinities_that_should_be_there_are_no_error() -> None:
         wrong_there = made.clone()
         wrong_there[at] = other
         assert "deviates" in str(looked_at(problem, wrong_there, exact))
+
+
+def test_a_program_may_round_on_its_way() -> None:
+    """float32 → bfloat16, plus whole numbers, → float32: no kernel is to be blamed for it."""
+    torch.manual_seed(0)
+    x, places = torch.randn(64), torch.arange(64)
+    program = (("to", (0,), {"dtype": "bfloat16"}), ("add", (2, 1), {"scalar": None, "alpha": 1}),
+               ("to", (3,), {"dtype": "float32"}))  # fmt: skip
+    problem = Problem(
+        op="pointwise",
+        inputs=(meta_of(x), meta_of(places)),
+        outputs=(meta_of(x),),
+        attrs={"program": program, "results": (4,)},
+    )
+    exact = exact_answers(problem, {}, [x, places])
+    made = (x.bfloat16() + places).float()
+    assert not torch.allclose(made.double(), exact[0], rtol=1e-3)
+    assert deviates(problem, [made], exact) is None
+    assert deviates(problem, [made + 6], exact)

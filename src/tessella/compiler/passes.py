@@ -39,6 +39,7 @@ from tessella.compiler.rewrites import (
     fuse_requantization,
     fuse_siblings,
     insert_quantization,
+    join_branches,
     keep_pixels,
     lower_precision,
     lower_quantization,
@@ -189,6 +190,11 @@ def on_cpu(request: Request) -> bool:
     return request.target == "cpu"
 
 
+def knows_floors(request: Request) -> bool:
+    """on cpu, or with Hopper's products"""
+    return on_cpu(request) or has(request.target, "wgmma")
+
+
 def skips_zeros(request: Request) -> bool:
     """the target has kernels for 2:4 sparse weights"""
     return any(row.sparse and row.runs_on(request.target) for row in catalog.rows())
@@ -269,6 +275,8 @@ PASSES = (
          "maps that are made one size and mixed are mixed while they have fewer pixels"),
     Pass("optimize", fuse_epilogue.apply,
          "bias, residual and activation while the result is in registers"),
+    Pass("optimize", join_branches.apply,
+         "a 1×1 convolution beside one of 3×3, whose results are added, is its middle tap"),
     Pass("optimize", move_reshapes.apply,
          "element-wise operations meet in one shape, and are one step then"),
     Pass("optimize", dead_code.apply, "what the rewrites left over costs memory and time"),
@@ -276,12 +284,16 @@ PASSES = (
          prunes, lambda r: {"layers": r.decided.pruned}),
     Pass("round", insert_quantization.apply,
          "layers read int8 or fp8, in the scales of the calibration",
-         rounds, lambda r: {"kinds": r.decided.kinds, "calibration": r.calibration_here}),
+         rounds, lambda r: {"kinds": r.decided.kinds, "calibration": r.calibration_here,
+                            "floors": has(r.target, "wgmma")}),
     Pass("lower", lower_quantization.apply, "products of int8 or fp8, rounded in place", quantizes),
     Pass("lower", pad_channels.apply, "tensor cores take 16 channels at a time", quantizes_on_gpu),
     Pass("narrow", lower_precision.apply,
          "16-bit values: half the memory, and what tensor cores multiply",
          narrows, lambda r: {"dtype": r.decided.rest, "layers": r.decided.dtypes}),
+    Pass("fuse", fold_floors.apply,
+         "a factor and a sum behind a layer's ReLU are its weights and that one's floor",
+         knows_floors, _target),
     Pass("fuse", fuse_requantization.apply,
          "layers write quantized values, behind their activation", given=_target),
     Pass("fuse", keep_pixels.apply,
@@ -291,9 +303,6 @@ PASSES = (
     Pass("fuse", split_group_norms.apply,
          "what a norm does to channels joins what follows it, behind statistics of their own",
          given=_target),
-    Pass("fuse", fold_floors.apply,
-         "a factor and a sum behind a layer's ReLU are its weights and that one's floor",
-         on_cpu, _target),
     Pass("fuse", fuse_pointwise.apply, "a chain of small operations passes memory once",
          given=_target),
     Pass("fuse", widen_results.apply,

@@ -153,8 +153,8 @@ class Kernel:
             return "has no factor behind the activation (gamma)"
         if reason := floor_refusal(problem.epilogue):
             return reason
-        if problem.epilogue.floor != 0 and not self.floor:
-            return "its ReLU knows no floor but 0"
+        if problem.epilogue.floor != 0 and (reason := self._floor_refusal(problem)):
+            return reason
         if self.isa and (reason := code.refusal(self.isa)):
             return reason
         if (
@@ -164,6 +164,14 @@ class Kernel:
         ):
             return reason
         return self.load().fits(problem)
+
+    def _floor_refusal(self, problem: Problem) -> str | None:
+        """Why its ReLU has no other floor than 0 here, or None; see ``Epilogue.on_device``."""
+        if not self.floor:
+            return "its ReLU knows no floor but 0"
+        if problem.epilogue.residual is not None and "cpu" not in self.targets:
+            return "a floor stands where a residual has its factor"
+        return None
 
     @property
     def _knows_words(self) -> bool:
@@ -329,9 +337,10 @@ KERNELS: tuple[Kernel, ...] = (
         version=5,
         sliced_out=True,
         gamma=True,
+        floor=True,
     ),
-    *_hopper("conv2d", "pointwise", "conv.hopper.pointwise", version=2, gamma=True),
-    *_hopper("conv2d", "direct", "conv.hopper.direct", version=2, gamma=True),
+    *_hopper("conv2d", "pointwise", "conv.hopper.pointwise", version=2, gamma=True, floor=True),
+    *_hopper("conv2d", "direct", "conv.hopper.direct", version=2, gamma=True, floor=True),
     *_hopper("conv2d_chain", "back_to_back", "conv.hopper.chain", version=3, **_NEW),
     *_hopper("conv2d_pool", "direct", "conv.hopper.pooled", gamma=True),
     *_dot(
@@ -350,11 +359,15 @@ KERNELS: tuple[Kernel, ...] = (
         needs=("cp_async",),
         gamma=True,
     ),
-    *_gpu("conv2d conv1d conv3d", "direct", "conv.direct", version=3, gamma=True),
-    *_dot("conv2d conv1d conv3d", "gemm", "conv.gemm", gamma=True),
-    *_dot("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", gamma=True),
+    *_gpu("conv2d conv1d conv3d", "direct", "conv.direct", version=3, gamma=True, floor=True),
+    *_dot("conv2d conv1d conv3d", "gemm", "conv.gemm", gamma=True, floor=True),
+    *_dot("conv2d conv1d conv3d", "implicit_gemm", "conv.implicit_gemm", gamma=True, floor=True),
     *_dot(
-        "conv2d conv1d conv3d", "implicit_precomp_gemm", "conv.implicit_precomp_gemm", gamma=True
+        "conv2d conv1d conv3d",
+        "implicit_precomp_gemm",
+        "conv.implicit_precomp_gemm",
+        gamma=True,
+        floor=True,
     ),
     *_gpu("conv2d", "winograd", "conv.winograd.fused", needs=("cp_async",), version=2),
     *_gpu("conv2d", "winograd_nonfused", "conv.winograd.nonfused", needs=("cp_async",), version=2),
@@ -402,7 +415,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_cpu("linear", "onednn_int8", "gemm.onednn_int8", source="onednn", **_NEW),
     *_cpu("linear", "mkl", "gemm.mkl", source="mkl", **_NEW),
     *_gpu("linear matmul", "cublaslt", "gemm.cublaslt", source="cublaslt", version=2),
-    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=4, gamma=True),
+    *_hopper("linear matmul", "wgmma", "gemm.wgmma", version=4, gamma=True, floor=True),
     *_hopper("linear matmul", "skinny", "gemm.skinny_sm90", gamma=True),
     *_dot("linear matmul", "skinny", "gemm.skinny", gamma=True),
     *_dot("linear matmul", "tiled", "gemm.tiled", version=2, gamma=True),

@@ -44,6 +44,13 @@ class Epilogue(Generic[T]):
         return tensors == (None, None, None) and numbers == (None, 1, 1)
 
     @property
+    def on_device(self) -> tuple[str | None, float]:
+        """``activation`` and ``beta`` as a GPU's texts take them: a ReLU with a floor is called
+        ``floor``, and the floor stands where a residual has its factor.
+        """
+        return ("floor", self.floor) if self.floor != 0 else (self.activation, self.beta)
+
+    @property
     def is_plain(self) -> bool:
         """Whether something is only added to the product (bias, residual), which is activated."""
         return self.scale is None and (self.alpha, self.beta, self.gamma) == (1, 1, 1)

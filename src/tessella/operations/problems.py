@@ -107,8 +107,9 @@ def unchainable(first: Problem, second: Problem) -> str | None:
         a = problem.attrs
         if tuple(a["stride"]) != (1, 1) or any(a["padding"]) or a["groups"] != 1:
             return "no stride, padding or groups"
-        if (problem.epilogue.alpha, problem.epilogue.gamma) != (1, 1):
-            return "neither alpha nor gamma"
+        ending = problem.epilogue
+        if (ending.alpha, ending.gamma, ending.floor) != (1, 1, 0):
+            return "neither alpha nor gamma nor a floor"
     if second.get("residual") is not None:
         return "the second adds no residual"
     if replace(first.output, strides=None) != replace(second["input"], strides=None):

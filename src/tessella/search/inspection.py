@@ -179,6 +179,8 @@ def tolerance(problem: Problem) -> float:
     It is that of the coarsest element type of a problem, and the rounding of fp8.
     """
     dtypes = {meta.dtype for meta in (*problem.inputs, *problem.outputs) if meta is not None}
+    # a chain of small operations may round between: float32 → bfloat16 → a sum → float32
+    dtypes |= {attrs.get("dtype") for _, _, attrs in problem.attrs.get("program", ())}
     if "float32" in dtypes and problem.math == "tf32":
         dtypes.add("tf32")
     rounding = max((ROUNDING.get(meta.dtype, 0.0) for meta in problem.outputs), default=0.0)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tessella.compiler import passes, pipeline
 from tessella.compiler.rewrites import fold_floors, fuse_epilogue
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
@@ -18,6 +19,7 @@ from tessella.kernels import catalog
 from tessella.operations import problems
 from tessella.operations.tensor_meta import TensorMeta, meta_of
 from tessella.search.find import bind
+from tests.support.quantized import calibrated, graph_of
 
 ONE = DimRange(min=1, opt=1, max=1)
 # convolutions of each kind that a CPU has machine code for: weight, window
@@ -90,6 +92,45 @@ def test_parts_of_a_layer_s_result_are_left_alone() -> None:
     fuse_epilogue.apply(graph)
     assert fold_floors.apply(graph, "cpu") == 0
     assert [n.op for n in graph.nodes][:2] == ["conv2d", "split"]
+
+
+class Joined(nn.Module):
+    """Three convolutions with such an end, whose results the fourth reads as one, as HGNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Conv2d(16, 16, 3, padding=1) for _ in range(3)])
+        self.numbers = nn.Parameter(torch.tensor([[1.5, -0.25], [0.5, 0.75], [2.0, -0.5]]))
+        self.last = nn.Conv2d(48, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x]
+        for layer, (factor, term) in zip(self.layers, self.numbers, strict=True):
+            made.append(factor * layer(made[-1]).relu() + term)
+        return self.last(torch.cat(made[1:], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_on_a_gpu_layers_write_what_the_next_ones_read(kind: str) -> None:
+    graph = graph_of(Joined(), 16, 6, 5)
+    found = calibrated(graph, 16, 6, 5, kinds=(kind,)) if kind != "fp16" else None
+    exact = pipeline.optimized(graph)
+    request = passes.Request(target="sm_90", precision=kind, calibration=found).assigned(exact)
+    rounded = passes.run(exact, request, after="optimize", until="lower")
+    made = passes.run(rounded, request, after="lower", until="mark")
+    layers = [n for n in made.nodes if n.op == "conv2d"]
+    assert [n.attrs.get("floor") for n in layers] == [-0.25, 0.75, -0.5, None]
+    small = {"fp16": "float16", "int8": "int8"}[kind]
+    assert [n.output.dtype for n in layers[:3]] == [small] * 3
+    (joined,) = (n for n in made.nodes if n.op == "cat")
+    assert joined.output.dtype == small
+    assert not {"mul", "add"} & {n.op for n in made.nodes}
+    x = torch.randn(2, 16, 6, 5)
+    (name,) = (v.name for v in graph.outputs)
+    right = interpret(rounded, {"x": x}, upcast=torch.float64)[name]
+    near = interpret(made, {"x": x})[name].double()
+    assert (near - right).norm() <= 2e-2 * right.norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

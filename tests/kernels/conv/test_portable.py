@@ -118,6 +118,9 @@ def test_a_split_depth_is_added_up(algorithm: str, last: bool, splits: int) -> N
     for constant in (True, False):
         varied = replace(case, constant=constant)
         check(row(algorithm, case), varied, {**config, "pack": not constant}, integers=True)
+    check(row(algorithm, case), replace(case, residual=False, floor=-2.0), config, integers=True)
+    both = replace(case, floor=-2.0).problem
+    assert row(algorithm, case).refusal(both) == "a floor stands where a residual has its factor"
 
 
 @interpreted

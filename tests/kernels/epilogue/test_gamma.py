@@ -96,15 +96,14 @@ def test_all_others_refuse_it(row: catalog.Kernel) -> None:
         assert "gamma" in (row.refusal(problem) or ""), row.id
 
 
-def test_a_chain_has_none() -> None:
+def test_a_chain_has_none_and_no_floor() -> None:
     first = image(2, "int8", taps=1)
     plain = replace(first, attrs={k: v for k, v in first.attrs.items() if k != "gamma"})
+    floored = replace(plain, attrs={**plain.attrs, "activation": "relu", "floor": 0.5})
     assert problems.unchainable(plain, plain) is None
-    assert (
-        problems.unchainable(first, plain)
-        == problems.unchainable(plain, first)
-        == "neither alpha nor gamma"
-    )
+    for other in (first, floored):
+        found = {problems.unchainable(other, plain), problems.unchainable(plain, other)}
+        assert found == {"neither alpha nor gamma nor a floor"}
 
 
 BY_LAUNCH = [

@@ -22,3 +22,14 @@ def test_gelu_is_right_on_both_sides_of_zero() -> None:
     assert np.isnan(gluon_on_numpy.function(epilogue_device.gelu, names)(
         np.array([np.nan], np.float32).view(gluon_on_numpy.Array)
     )).all()  # fmt: skip
+
+
+def test_a_floor_stands_where_a_residual_has_its_factor() -> None:
+    torch.manual_seed(0)
+    rows, scale, bias = torch.randn(8, 16), torch.rand(16), torch.randn(16)
+    names = {**gluon_on_numpy.NAMES, "gl": gluon_on_numpy.Language(0, 1, 4)}
+    tensors = (t.numpy().view(gluon_on_numpy.Array) for t in (rows, scale, bias))
+    finish = gluon_on_numpy.function(epilogue_device.finish, names)
+    made = finish(*tensors, None, 1.0, -0.25, 3.0, "floor", np.dtype("f4"))
+    right = 3 * (rows.double() * scale + bias).clamp(min=-0.25)
+    np.testing.assert_allclose(np.asarray(made), right.numpy(), rtol=1e-5, atol=1e-5)

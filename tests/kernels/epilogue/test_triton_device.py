@@ -123,8 +123,13 @@ def test_finish(present: int, integer: bool, gamma: float | None) -> None:
     right = right if scale is None else right * scale
     right = right if bias is None else right + bias
     right = right if residual is None else right - 2.0 * residual
-    right = right.relu() * (gamma or 1)
-    torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=1e-5)
+    clamped = right.relu() * (gamma or 1)
+    torch.testing.assert_close(out.double(), clamped, rtol=1e-6, atol=1e-5)
+    if residual is None:  # the number that is its factor else is the floor
+        numbers = (0.5, -0.25, gamma, out)
+        launch(_finish_kernel, (1,), x, scale, bias, None, *numbers, ACTIVATION="floor")
+        clamped = right.clamp(min=-0.25) * (gamma or 1)
+        torch.testing.assert_close(out.double(), clamped, rtol=1e-6, atol=1e-5)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:

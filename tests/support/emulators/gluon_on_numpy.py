@@ -154,7 +154,7 @@ class Language:
     broadcast = staticmethod(lambda a, b: [x.view(Array) for x in np.broadcast_arrays(a, b)])
     to_tensor = staticmethod(lambda x: Scalar(x) if isinstance(x, int) else x)
     where = staticmethod(lambda c, a, b: _tensor(np.where(c, a, b)))
-    maximum = staticmethod(lambda a, b: _tensor(np.maximum(a, b)))
+    maximum = staticmethod(lambda a, b, propagate_nan=None: _tensor(np.maximum(a, b)))
     minimum = staticmethod(lambda a, b: _tensor(np.minimum(a, b)))
     join = staticmethod(lambda a, b: np.stack([a, b], -1).view(Array))
     sum = staticmethod(lambda x, axis: x.sum(axis))

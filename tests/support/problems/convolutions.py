@@ -52,6 +52,7 @@ class Case:
     alpha: float = 1.0
     beta: float = 1.0
     gamma: float = 1.0
+    floor: float = 0.0
     constant: bool = True
     math: Math = "ieee"
 
@@ -99,6 +100,7 @@ class Case:
                 "alpha": self.alpha,
                 "beta": self.beta,
                 "gamma": self.gamma,
+                **({"floor": self.floor} if self.floor else {}),
             },
             constant=(1,) if self.constant else (),
             math=self.math,
@@ -142,7 +144,9 @@ def right(case: Case, operands: list[torch.Tensor | None]) -> torch.Tensor:
     made = made * (1 if scale is None else scale.view(across))
     made = made + (0 if bias is None else bias.view(across))
     made = made + (0 if residual is None else residual * case.beta)
-    if case.activation:
+    if case.floor:
+        made = made.clamp(min=case.floor)
+    elif case.activation:
         made = ACTIVATIONS[case.activation](made)
     made = made * case.gamma
     return made.round().clamp(-128, 127) if problem.output.dtype == "int8" else made

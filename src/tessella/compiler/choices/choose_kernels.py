@@ -172,6 +172,8 @@ def as_measured(problem: Problem) -> Problem:
     changed = {} if beta in (0.0, 1.0) else {"beta": 0.5}
     if gamma != 1.0:
         changed["gamma"] = 0.5
+    if problem.epilogue.floor != 0:
+        changed["floor"] = 0.5
     return replace(problem, attrs={**problem.attrs, **changed}) if changed else problem
 
 

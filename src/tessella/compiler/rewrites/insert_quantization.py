@@ -12,22 +12,29 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from tessella.compiler.calibration import DTYPES, Calibration, rounded_weight
+from tessella.compiler.rewrites import fold_floors
 from tessella.compiler.rewrites.lower_quantization import moves_elements
 from tessella.core.errors import CompileError
 from tessella.graph.graph import Graph, Node, Value
 
 
-def apply(graph: Graph, kinds: Mapping[str, str], calibration: Calibration) -> int:
+def apply(
+    graph: Graph, kinds: Mapping[str, str], calibration: Calibration, *, floors: bool = False
+) -> int:
     """Insert the quantization of what the layers read; returns how many layers there are.
 
     Args:
         kinds: ``int8`` or ``fp8`` by the name of a layer's result.
+        floors: a factor and a sum behind a layer's ReLU will be its own (``fold_floors``), so that
+            what they make is what the layer makes.
 
     Raises:
         CompileError: the calibration has not seen a layer: it is of another network.
     """
     layers = {n: None for n in graph.nodes if n.outputs[0].name in kinds}  # a set in order
     rounder = _Rounder(graph, calibration, {n.output: kinds[n.output.name] for n in layers})
+    if floors:
+        rounder.made |= {b.plus.output for n in layers if (b := fold_floors.behind(graph, n))}
     for value, wanted in rounder.activations(layers).items():
         rounder.round(value, wanted, layers)
     for node in layers:
@@ -42,6 +49,7 @@ class _Rounder:
     ) -> None:
         self._graph, self._calibration = graph, calibration
         self._kind_of_layer = kind_of_layer
+        self.made = {*kind_of_layer}  # by layers
         self._weights: dict[tuple[Value, str], Value] = {}
         self._rounds_residual: set[Node] = set()  # layers whose residual is rounded
 
@@ -61,14 +69,14 @@ class _Rounder:
             residual = node.get("residual")
             if residual is None:
                 continue
-            if node.output in moved or (residual in moved and self._by_layers(residual, layers)):
+            if node.output in moved or (residual in moved and self._by_layers(residual)):
                 wanted.setdefault(residual, set()).add(self._kind_of_layer[node.output])
                 self._rounds_residual.add(node)
         return wanted
 
-    def _by_layers(self, value: Value, layers: Collection[Node]) -> bool:
+    def _by_layers(self, value: Value) -> bool:
         """Whether layers make a value, or what it is moved from."""
-        return any(self._graph.producer(v) in layers for v in self._moved_from(value))
+        return any(v in self.made for v in self._moved_from(value))
 
     def _moved_from(self, *values: Value) -> Iterator[Value]:
         """Values, and those that they are made of by moving elements only, each once."""
@@ -87,7 +95,7 @@ class _Rounder:
         The result of a layer is then stored only once, in 8 bits. Where layers of two kinds read
         it, others read it as it is.
         """
-        by_layers = self._by_layers(value, layers)
+        by_layers = self._by_layers(value)
         readers = self._graph.users(value)
         for kind in sorted(kinds):
             rounded = self._rounded(value, kind)

@@ -256,13 +256,15 @@ def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[
     if scheme is None or scheme.scale.numel() > 1:
         return ()
     move = graph.producer(node["input"])
-    if move is None or not moves_elements(move) or graph.only_reader(node["input"]) is not node:
+    if move is None or not moves_elements(move) or not _moves(move, scheme):
         return ()
-    if len(move.outputs) > 1 or not _moves(move, scheme):
+    rounds = [graph.only_reader(v) for v in move.outputs]  # of a split all parts are rounded
+    if not all(n and scheme.same(scheme_of(graph, n, "quantize")) for n in rounds):
         return ()
     if move.op not in VIEWS and not any(v in quantized for v in move.inputs):
         return ()  # a pooling leaves less to round
-    changed, inputs = values_of(move, node), list[Value]()
+    parts = [n for n in rounds if n is not None]
+    changed, inputs = values_of(move, *parts), list[Value]()
     for value in filter(None, move.inputs):
         small = Value(graph.fresh_name(f"{value.name}.{scheme.dtype}"), scheme.dtype, value.shape)
         inputs.append(small)
@@ -273,8 +275,9 @@ def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[
             attrs=dict(node.attrs),
         )
         graph.nodes.insert_before(move, made)
-    move.inputs, move.outputs = tuple(inputs), node.outputs
-    graph.nodes.remove(node)
+    move.inputs, move.outputs = tuple(inputs), tuple(n.output for n in parts)
+    for part in parts:
+        graph.nodes.remove(part)
     return [*changed, *inputs]
 
 

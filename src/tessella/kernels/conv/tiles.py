@@ -250,6 +250,7 @@ def destination(
 ) -> dict[str, Any]:
     """The arguments that ``store`` of a tile takes, by name."""
     residual = epilogue.residual
+    activation, beta = problem.epilogue.on_device
     return {
         "bias": epilogue.bias,
         "scale": epilogue.scale,
@@ -257,9 +258,9 @@ def destination(
         "pixels": geometry.pixels,
         "out": geometry.out,
         "strides": (strides(out), strides(residual)),
-        "factors": (float(problem.epilogue.alpha), float(problem.epilogue.beta), problem.gamma),
+        "factors": (float(problem.epilogue.alpha), float(beta), problem.gamma),
         "ENDING": Ending(
-            ACTIVATION=problem.epilogue.activation,
+            ACTIVATION=activation,
             PIXELS_LAST=are_pixels_last(out),
             WIDE=is_wide(x, out, residual),
         ),

@@ -36,7 +36,8 @@ def finish(
             ``product`` and a layout that matches it; or None.
         alpha, beta: float32 numbers; a constexpr 1.0 costs nothing.
         gamma: a float32 number, or None for 1, which costs nothing.
-        ACTIVATION: a name of ``epilogue.ACTIVATIONS`` or None.
+        ACTIVATION: a name of ``epilogue.ACTIVATIONS`` or None; or ``floor``, as
+            ``Epilogue.on_device`` says, and then there is no residual.
         dtype: the element type of the result.
     """
     x = product
@@ -51,7 +52,10 @@ def finish(
         if residual is not None:
             r = residual.to(gl.float32)
             x = x + (r if _is_one(beta) else r * beta)
-        x = activate(x, ACTIVATION)
+        if ACTIVATION == "floor":
+            x = gl.maximum(x, beta, propagate_nan=NAN)
+        else:
+            x = activate(x, ACTIVATION)
         if gamma is not None:
             x = x * gamma
         x = quantize(x, dtype)

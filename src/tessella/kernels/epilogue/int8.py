@@ -68,7 +68,8 @@ def is_small_scale(scale: Tensor | None, factor: float = 1.0) -> bool:
 
 
 def _clamps(problem: Problem) -> bool:
-    return problem.output.dtype == "int8" and problem.epilogue.activation in CLAMPS
+    ending = problem.epilogue
+    return problem.output.dtype == "int8" and ending.activation in CLAMPS and ending.floor == 0
 
 
 def _known(problem: Problem, constants: Mapping[int, Tensor]) -> Epilogue[Tensor] | None:

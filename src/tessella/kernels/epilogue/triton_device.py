@@ -26,7 +26,8 @@ def finish(product, scale, bias, residual, alpha, beta, gamma, ACTIVATION: tl.co
         scale, bias, residual: tiles that broadcast to it, of any element type, or None.
         alpha, beta: numbers.
         gamma: a number, or None for 1, which costs nothing.
-        ACTIVATION: a name of ``epilogue.ACTIVATIONS``, or None.
+        ACTIVATION: a name of ``epilogue.ACTIVATIONS``, or None; or ``floor``, as
+            ``Epilogue.on_device`` says, and then there is no residual.
     """
     x = product.to(tl.float32) * alpha
     if scale is not None:
@@ -35,7 +36,10 @@ def finish(product, scale, bias, residual, alpha, beta, gamma, ACTIVATION: tl.co
         x = x + bias.to(tl.float32)
     if residual is not None:
         x = x + residual.to(tl.float32) * beta
-    x = activate(x, ACTIVATION)
+    if ACTIVATION == "floor":
+        x = tl.where(x < beta, beta, x)
+    else:
+        x = activate(x, ACTIVATION)
     if gamma is not None:
         x = x * gamma
     return x

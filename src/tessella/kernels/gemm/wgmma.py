@@ -361,11 +361,11 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     m, n, k = product.m, product.n, product.k
     small = small_sums(problem, constants, product.k) and not work.split
     vectors = None if work.split else folded(problem, constants, small=small)
-    gamma = problem.gamma
+    gamma, (activation, beta) = problem.gamma, problem.epilogue.on_device
     epilogue = Epilogue(
         ALPHA=float(problem.epilogue.alpha),
-        BETA=float(problem.epilogue.beta),
-        ACTIVATION=problem.epilogue.activation,
+        BETA=float(beta),
+        ACTIVATION=activation,
         FOLDED=vectors is not None,
         SMALL=small,
         SPREAD=spread,

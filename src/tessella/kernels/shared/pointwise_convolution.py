@@ -40,7 +40,7 @@ def window_refusal(problem: Problem) -> str | None:
 def linear_of(problem: Problem) -> Problem:
     """The same numbers as ``linear``: [pixels, C] × [K, C] → [pixels, K]."""
     weight, epilogue = problem["weight"], problem.epilogue
-    keep = ("activation", "alpha", "beta", "gamma", "fast_accumulation", "sparsity")
+    keep = ("activation", "alpha", "beta", "gamma", "floor", "fast_accumulation", "sparsity")
     return Problem(
         op="linear",
         inputs=(

@@ -161,7 +161,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     last = problem.output.has("channels_last")
     size = problem.output.itemsize
     bulk = last and geometry.filters * size % 16 == 0 and problem.output.dtype != "int32"
-    alpha, beta = float(problem.epilogue.alpha), float(problem.epilogue.beta)
+    alpha, (activation, beta) = float(problem.epilogue.alpha), problem.epilogue.on_device
     held = with_packed(
         constants,
         ("conv.direct_sm90", repr(runs), filters),
@@ -188,7 +188,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
             x,
             descriptor(weight, (filters, 2 * runs.VALUES)),
             y,
-            (bias, residual, scale, alpha, beta, problem.gamma),
+            (bias, residual, scale, alpha, float(beta), problem.gamma),
             geometry.pixels,
             count,
             each,
@@ -204,7 +204,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 DILATION=geometry.dilation[1],
             ),
             RUN=runs,
-            ACTIVATION=problem.epilogue.activation,
+            ACTIVATION=activation,
             DTYPE=DTYPES[out.dtype],
             CONSTANT=problem.is_constant("weight"),
             launch_pdl=True,

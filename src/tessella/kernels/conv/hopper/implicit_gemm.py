@@ -269,13 +269,13 @@ def _run(
     tiles = tile_counts(shape, config)
     items = math.prod(tiles) * splits
     blocks = min(items, config["residents"] * multiprocessors())
-    held = config.get("held", False)
-    if held:  # each block keeps to one tile of channels
+    if held := config.get("held", False):  # each block keeps to one tile of channels
         blocks = max(1, blocks // tiles[0]) * tiles[0]
     rows, columns = (tile_k, pixels) if config["swap"] else (pixels, tile_k)
     is_folded = is_folded and whole
     alpha = problem.epilogue.alpha if whole and not is_folded else 1.0
-    beta = problem.epilogue.beta * (problem.gamma or 1.0 if is_folded else 1.0)
+    activation, beta = problem.epilogue.on_device
+    beta *= problem.gamma or 1.0 if is_folded else 1.0
     channels = channels_read(shape, tile_k)
     chunks = math.ceil(channels / tile_c)
     group = (shape.K // shape.groups, shape.C // shape.groups) if shape.groups > 1 else (None, None)
@@ -322,7 +322,7 @@ def _run(
             SMALL=whole and is_small,
             FOLDED=is_folded,
             SIXTEEN_BITS=whole and in_sixteen_bits(problem),
-            ACTIVATION=problem.epilogue.activation if whole else None,
+            ACTIVATION=activation if whole else None,
         ),
         REGISTERS=(232, 88 if is_lone else 40),
         CONSTANT=problem.is_constant("weight"),
@@ -444,7 +444,7 @@ def add_parts(
 def _add_parts(
     problem: Problem, parts: Tensor, splits: int, epilogue: Epilogue[Tensor], out: Tensor
 ) -> None:
-    count = out.numel()
+    count, (activation, beta) = out.numel(), epilogue.on_device
     block = 256 if count < 256 * 8 * multiprocessors() else 1024
     launch(
         add_parts,
@@ -455,14 +455,14 @@ def _add_parts(
         epilogue.scale,
         epilogue.residual,
         epilogue.alpha,
-        epilogue.beta,
+        beta,
         problem.gamma,
         count,
         parts.numel() // splits,
         out.shape[1],
         problem.output.pixel_pitch,
         SPLITS=splits,
-        ACTIVATION=epilogue.activation,
+        ACTIVATION=activation,
         BLOCK=block,
         num_warps=4,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tessella.kernels import catalog
-from tessella.kernels.catalog import Call, Config
+from tessella.kernels.catalog import Call, Config, Kernel
 from tessella.kernels.shared.pointwise_convolution import linear_of, matrix, refusal
 from tessella.operations.problem import Problem
 
@@ -28,8 +28,14 @@ BY = {
 def fits(problem: Problem) -> str | None:
     if (refused := refusal(problem)) is not None:
         return refused
-    refusals = [row.load().fits(linear_of(problem)) for row, _ in BY.values()]
+    refusals = [_refusal(row, linear_of(problem)) for row, _ in BY.values()]
     return None if None in refusals else refusals[-1]
+
+
+def _refusal(row: Kernel, product: Problem) -> str | None:
+    if product.epilogue.floor != 0 and not row.floor:
+        return "its ReLU knows no floor but 0"
+    return row.load().fits(product)
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
@@ -37,7 +43,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     return tuple(
         {"by": name, **config}
         for name, (row, most) in BY.items()
-        if row.load().fits(product) is None
+        if _refusal(row, product) is None
         for config in row.configs(product)[:most]
     )
 
