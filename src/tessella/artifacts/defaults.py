@@ -32,7 +32,7 @@ LEAST_BATCH = 2
 STEPS, FEW = 60, 8
 # An epoch: with fewer a network learns little in it. 100 pictures of digits (32², 597 judge),
 # 8 epochs, two seeds: ResNet-18 in batches of 64 13.6 and 11.4 %, of 16 85.1 and 88.9 (in a plain
-# loop of AdamW 1e-3 and OneCycle 86.9 and 89.3), of 8 86.3 (one seed); LeNet of 64 88.9 and 89.8, of
+# loop of AdamW 1e-3 and OneCycle 86.9, 89.3), of 8 86.3 (one seed); LeNet of 64 88.9 and 89.8, of
 # 16 92.8 and 91.6, of 8 92.5 and 91.8.
 LEAST_STEPS = 16
 LEAST_OF_FEW = 4  # of one image a batch norm learns nothing, and of one value torch refuses it
