@@ -57,6 +57,19 @@ def test_the_rate_grows_with_the_batch_and_shrinks_for_learned_weights():
     assert many == pytest.approx(2 * few)
 
 
+def test_few_pictures_make_a_batch_smaller():
+    few = {20: 8, 100: 8, 500: 16, 1_000: 32, 1_213: 64, 100_000: 64}
+    asked = Recipe(network="resnet18", dataset="x")
+    for images, batch in few.items():
+        usual = completed(asked, {}, images=images)
+        assert usual.batch_size == batch
+        assert usual.solver.lr == defaults("resnet18", batch_size=batch).solver.lr
+    assert completed(asked, {"batch_size": 64}, images=100).batch_size == 64
+    two = replace(asked, gpus=2, accumulate=2)
+    assert completed(two, {}, images=100).batch_size == 32  # 8 for each part
+    assert completed(two, {}, images=100_000).batch_size == 64
+
+
 def test_answers_for_places_make_a_batch_smaller():
     sizes = {(96, 96): 64, (224, 224): 64, (512, 512): 8, (96, 128, 128): 2, (512, 2048): 2}
     for sides, batch in sizes.items():
