@@ -35,7 +35,7 @@ from tessella.server.jpegs import (
     Decoded,
     Files,
     JpegQueue,
-    _Copies,
+    _read,
     decoder_for,
     frames_of,
 )
@@ -67,9 +67,10 @@ class Decoding:
         self.may_go = threading.Event()
         self.may_go.set()
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame] | None) -> np.ndarray:
         self.sizes.append(len(files))
         assert self.may_go.wait(60)
+        frames = frames or _read(files)
         if any(b"damaged" in bytes(content) for content in files):
             raise KernelError("nvJPEG cannot decode a picture of this batch", seen="status 5")
         sizes = [Image.open(io.BytesIO(content)).size[::-1] for content in files]
@@ -290,12 +291,16 @@ def test_only_a_gpu_decodes() -> None:
 
 # What the engine's process of the next test imports first: the host plays the GPU there, too.
 CUSTOM = """
-from tessella.server import jpegs, repository
+from tessella.server import decoding_process, jpegs, repository
 
-def host_plays(engine):
+def host_plays(record, device, pixels):
     from tests.server.test_jpegs import Decoding
-    return Decoding()
-jpegs.gpu_decodes = host_plays
+    decoding = Decoding()
+    def decode(files, frames, into):
+        into[...] = decoding(files, frames)
+    return decode
+decoding_process.gpu_decoder = host_plays  # in the processes that decode
+decoding_process.require_decoding = lambda *of, **fix: None
 repository.is_gpu = lambda target: True  # engines have threads, as beside a GPU
 repository.PageLocked = lambda samples: None
 """
@@ -318,7 +323,7 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
         with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as clients:
             files = [damaged(n) if n % 7 == 3 else jpeg(n, (9 + n, 14, 3)) for n in range(70)]
             coming = clients.map(lambda content: in_words(http, content), files)
-            for _ in range(4):  # nobody's files are lost when the plan is loaded again
+            for _ in range(2):  # nobody's files are lost when the plan is loaded again
                 assert http.post("/v2/repository/models/flowers/load").status_code == 200
             answers = list(coming)
         for n, (answer, content) in enumerate(zip(answers, files, strict=True)):
@@ -357,6 +362,6 @@ def test_a_batch_is_halved_for_a_file_s_fault_alone(
 
     queue = JpegQueue(decode, most_waiting=9, threads=0)
     content = [jpeg(1)]
-    queue._work([Files(content, frames_of(content), answers.append)] * 4, _Copies())
+    queue._work([Files(content, frames_of(content), answers.append)] * 4)
     assert len(sizes) == calls
     assert [len(decoded.requests) for decoded in answers] == told

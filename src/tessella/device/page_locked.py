@@ -98,3 +98,8 @@ def locked_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:
         return torch.empty(shape, dtype=dtype)
+
+
+def locked_or(into: np.ndarray | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of memory that is given, or as ``locked_empty``."""
+    return locked_empty(shape, dtype) if into is None else torch.from_numpy(into)

@@ -108,6 +108,10 @@ class Lane:
             raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
         copy_bytes(self._bytes[start : start + len(content)], content)
 
+    def give_back(self, start: int) -> None:
+        """Give the pages from a place on back to the system: they are zeros when used again."""
+        self._map.madvise(mmap.MADV_REMOVE, start)
+
 
 def copy_bytes(place: memoryview, content: bytes | memoryview) -> None:
     """Copy to a place of the same length; of a few bytes, Python's lock is kept: who lets go of it
