@@ -31,6 +31,7 @@ from tessella.core.task import TaskRecord
 from tessella.device.nvjpeg import _address
 from tessella.server import Repository, Server
 from tessella.server.jpegs import (
+    END,
     MOST_TOGETHER,
     Decoded,
     Files,
@@ -40,6 +41,7 @@ from tessella.server.jpegs import (
     frames_of,
 )
 from tessella.server.short_way import ShortPicture, ShortWay
+from tests.support.decoding import HostPlays
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
 
@@ -289,17 +291,11 @@ def test_only_a_gpu_decodes() -> None:
         decoder_for("cpu")  # type: ignore[arg-type]
 
 
-# What the engine's process of the next test imports first: the host plays the GPU there, too.
+# What the engine's process of the next test imports first: a process of the host plays the GPU.
 CUSTOM = """
-from tessella.server import decoding_process, jpegs, repository
-
-def host_plays(record, device, pixels):
-    from tests.server.test_jpegs import Decoding
-    decoding = Decoding()
-    def decode(files, frames, into):
-        into[...] = decoding(files, frames)
-    return decode
-decoding_process.gpu_decoder = host_plays  # in the processes that decode
+from tessella.server import decoding_process, repository
+decoding_process.DecodingProcess.module = "tests.support.decoding"
+decoding_process.THREADS = 1
 decoding_process.require_decoding = lambda *of, **fix: None
 repository.is_gpu = lambda target: True  # engines have threads, as beside a GPU
 repository.PageLocked = lambda samples: None
@@ -323,8 +319,8 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
         with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as clients:
             files = [damaged(n) if n % 7 == 3 else jpeg(n, (9 + n, 14, 3)) for n in range(70)]
             coming = clients.map(lambda content: in_words(http, content), files)
-            for _ in range(2):  # nobody's files are lost when the plan is loaded again
-                assert http.post("/v2/repository/models/flowers/load").status_code == 200
+            # nobody's files are lost when the plan is loaded again
+            assert http.post("/v2/repository/models/flowers/load").status_code == 200
             answers = list(coming)
         for n, (answer, content) in enumerate(zip(answers, files, strict=True)):
             assert answer.status_code == (400 if n % 7 == 3 else 200), answer.text
@@ -365,3 +361,28 @@ def test_a_batch_is_halved_for_a_file_s_fault_alone(
     queue._work([Files(content, frames_of(content), answers.append)] * 4)
     assert len(sizes) == calls
     assert [len(decoded.requests) for decoded in answers] == told
+
+
+def test_a_decoding_process_that_a_file_ends_comes_again() -> None:
+    process = HostPlays(RECORD, torch.device("cpu"), pixels=False)
+    process.ready()
+
+    def is_right(made: np.ndarray, files: list[bytes]) -> bool:
+        return np.array_equal(made, np.stack([RECORD(content) for content in files]))
+
+    files = [jpeg(n) for n in range(MOST_TOGETHER + 3)]
+    kept = process(files[:5], None)[1:]  # a view keeps the place
+    assert is_right(process(files, None), files), "more than there is room for at once"
+    assert is_right(process(files[5:10], None), files[5:10]), "in another place"
+    with pytest.raises(KernelError, match="status 5"):
+        process([files[0], damaged(1)], None)
+    with pytest.raises(KernelError, match="none that a GPU decodes"):
+        process([files[0][:-2]], None)
+    with pytest.raises(ServeError, match="has ended") as told:
+        process([jpeg(1)[:-2] + b"the end" + END], None)
+    assert (told.value.status, told.value.retry_after_s) == (503, 1)
+    assert "exit status 7" in str(told.value)
+    assert is_right(process(files[5:7], None), files[5:7])
+    assert is_right(kept, files[1:5]), "its memory is that of the first process"
+    process._end()
+    assert process._process.returncode == 0
