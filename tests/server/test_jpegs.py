@@ -130,6 +130,8 @@ def test_files_that_wait_are_decoded_together(
     assert len(decoding.sizes) <= 3, "the first went alone, and the others have waited for it"
     stages = answers[-1].headers["server-timing"]
     assert float(stages.split("decode;dur=")[1].split(",")[0]) > 0
+    (told,) = http.get("/v2/models").json()["models"]
+    assert told["jpeg_decoder"] == "gpu_kernels", "none that makes the host's bits"
 
 
 def test_a_damaged_file_fails_alone(
