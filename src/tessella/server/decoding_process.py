@@ -129,7 +129,7 @@ class DecodingProcess(Child):
             ServeError: 503, the process has ended; the next call starts it again.
         """
         try:
-            if self._process.returncode is not None:
+            if self._process.poll() is not None:
                 self._end()
                 self._begin()
             if not self._is_ready:
