@@ -21,8 +21,9 @@ class Duration:
     count: int = 0
     ns: int = 0
 
-    def add(self, ns: int) -> None:
-        self.count += 1
+    def add(self, ns: int, count: int = 1) -> None:
+        """It happened so often, and took ``ns`` in all."""
+        self.count += count
         self.ns += ns
 
     def to_json(self) -> dict[str, int]:
@@ -124,10 +125,10 @@ class _BatchSize:
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
 
-    def add(self, spent: Computation) -> None:
-        self.compute_input.add(spent.input_ns)
-        self.compute_infer.add(spent.infer_ns)
-        self.compute_output.add(spent.output_ns)
+    def add(self, spent: Computation, count: int = 1) -> None:
+        self.compute_input.add(count * spent.input_ns, count)
+        self.compute_infer.add(count * spent.infer_ns, count)
+        self.compute_output.add(count * spent.output_ns, count)
 
     def to_json(self) -> dict[str, Any]:
         return {name: duration.to_json() for name, duration in vars(self).items()}
@@ -226,9 +227,8 @@ class Statistics:
         self.inference_count += batch
         self.last_inference_ms = time.time_ns() // 1_000_000
         self._batches[batch].add(spent)
-        for waited_ns in queue_ns:
-            self.queue.add(waited_ns)
-            self.compute.add(spent)
+        self.queue.add(sum(queue_ns), len(queue_ns))
+        self.compute.add(spent, len(queue_ns))
 
     def batches(self) -> list[tuple[int, Duration]]:
         """The sizes of executions, with how many there were and what they took of the engine."""
