@@ -368,6 +368,11 @@ def test_a_batch_is_halved_for_a_file_s_fault_alone(
 def test_a_decoding_process_that_a_file_ends_comes_again() -> None:
     process = HostPlays(RECORD, torch.device("cpu"), pixels=False)
     process.ready()
+    process.check()
+    process._record = replace(RECORD, mean=(0.9,) * len(RECORD.mean))
+    with pytest.raises(KernelError, match="otherwise than the host"):
+        process.check()
+    process._record = RECORD
 
     def is_right(made: np.ndarray, files: list[bytes]) -> bool:
         return np.array_equal(made, np.stack([RECORD(content) for content in files]))

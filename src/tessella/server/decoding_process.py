@@ -11,6 +11,7 @@ that ends the decoder ends this process alone.
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import math
 import signal
@@ -26,13 +27,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from tessella.core.errors import KernelError, ServeError, TessellaError
 from tessella.core.jpeg import Frame
-from tessella.core.preprocess import Preprocess
+from tessella.core.preprocess import Preprocess, centre_crop, denormalize, fitted
 from tessella.core.record import from_plain, to_plain
 from tessella.device.driver import brief_driver
 from tessella.device.nvjpeg import require_decoding
+from tessella.device.page_locked import CHUNK_BYTES
 from tessella.runtime import Engine
 from tessella.server import tickets
 from tessella.server.child import END_S, Child, start_python, told_error
@@ -54,6 +57,7 @@ FILES_BYTES = 512 << 20  # that lie in memory at once, twice the largest body
 KEPT_BYTES = 16 << 20  # of them; what a larger batch took is given back
 BATCHES = 4  # whose pixels may wait for the engine where they are; those of more are copied
 ANSWER_S = 60.0  # for a batch; the first one waits for kernels that are compiled
+MOST_OFF = 9  # of 255: kernels decode with other roundings than the host, 8 at most, and scale
 _PAGE = 4096
 _PR_SET_NAME = 15  # linux/prctl.h
 NAME = "tessella-jpeg"  # for ps and top
@@ -101,7 +105,7 @@ class DecodingProcess(Child):
         self._talk(ours)
         self._socket.settimeout(ANSWER_S)
         self._end = weakref.finalize(self, _end, self._process, ours)
-        self._files, self._made = map(Lane, memory)
+        self._files, self._made = Lane(memory[0]), Lane(memory[1], lock_bytes=_locked(batch_bytes))
         self._places, self._given_back = Places(order), deque[tuple[int, int]]()
         self._spare, _ = self._places.take(batch_bytes)
         self._is_ready = False
@@ -120,6 +124,27 @@ class DecodingProcess(Child):
         if letter == b"e":
             raise told_error(json.loads(content))
         self._is_ready = True
+
+    def check(self) -> None:
+        """Decode some files as the host does; and have the kernels compiled.
+
+        Raises:
+            KernelError: they are others.
+        """
+        record, sides = self._record, (self._record.width + 14, self._record.height + 9)
+        coarse = np.random.default_rng(0).integers(0, 256, (9, 13, 3), np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(coarse).resize(sides).save(out, "JPEG", quality=90)
+        content = out.getvalue()
+        made, wanted = self([content] * 5, None), centre_crop(fitted(content, record), record)
+        seen = made if self._pixels else denormalize(made, record)
+        off = int(np.abs(seen.astype(np.int64) - wanted).max())
+        if off > MOST_OFF:
+            raise KernelError(
+                "a process decodes pictures otherwise than the host",
+                seen=f"pixels are up to {off} of 255 apart, at most {MOST_OFF} is usual",
+                fix="serve with --decode host, and report the GPU and its driver",
+            )
 
     def __call__(self, files: Contents, frames: Sequence[Frame] | None) -> np.ndarray:
         """As ``jpegs.Decode``; the process reads the frames again, of its own copies.
@@ -195,7 +220,7 @@ def decodes_apart(engine: Engine) -> Decode | None:
     """As ``jpegs.gpu_decodes``, by a process for each thread that asks.
 
     Raises:
-        UsageError: as ``jpegs.gpu_decode``.
+        UsageError: as ``jpegs.gpu_decode``. KernelError: as ``DecodingProcess.check``.
     """
     record = engine.preprocess
     if record is None:
@@ -205,6 +230,7 @@ def decodes_apart(engine: Engine) -> Decode | None:
     first = [DecodingProcess(record, engine.device, pixels=pixels) for _ in range(THREADS)]
     for one in first:
         one.ready()
+        one.check()
     return decoder_of_each_thread(
         list[Decode](first), lambda: DecodingProcess(record, engine.device, pixels=pixels)
     )
@@ -216,6 +242,11 @@ def picture(record: Preprocess, *, pixels: bool) -> tuple[tuple[int, ...], np.dt
     if pixels:
         return (height, width, record.channels), np.dtype(np.uint8)
     return (record.channels, height, width), np.dtype(np.float32)
+
+
+def _locked(batch_bytes: int) -> int:
+    """How many bytes are page-locked at once: no place may lie partly in others."""
+    return max(CHUNK_BYTES, 1 << (batch_bytes - 1).bit_length())
 
 
 def _pieces(files: Contents) -> Iterator[slice]:
@@ -268,13 +299,14 @@ def run(asked: dict[str, Any], decoder: Callable[..., Any]) -> None:
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
     if len(descriptors) < 2:  # the server has ended
         return
-    files, made = map(Lane, descriptors)
+    shape, element = picture(record, pixels=asked["pixels"])
+    batch_bytes = MOST_TOGETHER * math.prod(shape) * element.itemsize
+    files, made = Lane(descriptors[0]), Lane(descriptors[1], lock_bytes=_locked(batch_bytes))
     try:
         decode = decoder(record, torch.device(device), pixels=asked["pixels"])
     except TessellaError as error:
         connection.sendall(tickets.frame(b"e", json.dumps(error.to_json()).encode()))
         return
-    shape, element = picture(record, pixels=asked["pixels"])
     keep_what_is_loaded()
     connection.sendall(tickets.frame(b"d", b""))
     frames = tickets.Frames()
