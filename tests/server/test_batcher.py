@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from tessella.core.errors import ServeError
-from tessella.server import batcher as batching
-from tessella.server.batcher import BESIDE, BRIEF_NS, LONE_NS, Batcher
+from tessella.server.batcher import BRIEF_NS, LONE_NS, Batcher
 from tessella.server.joining import PageLocked
 from tessella.server.pace import TRUST_NS, Pace
 from tessella.server.statistics import Statistics
 
 pytestmark = pytest.mark.timeout(60)
-FEW = BESIDE - 1  # that are computed in the event loop's thread
 
 
 class Steady(Pace):
@@ -390,8 +388,6 @@ def test_outputs_that_cannot_be_split_are_computed_alone() -> None:
 class Witness(Doubler):
     """Notes the thread of each execution, and that none runs beside another."""
 
-    answered: threading.Event
-
     def __init__(self) -> None:
         super().__init__()
         self.threads: list[int] = []
@@ -420,54 +416,11 @@ def test_what_one_turn_of_the_loop_brings_is_one_batch_in_its_thread() -> None:
         engine = Witness()
         joined = in_loop(engine, 1000)
         for _ in range(3):
-            answers = await asyncio.gather(*(joined.infer(rows(i)) for i in range(FEW)))
-            assert [a["y"][0, 0] for a in answers] == [2 * i for i in range(FEW)]
-        assert engine.batches == [FEW, FEW, FEW]
+            answers = await asyncio.gather(*(joined.infer(rows(i)) for i in range(8)))
+            assert [a["y"][0, 0] for a in answers] == [2 * i for i in range(8)]
+        assert engine.batches == [8, 8, 8]
         assert set(engine.threads) == {threading.get_ident()}
         await joined.close(lambda: None)
-
-    run(test())
-
-
-def test_the_engine_computes_one_half_while_the_other_is_answered(monkeypatch) -> None:
-    monkeypatch.setattr(batching, "CORES", 2)
-
-    class InTurn(Witness):
-        """Its second execution ends when the answers of the first are there."""
-
-        def __call__(self, x: np.ndarray) -> dict[str, np.ndarray]:
-            assert len(self.batches) != 1 or self.answered.wait(50)
-            return super().__call__(x)
-
-    async def test() -> None:
-        engine, sent = InTurn(), list[float]()
-        engine.answered = threading.Event()
-        joined = in_loop(engine, 1000)
-
-        async def ask(value: float) -> float:
-            answer = await joined.infer(rows(value))
-            sent.append(value)
-            if len(sent) == FEW:
-                engine.answered.set()
-            return float(answer["y"][0, 0])
-
-        answers = await asyncio.gather(*map(ask, range(2 * FEW)))
-        assert answers == [2 * i for i in range(2 * FEW)]
-        assert engine.batches == [FEW, FEW]
-        (thread,) = set(engine.threads)
-        assert thread != threading.get_ident()
-        negative = await asyncio.gather(*(joined.infer(rows(3.5 - i)) for i in range(8)),
-                                        return_exceptions=True)  # fmt: skip
-        assert [isinstance(one, ArithmeticError) for one in negative] == [False] * 4 + [True] * 4
-        assert [one["y"][0, 0] for one in negative[:4]] == [7, 5, 3, 1]
-        engine.gate.clear()
-        last = [asyncio.create_task(joined.infer(rows(i))) for i in range(2 * FEW)]
-        await until(lambda: engine.running == 1)
-        closing = asyncio.create_task(joined.close(lambda: None))
-        await asyncio.sleep(0)
-        engine.gate.set()
-        assert [a["y"][0, 0] for a in await asyncio.gather(*last)] == answers
-        await closing
 
     run(test())
 

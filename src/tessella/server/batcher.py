@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +21,6 @@ import numpy as np
 
 from tessella.core.errors import ServeError
 from tessella.server import joining
-from tessella.server.beside import Beside, Ran
 from tessella.server.fairness import Waiting
 from tessella.server.joining import samples_of, split
 from tessella.server.pace import Pace
@@ -35,9 +33,6 @@ from tessella.server.waiting import (
     Piece,
     Request,
     Waiter,
-    deliver,
-    settle,
-    tell,
 )
 
 # What may run in the event loop's thread, and so holds up everything else there: less than Python's
@@ -48,8 +43,6 @@ BRIEF_NS = 6 * 10**6
 # On a GPU, by the clock, as the thread waits for it: of a request that comes alone. Its way through
 # the engine's thread and back takes 0.1 to 0.2 ms.
 LONE_NS = 10**6
-BESIDE = 8  # requests; fewer are not worth the two threads' waking each other
-CORES = len(os.sched_getaffinity(0))
 EFFORTS = 8  # of as many executions of a size one is timed by the processor's time
 
 
@@ -106,11 +99,10 @@ class Batcher(Infers):
         self._ended = threading.Event()
         self._release: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
-        self._beside = Beside(engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._has_turn = False  # the event loop will call ``_turn``
-        self._deliver: Callable[[list[Request]], object] = settle
+        self._deliver: Callable[[list[Request]], object] = _settle
 
     def begin(
         self,
@@ -128,7 +120,7 @@ class Batcher(Infers):
             # One function for all requests: an execution wakes the loop once, for all its answers.
             with self._lock:
                 self._loop, self._loop_thread = loop, threading.get_ident()
-                self._deliver = partial(tell, loop, self._loop_thread)
+                self._deliver = partial(_tell, loop, self._loop_thread)
         request = Request(
             arrays=arrays,
             deliver=self._deliver,
@@ -359,71 +351,9 @@ class Batcher(Infers):
                 self._changed.notify()
                 self._wake()
                 return
-        if self._waits_beside():
-            self._begin_beside(0)
-        elif self.step() is not None:
+        if self.step() is not None:
             with self._lock:
                 self._wake()
-
-    def _begin_beside(self, answered: int) -> None:
-        """Begin the next execution beside the event loop, in whose thread this is called.
-
-        Args:
-            answered: samples of the execution before, whose answers are not sent yet. With half of
-                all, the loop has as many to answer and to read as the engine to compute.
-        """
-        with self._lock:
-            pieces, late = self._take(max(1, (self._waiting.samples + answered + 1) // 2))
-            if pieces:
-                self._expect(pieces)
-        deliver(late)
-        if not pieces:
-            return
-        assert self._loop is not None
-        begun_ns = perf_counter_ns()
-        try:
-            joined = self._joined(pieces)
-            done = partial(self._came_back, pieces, begun_ns, perf_counter_ns() - begun_ns)
-            self._beside.run(joined, self._loop, done)
-        except Exception as error:
-            self._failed(pieces, error)
-            self._ran()
-
-    def _came_back(self, pieces: list[Piece], begun_ns: int, input_ns: int, ran: Ran) -> None:
-        """Go on behind an execution beside the event loop, in its thread."""
-        samples, ended_ns = samples_of(pieces), perf_counter_ns()
-        try:
-            answers = split(ran.made(), pieces)
-        except Exception as error:  # run alone, they need the engine
-            self._failed(pieces, error)
-            self._ran()
-            return
-        self._effort.took(samples, ran.processor_ns)
-        self._pace.took(samples, ran.ns)
-        output_ns = perf_counter_ns() - ended_ns
-        self._ran(samples)  # the next one computes while these are answered
-        spent = Computation(input_ns=input_ns, infer_ns=ran.ns, output_ns=output_ns)
-        self._finished(pieces, answers, begun_ns, spent)
-
-    def _ran(self, answered: int = 0) -> None:
-        """The engine has nothing to do: see to the next execution."""
-        with self._lock:
-            self._is_running = False
-            if self._release is not None:
-                self._changed.notify()
-            goes_on = self._waits_beside(answered) and self._is_brief()
-            if not goes_on:
-                self._wake()
-            is_last = self._thread is None and self._release is not None and not self._waiting
-        if goes_on:
-            self._begin_beside(answered)
-        elif is_last:
-            self._end()
-
-    def _waits_beside(self, answered: int = 0) -> bool:
-        """Whether so many wait that the engine's thread may compute some."""
-        count = len(self._waiting)
-        return bool(count) and count + answered >= BESIDE and not self._only_lone and CORES > 1
 
     def step(self) -> int | None:
         """Run the next execution, if it is due.
@@ -463,7 +393,6 @@ class Batcher(Infers):
 
     def _end(self) -> None:
         assert self._release is not None
-        self._beside.end()
         self._release()
         self._ended.set()
 
@@ -546,7 +475,10 @@ class Batcher(Infers):
     def _compute(self, pieces: list[Piece]) -> tuple[list[Arrays], Computation]:
         """Join the inputs, run the engine and split the outputs."""
         begin_ns = perf_counter_ns()
-        joined = self._joined(pieces)
+        first = pieces[0][0].arrays
+        joined = {
+            n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
+        }
         asks_effort = self._in_loop and not self._only_lone and self._is_effort_due(pieces)
         joined_ns, worked_ns = perf_counter_ns(), thread_time_ns() if asks_effort else 0
         outputs = self._engine(**joined)
@@ -559,12 +491,6 @@ class Batcher(Infers):
             input_ns=joined_ns - begin_ns, infer_ns=ran_ns - joined_ns, output_ns=end_ns - ran_ns
         )
         return answers, spent
-
-    def _joined(self, pieces: list[Piece]) -> Arrays:
-        first = pieces[0][0].arrays
-        return {
-            n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
-        }
 
     def _is_effort_due(self, pieces: list[Piece]) -> bool:
         """Whether to ask for the processor's time, which takes 5 µs of a request of 200."""
@@ -585,3 +511,36 @@ def _no_time(left_ns: int, needed_ns: int) -> ServeError:
         fix="give it more time, or send fewer requests at once",
         retry_after_s=math.ceil(needed_ns / 1e9) or 1,
     )
+
+
+def deliver(requests: list[Request]) -> None:
+    """Give the requests back, all of one place together."""
+    while requests:
+        place = requests[0].deliver
+        if len(requests) == 1:
+            place(requests)
+            return
+        others = [r for r in requests if r.deliver is not place]
+        place([r for r in requests if r.deliver is place] if others else requests)
+        requests = others
+
+
+def _tell(loop: asyncio.AbstractEventLoop, thread: int, requests: list[Request]) -> None:
+    """Settle requests on the event loop of a thread: at once, if this is it."""
+    if threading.get_ident() == thread:
+        _settle(requests)
+    else:
+        loop.call_soon_threadsafe(_settle, requests)
+
+
+def _settle(requests: list[Request]) -> None:
+    """Tell those who wait for the answers, on their event loop."""
+    for request in requests:
+        answer = request.answer
+        if answer is None or answer.done():
+            continue
+        if request.error is not None:
+            answer.set_exception(request.error)
+        else:
+            assert request.outputs is not None
+            answer.set_result(request.outputs)

@@ -21,11 +21,11 @@ from typing import Protocol
 import numpy as np
 
 from tessella.core.errors import ServeError, TessellaError, UsageError
-from tessella.server.batcher import Batcher, unloaded
+from tessella.server.batcher import Batcher, deliver, unloaded
 from tessella.server.joining import samples_of
 from tessella.server.statistics import Computation, InstanceCounts, Stages, Statistics
 from tessella.server.versions import check_name
-from tessella.server.waiting import Arrays, Piece, Request, deliver
+from tessella.server.waiting import Arrays, Piece, Request
 
 log = logging.getLogger(__name__)
 

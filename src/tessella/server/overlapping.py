@@ -13,10 +13,10 @@ from time import perf_counter_ns
 import numpy as np
 
 from tessella.runtime.overlapped import Call, Overlapped
-from tessella.server.batcher import LONE_NS, Batcher
+from tessella.server.batcher import LONE_NS, Batcher, deliver
 from tessella.server.joining import samples_of, split
 from tessella.server.statistics import Computation, Statistics
-from tessella.server.waiting import Arrays, Piece, Request, deliver
+from tessella.server.waiting import Arrays, Piece, Request
 
 LONG_NS = 10**9  # somebody is told before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -182,36 +181,3 @@ class InfersFiles(Protocol):
         Raises:
             ServeError: as ``Infers.infer``; the waiter is told nothing then.
         """
-
-
-def deliver(requests: list[Request]) -> None:
-    """Give the requests back, all of one place together."""
-    while requests:
-        place = requests[0].deliver
-        if len(requests) == 1:
-            place(requests)
-            return
-        others = [r for r in requests if r.deliver is not place]
-        place([r for r in requests if r.deliver is place] if others else requests)
-        requests = others
-
-
-def tell(loop: asyncio.AbstractEventLoop, thread: int, requests: list[Request]) -> None:
-    """Settle requests on the event loop of a thread: at once, if this is it."""
-    if threading.get_ident() == thread:
-        settle(requests)
-    else:
-        loop.call_soon_threadsafe(settle, requests)
-
-
-def settle(requests: list[Request]) -> None:
-    """Tell those who wait for the answers, on their event loop."""
-    for request in requests:
-        answer = request.answer
-        if answer is None or answer.done():
-            continue
-        if request.error is not None:
-            answer.set_exception(request.error)
-        else:
-            assert request.outputs is not None
-            answer.set_result(request.outputs)
