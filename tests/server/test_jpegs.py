@@ -391,5 +391,10 @@ def test_a_decoding_process_that_a_file_ends_comes_again() -> None:
     assert "exit status 7" in str(told.value)
     assert is_right(process(files[5:7], None), files[5:7])
     assert is_right(kept, files[1:5]), "its memory is that of the first process"
-    process._end()
-    assert process._process.returncode == 0
+    ended, process._process = process._process, subprocess.Popen(["false"])
+    assert process._process.wait(20) == 1
+    process.module = "tests.support.no_such_module"
+    with pytest.raises(ServeError, match="does not start") as told:
+        process(files[:1], None)
+    assert told.value.status == 503, "no fault of a client's"
+    assert ended.wait(20) == 0

@@ -19,6 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tessella.core.errors import KernelError, ServeError, TessellaError
+from tessella.core.errors import KernelError, ServeError, TessellaError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.preprocess import Preprocess, centre_crop, denormalize, fitted
 from tessella.core.record import from_plain, to_plain
@@ -56,7 +57,7 @@ from tessella.server.listening import keep_what_is_loaded
 FILES_BYTES = 512 << 20  # that lie in memory at once, twice the largest body
 KEPT_BYTES = 16 << 20  # of them; what a larger batch took is given back
 BATCHES = 4  # whose pixels may wait for the engine where they are; those of more are copied
-ANSWER_S = 60.0  # for a batch; the first one waits for kernels that are compiled
+ANSWER_S = 60.0  # for a batch, but for the first
 MOST_OFF = 9  # of 255: kernels decode with other roundings than the host, 8 at most, and scale
 _PAGE = 4096
 _PR_SET_NAME = 15  # linux/prctl.h
@@ -103,8 +104,8 @@ class DecodingProcess(Child):
         except OSError as error:
             raise _does_not_start(error) from error
         self._talk(ours)
-        self._socket.settimeout(ANSWER_S)
         self._end = weakref.finalize(self, _end, self._process, ours)
+        self._end.atexit = False  # its socket closes then
         self._files, self._made = Lane(memory[0]), Lane(memory[1], lock_bytes=_locked(batch_bytes))
         self._places, self._given_back = Places(order), deque[tuple[int, int]]()
         self._spare, _ = self._places.take(batch_bytes)
@@ -124,6 +125,17 @@ class DecodingProcess(Child):
         if letter == b"e":
             raise told_error(json.loads(content))
         self._is_ready = True
+
+    def _ready_again(self) -> None:
+        """As ``ready``; that it does not start is no fault of a client's.
+
+        Raises:
+            ServeError: 503, it does not.
+        """
+        try:
+            self.ready()
+        except (KernelError, UsageError) as error:
+            raise _does_not_start(error) from error
 
     def check(self) -> None:
         """Decode some files as the host does; and have the kernels compiled.
@@ -158,7 +170,7 @@ class DecodingProcess(Child):
                 self._end()
                 self._begin()
             if not self._is_ready:
-                self.ready()
+                self._ready_again()
             return self._decoded(files)
         except InstanceLost as error:
             raise ServeError(
@@ -209,6 +221,7 @@ class DecodingProcess(Child):
         except OSError as error:
             raise InstanceLost(self._ended()) from error
         letter, content = self._next()
+        self._socket.settimeout(ANSWER_S)  # the first one waited for kernels that were compiled
         if sum(sizes) > KEPT_BYTES:
             self._files.give_back(KEPT_BYTES)
         if letter == b"e":
@@ -223,7 +236,7 @@ def decodes_apart(engine: Engine) -> Decode | None:
         UsageError: as ``jpegs.gpu_decode``. KernelError: as ``DecodingProcess.check``.
     """
     record = engine.preprocess
-    if record is None:
+    if record is None or len(engine.inputs) != 1:
         return None
     require_decoding(record, engine.device, fix=HOST)
     pixels = any(spec.dtype == "uint8" for spec in engine.inputs)
@@ -270,9 +283,16 @@ def _does_not_start(error: Exception) -> ServeError:
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+    """Let a process end; a thread waits for it, as a context on a GPU takes a second to end and who
+    drops the last of its users may be an event loop.
+    """
     with suppress(OSError):
         ours.shutdown(socket.SHUT_RDWR)
     ours.close()
+    threading.Thread(target=_wait, args=[process], daemon=True).start()
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
