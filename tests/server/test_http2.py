@@ -26,6 +26,7 @@ from tessella.server.grpc_front import GrpcFront
 from tessella.server.grpc_messages import cut
 from tessella.server.guard import Guard
 from tessella.server.http2_frames import Code, Heads, Kind, frame
+from tessella.server.listening import make_room
 from tests.support.engines import Scores, expected_scores
 from tests.support.http2 import (
     IMAGE,
@@ -235,6 +236,20 @@ def test_misuse_ends_its_connection_alone(still: Place) -> None:
         good.send(good.call(2 * number + 1, message()))
         assert is_right(good, 2 * number + 1), name
         assert place.is_at_rest(), name
+
+
+def test_where_no_descriptors_are_left_the_oldest_silent_connections_go(still: Place) -> None:
+    clients = []
+    for _ in range(4):
+        clients.append(still.client().greet())
+        still.loop.now_s += 0.1
+    clients[0].send(clients[0].head(1))  # it has a call
+
+    async def room() -> int:
+        return make_room([client.connection for client in clients], most=2)
+
+    assert still.run(room()) == 2
+    assert [client.wire.is_closing() for client in clients] == [False, True, True, False]
 
 
 def test_what_one_call_does_wrong_ends_that_call_alone(place: Place) -> None:
