@@ -36,6 +36,7 @@ FEW, TURN_S, MOST_TURNS = 2, 0.001, 4
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
 ROOM_S = 0.01  # the same, where others were closed for it
 MOST_DESCRIPTORS = 1 << 16
+HANDSHAKE_S = 10.0  # of TLS; asyncio's own patience is 60 s, in which nobody can close them
 log = logging.getLogger(__name__)
 
 
@@ -191,7 +192,12 @@ class Accepting:
     async def _begin(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # it went, or spoke no TLS
-            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
+            await loop.connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_S,
+            )
 
 
 class HttpServer(uvicorn.Server):
