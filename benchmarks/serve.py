@@ -57,7 +57,6 @@ from tessella.core.device import default_target
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import DimRange
 from tessella.graph import capture
-from tessella.loadtest.schedule import Schedule
 from tessella.runtime import Engine, add_kernels, load
 from tessella.server import serve
 from tessella.server.doors import Doors
@@ -387,13 +386,13 @@ def _asked(
     """What came back of one work, from all processes that asked."""
     (folder / "content").write_bytes(content)
     processes = min(args.generators, clients)
-    command = "from benchmarks.serve import be_client; be_client()"
     connections = str(-(-clients // processes))
-    told = [target.url, target.grpc or "", str(folder / "content"), connections, str(args.seconds)]
+    told = [target.url, target.grpc or "", target.model, str(folder / "content"), connections]
+    told.append(str(args.seconds))
     results = [folder / f"answers-{n}" for n in range(processes)]  # a pipe may not take them whole
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", command, *told, str(result)],
+            [sys.executable, "-m", "benchmarks.serve_client", *told, str(result)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -454,22 +453,6 @@ def _started(running: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]
         client.stdin.write("go\n")
         client.stdin.flush()
     return running
-
-
-def be_client() -> None:
-    """Be a process that asks, once somebody says a line; prints what came back."""
-    url, grpc, path, clients, seconds, result = sys.argv[1:]
-    target = loadtest.Target(url=url, model=MODEL, grpc=grpc or None)
-    content = Path(path).read_bytes()
-    warm = Schedule(times_s=None, seconds=0.5, clients=int(clients))
-    loadtest.generate(target, content, warm)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    began_s = time.process_time()
-    found = loadtest.generate(target, content, loadtest.closed(int(clients), float(seconds)))
-    told = {"latencies_s": found.latencies_s, "failures": found.failures, "seconds": found.seconds}
-    told["processor_s"] = time.process_time() - began_s
-    Path(result).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tessella.data import ImportSettings, loading
 from tessella.data.importing import import_images
 from tessella.device.nvjpeg import JpegDecoder, has_nvjpeg
 from tessella.kernels.pictures.decode import PictureDecoder
+from tessella.server.decoding_process import DecodingProcess
 from tessella.server.jpegs import frames_of, gpu_decode
 from tessella.training.evaluate import predict_split
 from tessella.training.feed import Feed
@@ -128,11 +129,11 @@ def test_a_training_sees_the_same_batches(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pixels", [True, False])
-@pytest.mark.parametrize("crop", [None, (40, 24)])
-def test_a_server_gives_the_network_what_the_host_does(pixels, crop, monkeypatch):
+@pytest.mark.parametrize(("crop", "apart"), [(None, False), ((40, 24), False), (None, True)])
+def test_a_server_gives_the_network_what_the_host_does(pixels, crop, apart, monkeypatch):
     record = Preprocess(height=64, width=48, channels=3, crop=crop, mean=(0.4,), std=(0.2,))
     every = files(24)
-    decode = gpu_decode(record, DEVICE, pixels=pixels)
+    decode = (DecodingProcess if apart else gpu_decode)(record, DEVICE, pixels=pixels)
     kept = []
     for some in (every[:3], every, every[20:], every[5:17]):  # batches share their memory
         if len(some) == 12:  # in several parts

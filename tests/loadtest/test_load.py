@@ -164,6 +164,32 @@ def test_the_command(target: loadtest.Target, tmp_path: Path) -> None:
     assert "goodput" in ran.output
     ran = CliRunner().invoke(app, ["flowers", "--body", "grpc"])
     assert ran.exit_code != 0
+    nobody = ["--body", "grpc", "--grpc", "localhost:1", "--seconds", "0.1"]
+    ran = CliRunner().invoke(app, [*asked[:5], *nobody])
+    assert ran.exit_code != 0
+    assert "no request was answered" in ran.output
+    assert "UNAVAILABLE" in ran.output
+
+
+def test_grpc_by_tls(tmp_path: Path, monkeypatch) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert,
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    monkeypatch.setenv("SSL_CERT_FILE", cert)
+    doors = Doors(grpc_port=0, tls_cert=cert, tls_key=key)
+    with Server(repository({"flowers": Scores()}), doors=doors) as server:
+        url, address = (
+            f"{scheme}localhost:{where.rpartition(':')[2]}"
+            for scheme, where in (("https://", server.url), ("", server.grpc_address))
+        )
+        target = loadtest.Target(url=url, model="flowers", grpc=address)
+        body = loadtest.body_for(target, "grpc")
+        found = loadtest.generate(target, body, loadtest.closed(2, 0.2))
+    assert found.latencies_s
+    assert not found.failures
 
 
 def test_it_needs_no_torch() -> None:

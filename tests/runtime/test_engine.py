@@ -547,6 +547,28 @@ def test_a_run_takes_no_new_pages_from_the_system() -> None:
     assert max(counts) < 3000  # of 12,000 pages
 
 
+def test_batch_sizes_share_their_weights() -> None:
+    """A layer's are 16 MB: six copies for six sizes would be 96."""
+    added_kb = []
+    spec = TensorSpec(name="x", dtype="float32", shape=(1, 2048))
+    for batch in (1, 1, 1), (1, 8, 32):
+        sizes = DimRange(min=1, opt=batch[1], max=batch[2])
+        graph = graph_of(nn.Linear(2048, 2048), spec, sizes)
+        made = plan(graph, batch, untuned=True)
+        before_kb = anonymous_kb()
+        large = runtime.load(made, every_size=True)
+        added_kb.append(anonymous_kb() - before_kb)
+    assert len(large.buckets) == 6
+    # one more form than of one image is for a kernel of larger batches
+    assert added_kb[1] - added_kb[0] < 2.5 * 4 * 2048**2 / 1024
+
+
+def anonymous_kb() -> int:
+    """This process's own memory, but for files."""
+    told = Path("/proc/self/smaps_rollup").read_text().split("Anonymous:")[1]
+    return int(told.split()[0])
+
+
 def test_engines_side_by_side_in_threads() -> None:
     """Two plans, each in threads of its own, while a third is loaded again and again."""
     plans = [plan(captured("lenet"), (1, 2, 4), precision=p) for p in ("fp32", "bf16")]

@@ -26,6 +26,7 @@ from tessella.server.grpc_front import GrpcFront
 from tessella.server.grpc_messages import cut
 from tessella.server.guard import Guard
 from tessella.server.http2_frames import Code, Heads, Kind, frame
+from tessella.server.listening import make_room
 from tests.support.engines import Scores, expected_scores
 from tests.support.http2 import (
     IMAGE,
@@ -206,8 +207,24 @@ MISUSES = {
 }  # fmt: skip
 
 
-def test_misuse_ends_its_connection_alone(place: Place) -> None:
-    good = place.client().greet()
+@pytest.fixture
+def still() -> Iterator[Place]:
+    """A place where no time passes, so that what a second may bring does not depend on it."""
+    made = Place(loop=Clock())
+    yield made
+    made.close()
+
+
+def test_misuse_ends_its_connection_alone(still: Place) -> None:
+    place = still
+    good, calm = place.client().greet(), place.client().greet()
+    for first in range(1, 6000, 2000):  # as many streams given up as in the last case, in seconds
+        calm.send(*(
+            calm.head(n) + of_stream(Kind.RST_STREAM, bytes(4), number=n)
+            for n in range(first, first + 2000, 2)
+        ))  # fmt: skip
+        assert calm.look().code is None
+        place.loop.now_s += 1
     for number, (name, (code, misuse)) in enumerate(MISUSES.items()):
         client = place.client()
         content = misuse(client)
@@ -219,6 +236,20 @@ def test_misuse_ends_its_connection_alone(place: Place) -> None:
         good.send(good.call(2 * number + 1, message()))
         assert is_right(good, 2 * number + 1), name
         assert place.is_at_rest(), name
+
+
+def test_where_no_descriptors_are_left_the_oldest_silent_connections_go(still: Place) -> None:
+    clients = []
+    for _ in range(4):
+        clients.append(still.client().greet())
+        still.loop.now_s += 0.1
+    clients[0].send(clients[0].head(1))  # it has a call
+
+    async def room() -> int:
+        return make_room([client.connection for client in clients], most=2)
+
+    assert still.run(room()) == 2
+    assert [client.wire.is_closing() for client in clients] == [False, True, True, False]
 
 
 def test_what_one_call_does_wrong_ends_that_call_alone(place: Place) -> None:

@@ -24,7 +24,7 @@ from tessella import api
 from tessella.artifacts.outline import Manifest
 from tessella.core.errors import ArtifactError, ServeError, UsageError
 from tessella.core.record import to_plain
-from tessella.server import Placement, instance_process, instances, parse_instances, tickets
+from tessella.server import Placement, child, instance_process, instances, parse_instances, tickets
 from tessella.server.instance_process import InstanceProcess, Instances, threads_of_each
 from tessella.server.instances import MOST_LOSSES, InstanceLost, SharedBatcher
 from tessella.server.serve import _check
@@ -296,7 +296,7 @@ def test_a_thread_that_fails_leaves_nobody_waiting(monkeypatch) -> None:
 
 def test_a_process_that_hangs_is_killed(monkeypatch) -> None:
     for limit in ("HANG_S", "END_S"):
-        monkeypatch.setattr(instance_process, limit, 0.1)
+        monkeypatch.setattr(child, limit, 0.1)
     monkeypatch.setattr(Stub, "manifest_now", linear_plan().manifest, raising=False)
     monkeypatch.setattr(instance_process, "InstanceProcess", Stub)
     several = Instances(Path("m.plan"), ["cpu"] * 3)

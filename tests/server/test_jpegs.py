@@ -31,15 +31,17 @@ from tessella.core.task import TaskRecord
 from tessella.device.nvjpeg import _address
 from tessella.server import Repository, Server
 from tessella.server.jpegs import (
+    END,
     MOST_TOGETHER,
     Decoded,
     Files,
     JpegQueue,
-    _Copies,
+    _read,
     decoder_for,
     frames_of,
 )
 from tessella.server.short_way import ShortPicture, ShortWay
+from tests.support.decoding import HostPlays
 from tests.support.engines import RECORD, Scores, expected_scores, repository
 from tests.support.plans.linear import linear_plan
 
@@ -67,9 +69,10 @@ class Decoding:
         self.may_go = threading.Event()
         self.may_go.set()
 
-    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame]) -> np.ndarray:
+    def __call__(self, files: Sequence[bytes], frames: Sequence[Frame] | None) -> np.ndarray:
         self.sizes.append(len(files))
         assert self.may_go.wait(60)
+        frames = frames or _read(files)
         if any(b"damaged" in bytes(content) for content in files):
             raise KernelError("nvJPEG cannot decode a picture of this batch", seen="status 5")
         sizes = [Image.open(io.BytesIO(content)).size[::-1] for content in files]
@@ -127,6 +130,8 @@ def test_files_that_wait_are_decoded_together(
     assert len(decoding.sizes) <= 3, "the first went alone, and the others have waited for it"
     stages = answers[-1].headers["server-timing"]
     assert float(stages.split("decode;dur=")[1].split(",")[0]) > 0
+    (told,) = http.get("/v2/models").json()["models"]
+    assert told["jpeg_decoder"] == "gpu_kernels", "none that makes the host's bits"
 
 
 def test_a_damaged_file_fails_alone(
@@ -288,14 +293,12 @@ def test_only_a_gpu_decodes() -> None:
         decoder_for("cpu")  # type: ignore[arg-type]
 
 
-# What the engine's process of the next test imports first: the host plays the GPU there, too.
+# What the engine's process of the next test imports first: a process of the host plays the GPU.
 CUSTOM = """
-from tessella.server import jpegs, repository
-
-def host_plays(engine):
-    from tests.server.test_jpegs import Decoding
-    return Decoding()
-jpegs.gpu_decodes = host_plays
+from tessella.server import decoding_process, repository
+decoding_process.DecodingProcess.module = "tests.support.decoding"
+decoding_process.THREADS = 1
+decoding_process.require_decoding = lambda *of, **fix: None
 repository.is_gpu = lambda target: True  # engines have threads, as beside a GPU
 repository.PageLocked = lambda samples: None
 """
@@ -318,8 +321,8 @@ def test_acceptors_send_files_to_the_engine(tmp_path: Path) -> None:
         with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as clients:
             files = [damaged(n) if n % 7 == 3 else jpeg(n, (9 + n, 14, 3)) for n in range(70)]
             coming = clients.map(lambda content: in_words(http, content), files)
-            for _ in range(4):  # nobody's files are lost when the plan is loaded again
-                assert http.post("/v2/repository/models/flowers/load").status_code == 200
+            # nobody's files are lost when the plan is loaded again
+            assert http.post("/v2/repository/models/flowers/load").status_code == 200
             answers = list(coming)
         for n, (answer, content) in enumerate(zip(answers, files, strict=True)):
             assert answer.status_code == (400 if n % 7 == 3 else 200), answer.text
@@ -357,6 +360,41 @@ def test_a_batch_is_halved_for_a_file_s_fault_alone(
 
     queue = JpegQueue(decode, most_waiting=9, threads=0)
     content = [jpeg(1)]
-    queue._work([Files(content, frames_of(content), answers.append)] * 4, _Copies())
+    queue._work([Files(content, frames_of(content), answers.append)] * 4)
     assert len(sizes) == calls
     assert [len(decoded.requests) for decoded in answers] == told
+
+
+def test_a_decoding_process_that_a_file_ends_comes_again() -> None:
+    process = HostPlays(RECORD, torch.device("cpu"), pixels=False)
+    process.ready()
+    process.check()
+    process._record = replace(RECORD, mean=(0.9,) * len(RECORD.mean))
+    with pytest.raises(KernelError, match="otherwise than the host"):
+        process.check()
+    process._record = RECORD
+
+    def is_right(made: np.ndarray, files: list[bytes]) -> bool:
+        return np.array_equal(made, np.stack([RECORD(content) for content in files]))
+
+    files = [jpeg(n) for n in range(MOST_TOGETHER + 3)]
+    kept = process(files[:5], None)[1:]  # a view keeps the place
+    assert is_right(process(files, None), files), "more than there is room for at once"
+    assert is_right(process(files[5:10], None), files[5:10]), "in another place"
+    with pytest.raises(KernelError, match="status 5"):
+        process([files[0], damaged(1)], None)
+    with pytest.raises(KernelError, match="none that a GPU decodes"):
+        process([files[0][:-2]], None)
+    with pytest.raises(ServeError, match="has ended") as told:
+        process([jpeg(1)[:-2] + b"the end" + END], None)
+    assert (told.value.status, told.value.retry_after_s) == (503, 1)
+    assert "exit status 7" in str(told.value)
+    assert is_right(process(files[5:7], None), files[5:7])
+    assert is_right(kept, files[1:5]), "its memory is that of the first process"
+    ended, process._process = process._process, subprocess.Popen(["false"])
+    assert process._process.wait(20) == 1
+    process.module = "tests.support.no_such_module"
+    with pytest.raises(ServeError, match="does not start") as told:
+        process(files[:1], None)
+    assert told.value.status == 503, "no fault of a client's"
+    assert ended.wait(20) == 0

@@ -85,6 +85,7 @@ def test_what_the_server_says_of_a_real_plan(plan_path: Path, http: httpx.Client
     engine = runtime.load(plan_path)
     assert config["max_batch_size"] == 8
     assert config["parameters"]["target"] == {"string_value": "cpu"}
+    assert config["parameters"]["jpeg_decoder"] == {"string_value": "host"}
     assert config["parameters"]["preprocess_hash"] == {"string_value": engine.preprocess.hash}
     assert config["instance_group"][0]["kind"] == "KIND_CPU"
 

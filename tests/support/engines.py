@@ -44,7 +44,7 @@ class FakeEngine:
         self.delay_s = delay_s
         self.gate: threading.Event | None = None
         self.batches: list[int] = []
-        self.closed = False
+        self.closed, self.device = False, torch.device("cpu")
         self.manifest = Manifest(
             fingerprint=fingerprint("cpu"),
             inputs=inputs,

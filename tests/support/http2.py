@@ -92,7 +92,7 @@ class Client:
         self.code: int | None = None
 
         async def connect() -> Connection:
-            made = Connection(place.front._opened, place.app.bodies, place.front._connections)
+            made = place.front._protocol()
             self.wire.protocol = made
             made.connection_made(self.wire)
             return made

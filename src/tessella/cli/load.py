@@ -11,7 +11,7 @@ from typer import Argument, Option
 from tessella import loadtest
 from tessella.cli.output import Events, output
 from tessella.core.access_token import read_token
-from tessella.core.errors import UsageError
+from tessella.core.errors import ServeError, UsageError
 from tessella.core.events import phase
 
 PERCENTS = (50, 90, 95, 99, 99.9)
@@ -66,6 +66,13 @@ def load(
         else:
             schedule = loadtest.closed(clients, seconds)
         outcome = loadtest.generate(target, content, schedule)
+        if not outcome.latencies_s:
+            raise ServeError(
+                "no request was answered",
+                status=503,
+                seen=_failures(outcome) or "none was sent",
+                fix="see whether the server serves the model; where it has TLS, say --url https://",
+            )
         out.emit(phase("load", _told(outcome, slo_ms)))
 
 
@@ -76,5 +83,9 @@ def _told(outcome: loadtest.Outcome, slo_ms: float | None) -> str:
         parts.append(f"goodput {outcome.goodput(slo_ms / 1e3):,.0f}/s within {slo_ms:g} ms")
     if outcome.late_s:
         parts.append(f"sent late p99 {1e3 * outcome.lateness(99):.2f} ms")
-    parts += [f"{count:,}x {status}" for status, count in sorted(outcome.failures.items())]
-    return ", ".join(parts)
+    return ", ".join([*parts, *filter(None, [_failures(outcome)])])
+
+
+def _failures(outcome: loadtest.Outcome) -> str:
+    told = [f"{count:,}x {status}" for status, count in sorted(outcome.failures.items())]
+    return ", ".join(told)

@@ -195,6 +195,8 @@ def require_decoding(record: Preprocess, device: torch.device, *, fix: str) -> N
 @functools.cache
 def has_own_decoders(device: torch.device) -> bool:
     """Whether a GPU has decoders of its own, whose samples are libjpeg's to the bit."""
+    if device.type != "cuda":
+        return False
     try:
         return JpegDecoder(device).backend == JpegDecoder.HARDWARE
     except KernelError:

@@ -25,10 +25,11 @@ class PageLocked:
     Args:
         address: where it begins, at a page.
         nbytes: how large it is.
+        chunk_bytes: that are locked at once.
     """
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._address, self._nbytes = address, nbytes
+    def __init__(self, address: int, nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._address, self._nbytes, self._chunk_bytes = address, nbytes, chunk_bytes
         self._locked: dict[int, bool] = {}  # whether the driver did, by the chunk's number
         self._context: int | None = None
 
@@ -40,14 +41,14 @@ class PageLocked:
             KernelError: it is locked already, for memory that lay there before: the GPU would read
                 that.
         """
-        for number in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        for number in range(start // self._chunk_bytes, -(-end // self._chunk_bytes)):
             if number not in self._locked and (context := cuda_driver().context()):
                 self._locked[number] = self._lock(number)
                 self._context = context
 
     def _lock(self, number: int) -> bool:
-        first = number * CHUNK_BYTES
-        nbytes = min(CHUNK_BYTES, self._nbytes - first)
+        first = number * self._chunk_bytes
+        nbytes = min(self._chunk_bytes, self._nbytes - first)
         return cuda_driver().lock_pages(self._address + first, nbytes)
 
     def release(self) -> None:
@@ -59,7 +60,7 @@ class PageLocked:
             for number, is_locked in self._locked.items():
                 if is_locked:
                     with suppress(KernelError):
-                        driver.unlock_pages(self._address + number * CHUNK_BYTES)
+                        driver.unlock_pages(self._address + number * self._chunk_bytes)
         self._locked.clear()
 
 
@@ -98,3 +99,8 @@ def locked_empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:
         return torch.empty(shape, dtype=dtype)
+
+
+def locked_or(into: np.ndarray | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of memory that is given, or as ``locked_empty``."""
+    return locked_empty(shape, dtype) if into is None else torch.from_numpy(into)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httptools
@@ -227,7 +230,13 @@ def _grpc(target: Target, clients: int) -> tuple[list[Ask], Callable[[], Awaitab
         raise UsageError("gRPC needs grpcio", fix="pip install 'tessella[grpc]'")
     # Else channels to one address share a connection.
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
-    channels = [grpc.aio.insecure_channel(target.grpc, options) for _ in range(-(-clients // 16))]
+    if target.url.startswith("https:"):
+        roots = ssl.get_default_verify_paths().cafile  # SSL_CERT_FILE, if that is set
+        trusted = grpc.ssl_channel_credentials(Path(roots).read_bytes() if roots else None)
+        channel = partial(grpc.aio.secure_channel, target.grpc, trusted, options)
+    else:
+        channel = partial(grpc.aio.insecure_channel, target.grpc, options)
+    channels = [channel() for _ in range(-(-clients // 16))]
     metadata = tuple((name.lower(), value) for name, value in target.headers.items())
 
     def way(channel: object) -> Ask:

@@ -65,7 +65,17 @@ class Connection(HttpToolsProtocol):
         self._parting: Callable[[], None] | None = None  # what is said when all have answers
         self._unread_bytes = self._left_bytes = 0  # of answers: at first, and at the last look
         self._unread: Timer | None = None  # until it is looked at again
+        self._opened_s = self.loop.time()
         self._answered_s = -math.inf  # the last request of the short way, on the loop's clock
+
+    def silence(self) -> tuple[int, float] | None:
+        """As ``listening.Shared``; half a head is nothing to do."""
+        if self._request is not None or not self._is_answered():
+            return None
+        return self._client, self._opened_s
+
+    def give_way(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()

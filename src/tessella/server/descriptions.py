@@ -8,6 +8,8 @@ from typing import Any
 from tessella.core.dtype import dtype
 from tessella.core.spec import TensorSpec
 from tessella.core.version import VERSION
+from tessella.device.nvjpeg import has_own_decoders
+from tessella.server.instance_process import Instances
 from tessella.server.repository import Model
 from tessella.server.waiting import DEFAULT_PRIORITY, PRIORITIES
 
@@ -52,6 +54,7 @@ def model_config(model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         "built_from": manifest.built_from,
         "preprocess_hash": manifest.preprocess_hash or "",
         "image_input": model.signature.image_input or "",
+        "jpeg_decoder": jpeg_decoder(model),
         "task": manifest.task.name,
         "verb": model.signature.answers.VERB,
         "version": model.version,
@@ -81,6 +84,18 @@ def model_config(model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         },
         "parameters": {name: {"string_value": value} for name, value in facts.items()},
     }
+
+
+def jpeg_decoder(model: Model) -> str:
+    """Who makes a model's pixels of JPEG files: the ``host``, to whose bits the ``gpu`` with
+    decoders of its own makes them, too; ``gpu_kernels`` are up to 8 of 255 apart. Nobody: "".
+    """
+    if model.signature.image_input is None:
+        return ""
+    if not model.decodes:
+        return "host"
+    assert not isinstance(model.engine, Instances), "of which the GPU decodes for none"
+    return "gpu" if has_own_decoders(model.engine.device) else "gpu_kernels"
 
 
 def _config_tensor(spec: TensorSpec) -> dict[str, Any]:

@@ -62,6 +62,20 @@ HOST = (b"host", b"localhost")
 NOT_GRPC = literal(b":status", b"415")
 
 
+class SharedConnection(Connection):
+    """As ``listening.Shared``."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._opened_s = self.now_s()
+
+    def silence(self) -> tuple[int, float] | None:
+        return None if self.streams else (self.client, self._opened_s)
+
+    def give_way(self) -> None:
+        self._transport.abort()
+
+
 class GrpcFront:
     """The gRPC server of one process; runs in the event loop of its HTTP server.
 
@@ -114,7 +128,7 @@ class GrpcFront:
         )
 
     def _protocol(self) -> Connection:
-        return Connection(self._opened, self._shared.inference.bodies, self._connections)
+        return SharedConnection(self._opened, self._shared.inference.bodies, self._connections)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and let those at hand finish within ``grace_s`` seconds."""

@@ -20,11 +20,9 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,14 +31,14 @@ import numpy as np
 import torch
 
 from tessella.artifacts.outline import Manifest
-from tessella.core import errors
 from tessella.core.errors import ArtifactError, ServeError, TessellaError
 from tessella.core.preprocess import Preprocess
 from tessella.core.record import digest, from_plain, to_plain
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.operations import user_operators
 from tessella.runtime import load_tried
-from tessella.server import tickets
+from tessella.server import child, tickets
+from tessella.server.child import Child, start_python, told_error
 from tessella.server.instances import InstanceLost
 from tessella.server.lane import Lane, aligned, make_memory, numpy_type, places_of
 from tessella.server.listening import keep_what_is_loaded
@@ -49,14 +47,12 @@ from tessella.server.tickets import Frames
 
 log = logging.getLogger(__name__)
 
-HANG_S = 600.0  # for an execution, or a load; an instance that has not answered then is killed
 TELL_S = 20.0  # between two words that an instance is still loading
-END_S = 10.0  # for an instance that has nothing to do to end; then it is killed
 _PR_SET_NAME = 15  # linux/prctl.h
 NAME = "tessella-inst"  # for ps and top
 
 
-class InstanceProcess:
+class InstanceProcess(Child):
     """An instance, as the process sees it that has the queue; see ``instances.Instance``.
 
     Args:
@@ -91,37 +87,13 @@ class InstanceProcess:
         needed = [*user_operators.OPERATORS, *user_operators.CANDIDATES]
         modules = {user_operators.module(name) for name in needed} - {None, "__main__"}
         asked = {
-            "socket": theirs.fileno(),
             "path": str(self._path),
             "modules": sorted(m for m in modules if m is not None),
             "compiled": self._compiled,
             "device": self._device,
         }
-        paths = [p or os.getcwd() for p in sys.path]  # a user's modules are found where they were
-        environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": str(self._threads),
-        }  # fmt: skip
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    f"from {__name__} import main; main()",
-                    json.dumps(asked),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what it says is for the log
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is not for it
-            )
-
-    def _talk(self, ours: socket.socket) -> None:
-        self._socket, self._frames = ours, Frames()
-        self._socket.settimeout(HANG_S)
-        self._come: deque[tuple[bytes, bytes]] = deque()  # frames that nobody has read
+            self._process = start_python(__name__, asked, theirs.fileno(), threads=self._threads)
 
     def ready(self) -> Manifest:
         """Wait until the plan is loaded, and give the instance its memory.
@@ -165,9 +137,9 @@ class InstanceProcess:
         """
         began_s, coming = time.monotonic(), select.poll()
         coming.register(self._socket, select.POLLIN)
-        while not coming.poll(1e3 * min(TELL_S, HANG_S)):
+        while not coming.poll(1e3 * min(TELL_S, child.HANG_S)):
             waited_s = time.monotonic() - began_s
-            if waited_s >= HANG_S:
+            if waited_s >= child.HANG_S:
                 self.kill()
                 raise InstanceLost(f"{self._ended()} after {waited_s:.0f} s of loading")
             log.warning("an instance has been loading %s for %.0f s", self._path, waited_s)
@@ -181,19 +153,9 @@ class InstanceProcess:
     def close(self) -> None:
         """End the process; it has nothing to do."""
         self.dismiss()
-        self._wait(END_S)
+        self._wait(child.END_S)
 
-    def dismiss(self) -> None:
-        """Let the process end; ``close`` or ``release`` waits for it."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def kill(self) -> None:
-        """As ``instances.Instance.kill``."""
-        self._process.kill()
-
-    def release(self, seconds: float = END_S) -> None:
+    def release(self, seconds: float = child.END_S) -> None:
         """End the process for good; it is killed if it has not ended in this time."""
         self.dismiss()
         self._wait(seconds)
@@ -231,34 +193,6 @@ class InstanceProcess:
             spec.name: self._lane.array(offset, shape, numpy_type(spec)).copy()
             for spec, offset, shape in found
         }
-
-    def _next(self) -> tuple[bytes, bytes]:
-        """The next frame that the instance sends.
-
-        Raises:
-            InstanceLost: it has ended.
-        """
-        while not self._come:
-            try:
-                data = self._socket.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                raise InstanceLost(self._ended())
-            self._come.extend(self._frames.feed(data))
-        return self._come.popleft()
-
-    def _wait(self, seconds: float) -> int:
-        """Its exit status; it is killed if it has not ended in this time."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def _ended(self) -> str:
-        code = self._wait(END_S)  # nothing comes from its socket
-        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 class Instances:
@@ -316,7 +250,7 @@ class Instances:
         """End all processes."""
         for instance in self.each:
             instance.dismiss()
-        until = time.monotonic() + END_S  # for all of them together
+        until = time.monotonic() + child.END_S  # for all of them together
         for instance in self.each:
             instance.release(max(0.0, until - time.monotonic()))
 
@@ -341,14 +275,6 @@ def places(specs: Sequence[TensorSpec], start: int) -> tuple[dict[str, tuple[int
         found[spec.name] = start, math.prod(sizes) * numpy_type(spec).itemsize
         start = aligned(start + found[spec.name][1])
     return found, start
-
-
-def told_error(told: Mapping[str, Any]) -> TessellaError:
-    """An error as it was raised in another process, of its ``to_json``."""
-    kind: type[TessellaError] = getattr(errors, told["error"], TessellaError)
-    error = kind.__new__(kind)
-    TessellaError.__init__(error, told["wrong"], seen=told["seen"], fix=told["fix"])
-    return error
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame, frame_of
 from tessella.core.preprocess import Preprocess, centre_crop
 from tessella.device.nvjpeg import require_decoding
-from tessella.device.page_locked import locked_empty
+from tessella.device.page_locked import locked_or
 from tessella.device.scaling import Scaling
 from tessella.runtime import Engine
 from tessella.server.fairness import Waiting
@@ -35,8 +35,11 @@ THREADS = 2
 KEPT_BYTES = 16 << 20  # of copied files, by each thread
 END = b"\xff\xd9"
 
+HOST = "serve with decode='host' (--decode host)"
+
 Contents = Sequence[bytes | memoryview]
-Decode = Callable[[Contents, Sequence[Frame]], np.ndarray]
+# Pixels of files; their frames, or None of views of memory that others may change.
+Decode = Callable[[Contents, Sequence[Frame] | None], np.ndarray]
 
 
 def frames_of(files: Contents) -> list[Frame] | None:
@@ -53,30 +56,52 @@ def frames_of(files: Contents) -> list[Frame] | None:
     return frames
 
 
-def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Decode:
-    """Decodes files on a GPU to a network's inputs as the host makes them; for any threads.
+def gpu_decoder(record: Preprocess, device: torch.device, *, pixels: bool) -> Any:
+    """Decodes files with their frames on a GPU to a network's inputs as the host makes them; for
+    one thread. A third argument is the array that they are written to, if they have a place.
 
     Args:
         pixels: uint8 [N, H, W, C], for a plan that scales them itself; else float32 [N, C, H, W].
 
     Raises:
         UsageError: as ``require_decoding``.
+        KernelError: it does not start.
     """
-    require_decoding(record, device, fix="serve with decode='host' (--decode host)")
-    name, mine = "to_host" if pixels else "decode", threading.local()
+    require_decoding(record, device, fix=HOST)
+    name = "to_host" if pixels else "decode"
     found = importlib.import_module(f"tessella.kernels.pictures.{name}")
+    if pixels:
+        return found.HostDecoder(record, device)
+    return _Scaled(found.PictureDecoder(record, device, host=False), record, device)
+
+
+def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Decode:
+    """As ``gpu_decoder``, for any threads.
+
+    Raises:
+        UsageError, KernelError: as ``gpu_decoder``.
+    """
 
     def make() -> Decode:
-        made: Decode = (
-            found.HostDecoder(record, device)
-            if pixels
-            else _Scaled(found.PictureDecoder(record, device, host=False), record, device)
-        )
-        return made
+        decoder, copies = gpu_decoder(record, device, pixels=pixels), _Copies()
 
-    first = [make()]  # here it is seen whether it starts
+        def decode(files: Contents, frames: Sequence[Frame] | None) -> np.ndarray:
+            if frames is None:
+                files = copies.of(files)
+                frames = _read(files)
+            made: np.ndarray = decoder(files, frames)
+            return made
 
-    def decode(files: Contents, frames: Sequence[Frame]) -> np.ndarray:
+        return decode
+
+    return decoder_of_each_thread([make()], make)  # here it is seen whether it starts
+
+
+def decoder_of_each_thread(first: list[Decode], make: Callable[[], Decode]) -> Decode:
+    """Decodes by one of the first decoders, or by another one, which stays the calling thread's."""
+    mine = threading.local()
+
+    def decode(files: Contents, frames: Sequence[Frame] | None) -> np.ndarray:
         if not hasattr(mine, "decoder"):
             mine.decoder = _another(first, make)
         made: np.ndarray = mine.decoder(files, frames)
@@ -93,20 +118,22 @@ class _Scaled:
         self._scaling = Scaling(record, device)
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def __call__(self, files: Contents, frames: Sequence[Frame]) -> np.ndarray:
+    def __call__(
+        self, files: Contents, frames: Sequence[Frame], into: np.ndarray | None = None
+    ) -> np.ndarray:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             fitted: Any = centre_crop(self._decoder(files, frames), self._record)
             made = self._scaling(fitted)
             # locked memory, from which the engine copies by itself; into ordinary memory 128
             # pictures took as long as their decoding
-            host = locked_empty(made.shape, made.dtype)
+            host = locked_or(into, made.shape, made.dtype)
             host.copy_(made, non_blocking=True)
             self._stream.synchronize()
             return host.numpy()
 
 
-def _another(first: list[Any], make: Callable[[], Any]) -> Any:
-    """The decoder that was made first, or another one.
+def _another(first: list[Decode], make: Callable[[], Decode]) -> Decode:
+    """A decoder that was made first, or another one.
 
     Raises:
         ServeError: 503, it does not start: that is no fault of a client's.
@@ -264,9 +291,8 @@ class JpegQueue:
             thread.join()
 
     def _run(self) -> None:
-        copies = _Copies()
         while some := self._take():
-            self._work(some, copies)
+            self._work(some)
 
     def _take(self) -> list[Files]:
         with self._changed:
@@ -282,24 +308,21 @@ class JpegQueue:
                 count += some[-1].batch
             return some
 
-    def _work(self, some: list[Files], copies: _Copies) -> None:
+    def _work(self, some: list[Files]) -> None:
         began_ns = perf_counter_ns()
         try:
             contents: list[bytes | memoryview] = [one for files in some for one in files.contents]
             known = [files.frames for files in some if files.frames is not None]
-            if len(known) == len(some):
-                frames = [frame for one in known for frame in one]
-            else:
-                contents = copies.of(contents)
-                frames = _read(contents)
+            all_known = len(known) == len(some)
+            frames = [frame for one in known for frame in one] if all_known else None
             pixels = self._decode(contents, frames)
         except Exception as error:
             half, ns = len(some) // 2, perf_counter_ns() - began_ns
             if not half or (isinstance(error, ServeError) and error.status == 503):
                 _deliver(some, None, _told(error), ns)
             else:  # one of them may have caused it: 64 are 13 batches then
-                self._work(some[:half], copies)
-                self._work(some[half:], copies)
+                self._work(some[:half])
+                self._work(some[half:])
             return
         _deliver(some, pixels, None, perf_counter_ns() - began_ns)
 

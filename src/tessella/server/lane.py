@@ -19,7 +19,7 @@ import numpy as np
 from tessella.core.dtype import dtype
 from tessella.core.errors import ServeError
 from tessella.core.spec import TensorSpec
-from tessella.device.page_locked import PageLocked
+from tessella.device.page_locked import CHUNK_BYTES, PageLocked
 
 ALIGNMENT = 64  # of tensors: a cache line, and the widest vector register
 BRIEF_BYTES = 1 << 17  # that are copied in some 10 µs
@@ -42,12 +42,14 @@ class Lane:
 
     Args:
         descriptor: of the memory; closed here, as the mapping keeps it.
+        lock_bytes: as of ``PageLocked``.
 
     Raises:
         ServeError: 500, its size is not sealed: it could shrink under the one who reads it.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, lock_bytes: int = CHUNK_BYTES) -> None:
+        self._lock_bytes = lock_bytes
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ServeError("this memory may change its size", status=500)
@@ -61,7 +63,7 @@ class Lane:
         """Let a GPU copy from a place by itself."""
         if self._map.locked is None:
             address = np.frombuffer(self._map, np.uint8).ctypes.data
-            self._map.locked = PageLocked(address, self._nbytes)
+            self._map.locked = PageLocked(address, self._nbytes, self._lock_bytes)
         self._map.locked.lock(start, min(end, self._nbytes))
 
     def __len__(self) -> int:
@@ -107,6 +109,10 @@ class Lane:
         if start < 0 or start % ALIGNMENT or start + len(content) > self._nbytes:
             raise ServeError("a tensor does not lie in its lane", status=500, seen=start)
         copy_bytes(self._bytes[start : start + len(content)], content)
+
+    def give_back(self, start: int) -> None:
+        """Give the pages from a place on back to the system: they are zeros when used again."""
+        self._map.madvise(mmap.MADV_REMOVE, start)
 
 
 def copy_bytes(place: memoryview, content: bytes | memoryview) -> None:

@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import heapq
 import ipaddress
 import logging
+import resource
 import socket
 import ssl
-from collections.abc import Callable
-from typing import Any, Protocol
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
 
 import uvicorn
 
@@ -30,6 +34,9 @@ MOST_ACCEPTED = 64  # connections in one turn of the event loop; each takes abou
 # waits for it, as many turns as it has more.
 FEW, TURN_S, MOST_TURNS = 2, 0.001, 4
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
+ROOM_S = 0.01  # the same, where others were closed for it
+MOST_DESCRIPTORS = 1 << 16
+HANDSHAKE_S = 10.0  # of TLS; asyncio's own patience is 60 s, in which nobody can close them
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +53,43 @@ class Beside(Protocol):
     async def stop(self, grace_s: float) -> None: ...
 
 
+class Shared(Protocol):
+    """A connection, which takes one of the process's descriptors."""
+
+    def silence(self) -> tuple[int, float] | None:
+        """Whose it is, as ``fairness`` numbers clients, and when it was opened on the loop's clock;
+        None if it has something to do.
+        """
+
+    def give_way(self) -> None:
+        """Be closed."""
+
+
+def make_room(connections: Iterable[Shared], most: int = MOST_ACCEPTED) -> int:
+    """Close the oldest of the client that has most silent ones: who opens as many as there are
+    descriptors shuts nobody out. How many were closed.
+    """
+    silent = defaultdict[int, list[tuple[float, int, Shared]]](list)
+    for number, connection in enumerate(connections):
+        if (found := connection.silence()) is not None:
+            silent[found[0]].append((found[1], number, connection))
+    clients = sorted(silent.values(), key=len)
+    chosen = heapq.nsmallest(most, clients[-1]) if clients else []
+    for _, _, connection in chosen:
+        connection.give_way()
+    return len(chosen)
+
+
+def take_descriptors() -> None:
+    """Let this process and those that it starts have as many as the system lets them; a shell's
+    usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 class Accepting:
     """Takes connections from a listening socket in the running event loop, several in a turn:
     libuv, since 1.45, takes one in each, and where a turn is as long as an execution (4 ms for 32
@@ -59,6 +103,8 @@ class Accepting:
         tls: for all of them.
     """
 
+    _all: ClassVar[weakref.WeakSet[Accepting]] = weakref.WeakSet()  # of this process
+
     def __init__(
         self,
         listener: socket.socket,
@@ -67,6 +113,8 @@ class Accepting:
         *,
         tls: ssl.SSLContext | None,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._all.add(self)
         self._listener, self._protocol, self._tls = listener, protocol, tls
         self._connections = connections
         self._is_on = True
@@ -128,9 +176,11 @@ class Accepting:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return True
             except OSError as error:  # no descriptors or memory are left: ask again later
-                log.error("a connection cannot be taken: %s", error)
+                doors = [door for door in self._all if door._loop is loop]
+                closed = make_room(c for door in doors for c in door._connections)
+                log.error("a connection cannot be taken: %s; %d silent ones go", error, closed)
                 loop.remove_reader(self._listener)
-                loop.call_later(RETRY_S, self._listen)
+                loop.call_later(ROOM_S if closed else RETRY_S, self._listen)
                 return False
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # peers that vanish
@@ -142,7 +192,12 @@ class Accepting:
     async def _begin(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # it went, or spoke no TLS
-            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
+            await loop.connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_S,
+            )
 
 
 class HttpServer(uvicorn.Server):

@@ -101,7 +101,7 @@ class RequestedOutput:
     place: Place | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # frozen it takes 2 µs more to make
 class InferRequest:
     """A checked request: arrays and encoded images by input name, and what to answer.
 

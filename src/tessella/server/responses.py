@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ MOST_TEXTS = 4  # of answers, for each of a model's heads
 _COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InferResponse:
+class InferResponse(NamedTuple):
     """A body, and the length of its JSON if binary tensors follow.
 
     Attributes:

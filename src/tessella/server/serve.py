@@ -26,6 +26,7 @@ from tessella.server.listening import (
     bind,
     configured,
     keep_what_is_loaded,
+    take_descriptors,
 )
 from tessella.server.looking import Awake
 from tessella.server.repository import Repository
@@ -112,6 +113,7 @@ def serve(
         trace=trace,
         instances=dict(instances or {}),
     )
+    take_descriptors()
     (serve_in_processes if acceptors else _serve_here)(settings, ready)
 
 

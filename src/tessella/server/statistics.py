@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(slots=True)
@@ -21,8 +22,9 @@ class Duration:
     count: int = 0
     ns: int = 0
 
-    def add(self, ns: int) -> None:
-        self.count += 1
+    def add(self, ns: int, count: int = 1) -> None:
+        """It happened so often, and took ``ns`` in all."""
+        self.count += count
         self.ns += ns
 
     def to_json(self) -> dict[str, int]:
@@ -90,9 +92,10 @@ class Stages:
 
 # Upper bounds of the histograms' buckets in seconds, and in nanoseconds to look them up by.
 BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5)
-_BOUNDS_NS = [int(bound * 1e9) for bound in BOUNDS_S]
+_BOUNDS_NS = np.array([int(bound * 1e9) for bound in BOUNDS_S])
 
 
+UNCOUNTED = 256  # requests whose times are counted together
 DOORS = ("http", "pictures", "grpc")  # tensors over HTTP, a task's verb over HTTP, gRPC
 
 
@@ -113,10 +116,6 @@ class Histogram:
         self.ns += ns
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
-    def add(self, ns: int) -> None:
-        self.counts[bisect_left(_BOUNDS_NS, ns)] += 1
-        self.ns += ns
-
 
 @dataclass
 class _BatchSize:
@@ -124,10 +123,10 @@ class _BatchSize:
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
 
-    def add(self, spent: Computation) -> None:
-        self.compute_input.add(spent.input_ns)
-        self.compute_infer.add(spent.infer_ns)
-        self.compute_output.add(spent.output_ns)
+    def add(self, spent: Computation, count: int = 1) -> None:
+        self.compute_input.add(count * spent.input_ns, count)
+        self.compute_infer.add(count * spent.infer_ns, count)
+        self.compute_output.add(count * spent.output_ns, count)
 
     def to_json(self) -> dict[str, Any]:
         return {name: duration.to_json() for name, duration in vars(self).items()}
@@ -204,7 +203,7 @@ class Statistics:
     """Triton's statistics of one model. Durations of a request include its share of waiting."""
 
     def __init__(self) -> None:
-        self.success = Duration()
+        self._success = Duration()
         self.fail = Duration()
         self.queue = Duration()
         self.compute = _BatchSize()
@@ -214,9 +213,10 @@ class Statistics:
         self.waiting = 0
         self.failures: Counter[str] = Counter()
         self.shadow = Comparison()
-        self.stages = {name: Histogram() for name in STAGES}
-        self.whole = Histogram()  # of the same requests: the stages together
-        self.doors: Counter[str] = Counter()  # by which they came
+        self._stages = {name: Histogram() for name in STAGES}
+        self._whole = Histogram()
+        self._doors: Counter[str] = Counter()
+        self._uncounted: list[tuple[int, ...]] = []  # of requests: the whole and the stages
         self.instances: list[InstanceCounts] = []  # where there are several
         self._batches: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
 
@@ -226,9 +226,8 @@ class Statistics:
         self.inference_count += batch
         self.last_inference_ms = time.time_ns() // 1_000_000
         self._batches[batch].add(spent)
-        for waited_ns in queue_ns:
-            self.queue.add(waited_ns)
-            self.compute.add(spent)
+        self.queue.add(sum(queue_ns), len(queue_ns))
+        self.compute.add(spent, len(queue_ns))
 
     def batches(self) -> list[tuple[int, Duration]]:
         """The sizes of executions, with how many there were and what they took of the engine."""
@@ -236,18 +235,50 @@ class Statistics:
 
     def succeeded(self, ns: int, stages: Stages, door: str) -> None:
         """A request that came by one of ``DOORS`` was answered."""
-        success, of = self.success, self.stages
-        success.count += 1
-        success.ns += ns
-        self.doors[door] += 1
-        # Written out: seven calls of ``add`` take a lone request's time for 3 µs
-        for histogram, passed_ns in (
-            (self.whole, ns), (of["receive"], stages.receive), (of["decode"], stages.decode),
-            (of["queue"], stages.queue), (of["copy"], stages.copy),
-            (of["compute"], stages.compute), (of["answer"], stages.answer),
-        ):  # fmt: skip
-            histogram.counts[bisect_left(_BOUNDS_NS, passed_ns)] += 1
-            histogram.ns += passed_ns
+        self._doors[door] += 1
+        self._uncounted.append(
+            (
+                ns, stages.receive, stages.decode, stages.queue, stages.copy, stages.compute,
+                stages.answer,
+            )
+        )  # fmt: skip
+        if len(self._uncounted) == UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Count what came since the last call: of 256 requests each takes 0.3 µs, one alone 3."""
+        if not self._uncounted:
+            return
+        some, self._uncounted = np.array(self._uncounted), []
+        buckets = np.searchsorted(_BOUNDS_NS, some)
+        sums = some.sum(0).tolist()
+        self._success.add(sums[0], len(some))
+        for place, histogram in enumerate((self._whole, *self._stages.values())):
+            counts = np.bincount(buckets[:, place], minlength=len(histogram.counts))
+            histogram.tell([sums[place], *counts.tolist()])
+
+    @property
+    def success(self) -> Duration:
+        """Requests that were answered."""
+        self._count()
+        return self._success
+
+    @property
+    def stages(self) -> dict[str, Histogram]:
+        """Where their time went."""
+        self._count()
+        return self._stages
+
+    @property
+    def whole(self) -> Histogram:
+        """Of the same requests, the stages together."""
+        self._count()
+        return self._whole
+
+    @property
+    def doors(self) -> Counter[str]:
+        """By which they came."""
+        return self._doors
 
     def failed(self, ns: int, reason: str) -> None:
         """``reason`` is one of Triton's: REJECTED, CANCELED, BACKEND, OTHER."""
@@ -271,9 +302,9 @@ class Statistics:
             "shadow": vars(self.shadow),
         }
         self.shadow = Comparison()
-        self.success, self.fail, self.failures = Duration(), Duration(), Counter()
-        self.stages = {name: Histogram() for name in STAGES}
-        self.whole, self.doors = Histogram(), Counter()
+        self._success, self.fail, self.failures = Duration(), Duration(), Counter()
+        self._stages = {name: Histogram() for name in STAGES}
+        self._whole, self._doors = Histogram(), Counter()
         return told
 
     def add(self, told: dict[str, Any]) -> None:

@@ -33,12 +33,14 @@ from tessella.runtime import load_tried
 from tessella.server import engine_process
 from tessella.server.acceptor import Link
 from tessella.server.app import App
+from tessella.server.child import told_error
 from tessella.server.counts import Counts
+from tessella.server.decoding_process import decodes_apart
 from tessella.server.describing import Describing
 from tessella.server.doors import HTTP_ONLY, Doors
 from tessella.server.grpc_front import GrpcFront
 from tessella.server.guard import Guard
-from tessella.server.instance_process import Instances, told_error
+from tessella.server.instance_process import Instances
 from tessella.server.instances import Placement
 from tessella.server.jpegs import decoder_for
 from tessella.server.limits import DEFAULT_LIMITS, Limits
@@ -97,6 +99,7 @@ def repository_of(
     Args:
         traffic_file, threads: as of ``Repository``.
     """
+    apart = settings.decode == "gpu" and not threads  # from the thread that reads requests
     load: dict[str, Any] = {"compiled": settings.compiled, "device": settings.device}
     return Repository(
         {name: Path(path) for name, path in settings.models.items()},
@@ -105,7 +108,7 @@ def repository_of(
         traffic_file=traffic_file,
         max_delay_us=settings.max_delay_us,
         open_engine=functools.partial(load_tried, **load),
-        decoder_for=decoder_for(settings.decode),
+        decoder_for=decodes_apart if apart else decoder_for(settings.decode),
         instances=settings.instances,
         open_instances=functools.partial(Instances, **load),
         threads=threads,

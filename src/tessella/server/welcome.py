@@ -14,7 +14,7 @@ from typing import Any
 from tessella.core.dtype import dtype
 from tessella.core.version import VERSION
 from tessella.server.answers import Answer
-from tessella.server.descriptions import model_metadata
+from tessella.server.descriptions import jpeg_decoder, model_metadata
 from tessella.server.repository import Model, Repository
 from tessella.tasks import verbs
 
@@ -84,6 +84,7 @@ def models(repository: Repository, url: str, *, token: bool) -> dict[str, Any]:
             model_metadata(model, repository.versions(model.name))
             | {
                 "labels": list(model.signature.labels),
+                "jpeg_decoder": jpeg_decoder(model),
                 "traffic": repository.traffic(model.name)["in_force"],
                 "curl": curl(model, url, token=token),
             }

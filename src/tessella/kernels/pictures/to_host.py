@@ -22,7 +22,7 @@ from tessella.core.preprocess import Preprocess
 from tessella.device.ahead_of_time import collecting
 from tessella.device.driver import Function, brief_driver
 from tessella.device.nvjpeg import JpegDecoder, places
-from tessella.device.page_locked import locked_empty
+from tessella.device.page_locked import locked_empty, locked_or
 from tessella.kernels.pictures.decode import few
 from tessella.kernels.pictures.fit import Tables, fit_block, fitted, tables
 
@@ -50,14 +50,19 @@ class HostDecoder:
         self._rooms: dict[str, torch.Tensor] = {}
         self._kernels: dict[str, tuple[CompiledKernel, Function]] = {}
 
-    def __call__(self, files: Sequence[bytes | memoryview], frames: Sequence[Frame]) -> np.ndarray:
-        """Pixels, uint8 [N, H, W, C].
+    def __call__(
+        self,
+        files: Sequence[bytes | memoryview],
+        frames: Sequence[Frame],
+        into: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Pixels, uint8 [N, H, W, C]; written to an array of that kind, if one is given.
 
         Raises:
             KernelError: one of the files is damaged.
         """
         shape = len(files), self._height, self._width, self._record.channels
-        host = locked_empty(torch.Size(shape), torch.uint8)
+        host = locked_or(into, torch.Size(shape), torch.uint8)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._driver.require_context(torch.cuda.current_device())
             if not self._kernels:
