@@ -58,7 +58,7 @@ def test_the_rate_grows_with_the_batch_and_shrinks_for_learned_weights():
 
 
 def test_few_pictures_make_a_batch_smaller():
-    few = {20: 8, 100: 8, 500: 16, 1_000: 32, 1_213: 64, 100_000: 64}
+    few = {20: 8, 100: 16, 200: 32, 500: 64, 1_213: 64, 100_000: 64}
     asked = Recipe(network="resnet18", dataset="x")
     for images, batch in few.items():
         usual = completed(asked, {}, images=images)

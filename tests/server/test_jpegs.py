@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,7 +30,7 @@ from tessella.core.errors import InputError, KernelError, ServeError, UsageError
 from tessella.core.jpeg import Frame
 from tessella.core.task import TaskRecord
 from tessella.device.nvjpeg import _address
-from tessella.server import Repository, Server
+from tessella.server import Repository, Server, decoding_process
 from tessella.server.jpegs import (
     END,
     MOST_TOGETHER,
@@ -363,6 +364,26 @@ def test_a_batch_is_halved_for_a_file_s_fault_alone(
     queue._work([Files(content, frames_of(content), answers.append)] * 4)
     assert len(sizes) == calls
     assert [len(decoded.requests) for decoded in answers] == told
+
+
+@pytest.mark.parametrize("fails", ["_begin", "check"])
+def test_threads_decode_where_processes_do_not(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails:
+        inputs, device, preprocess = (SimpleNamespace(dtype="uint8"),), torch.device("cpu"), RECORD
+
+    def refused(*_: Any) -> None:
+        raise KernelError("it decodes otherwise than the host")
+
+    monkeypatch.setattr(decoding_process, "require_decoding", lambda *_, **__: None)
+    monkeypatch.setattr(decoding_process.DecodingProcess, "_begin", lambda _: None)
+    monkeypatch.setattr(decoding_process.DecodingProcess, "ready", lambda _: None)
+    monkeypatch.setattr(decoding_process.DecodingProcess, fails, refused)
+    monkeypatch.setattr(decoding_process, "gpu_decodes", lambda engine: engine)
+    engine = Fails()
+    assert decoding_process.decodes_apart(engine) is engine  # type: ignore[arg-type]
+    assert "otherwise than the host" in caplog.text
 
 
 def test_a_decoding_process_that_a_file_ends_comes_again() -> None:

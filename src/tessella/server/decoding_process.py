@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import io
 import json
+import logging
 import math
 import signal
 import socket
@@ -50,6 +51,7 @@ from tessella.server.jpegs import (
     decoder_of_each_thread,
     frames_of,
     gpu_decoder,
+    gpu_decodes,
 )
 from tessella.server.lane import Lane, Places, copy_bytes, make_memory
 from tessella.server.listening import keep_what_is_loaded
@@ -57,6 +59,8 @@ from tessella.server.listening import keep_what_is_loaded
 FILES_BYTES = 512 << 20  # that lie in memory at once, twice the largest body
 KEPT_BYTES = 16 << 20  # of them; what a larger batch took is given back
 BATCHES = 4  # whose pixels may wait for the engine where they are; those of more are copied
+log = logging.getLogger(__name__)
+
 ANSWER_S = 60.0  # for a batch, but for the first
 MOST_OFF = 9  # of 255: kernels decode with other roundings than the host, 8 at most, and scale
 _PAGE = 4096
@@ -230,20 +234,25 @@ class DecodingProcess(Child):
 
 
 def decodes_apart(engine: Engine) -> Decode | None:
-    """As ``jpegs.gpu_decodes``, by a process for each thread that asks.
+    """As ``jpegs.gpu_decodes``, by a process for each thread that asks; by threads of this one
+    where a process does not start or decodes otherwise than the host, which is logged.
 
     Raises:
-        UsageError: as ``jpegs.gpu_decode``. KernelError: as ``DecodingProcess.check``.
+        UsageError: as ``jpegs.gpu_decode``.
     """
     record = engine.preprocess
     if record is None or len(engine.inputs) != 1:
         return None
     require_decoding(record, engine.device, fix=HOST)
     pixels = any(spec.dtype == "uint8" for spec in engine.inputs)
-    first = [DecodingProcess(record, engine.device, pixels=pixels) for _ in range(THREADS)]
-    for one in first:
-        one.ready()
-        one.check()
+    try:
+        first = [DecodingProcess(record, engine.device, pixels=pixels) for _ in range(THREADS)]
+        for one in first:
+            one.ready()
+            one.check()
+    except TessellaError as error:
+        log.warning("JPEG files are decoded by threads of the engine's process: %s", error)
+        return gpu_decodes(engine)
     return decoder_of_each_thread(
         list[Decode](first), lambda: DecodingProcess(record, engine.device, pixels=pixels)
     )

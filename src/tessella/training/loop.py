@@ -484,8 +484,6 @@ class Training:
         about = f"{self._memory()}{self._time()}"
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{about}"))
         emit(progress("train", self._state.step, self._schedule.total))
-        if self._world.device.type == "cuda" and way.way != "eager":
-            emit(phase("compile", "the first step compiles kernels that this machine has not kept"))
         for told in decoding_told(self._trainer.feed.decodes, self._world.device):
             emit(told)
         if self._world.size > 1:
