@@ -290,8 +290,8 @@ LONGER = {
     "kernels/conv/hopper/wgrad.py:bind": 63,
     "kernels/conv/tiles.py:launch": 63,
     "kernels/gemm/normed.py:bind": 66,
-    "kernels/gemm/wgmma.py:bind": 121,
-    "kernels/gemm/wgmma.py:call": 78,
+    "kernels/gemm/wgmma.py:bind": 120,
+    "kernels/gemm/wgmma.py:call": 77,
     "kernels/pool/shifted.py:bind": 61,
     "quickstart/classification.py:quickstart": 68,
 }

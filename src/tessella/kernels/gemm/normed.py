@@ -124,7 +124,6 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     box, piece = [1, TILE, width], [1, TILE, PIECE]
     # a round's tiles of the same rows are the same blocks', side by side
     blocks = min(m_tiles, multiprocessors() // n_tiles) * n_tiles
-    stages = (config or configs(problem)[0])["stages"]
     device = constants[norm_weight].device
     counters = torch.zeros(m_tiles, dtype=torch.int32, device=device)  # all launches go on counting
 
@@ -162,7 +161,7 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
                 BK=width,
                 A_K_MAJOR=True,
                 B_K_MAJOR=True,
-                STAGES=stages,
+                STAGES=(config or configs(problem)[0])["stages"],
                 GROUP=1,
                 SPREAD=False,
                 LET_START=m_tiles * n_tiles <= blocks,

@@ -382,10 +382,8 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     ) -> torch.Tensor:
         a, b, added = problem.product_operands(ready, inputs)
         residual = added.residual
-        sums = None
-        if work.split:
-            assert workspace is not None
-            sums = workspace.view(partial)
+        assert workspace is not None or not work.split
+        sums = workspace.view(partial) if workspace is not None and work.split else None
         scale, bias = vectors or (added.scale, added.bias)
         launch(
             multiply,
