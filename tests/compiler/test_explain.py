@@ -71,9 +71,10 @@ def test_16_bit_values_are_more_passes() -> None:
     extra = [r.name for r in records[len(FIRST) :]]
     assert extra == [
         "lower_precision",
+        "fold_floors",
         "fuse_requantization",
         "fuse_rearrangements",
-        "fold_floors",
+        "split_group_norms",
         "fuse_pointwise",
         "mark_non_negative",
         "assign_layout channels_last",

@@ -162,10 +162,10 @@ def test_the_learning_rate_is_drawn_as_the_recipe_changes(studio, chromium):
 
     enter(chromium, studio, "/train")
     until(lambda: len(curve()) == 200)
-    see(chromium, "--solver adamw --lr 0.0028 --policy onecycle")
-    until(lambda: curve()[0] == [0, pytest.approx(0.0028 / 25)])
-    fill(chromium, "Batch size", "32")  # what nobody has touched follows the defaults
-    see(chromium, "--solver adamw --lr 0.002 --policy onecycle")
+    see(chromium, "--solver adamw --lr 0.002 --policy onecycle")  # of few pictures, 32 a batch
+    until(lambda: curve()[0] == [0, pytest.approx(0.002 / 25)])
+    fill(chromium, "Batch size", "16")  # what nobody has touched follows the defaults
+    see(chromium, "--solver adamw --lr 0.0014 --policy onecycle")
     fill(chromium, "Learning rate", "0.015")
     until(lambda: curve()[0] == [0, 0.0006])
     fill(chromium, "Batch size", "64")
