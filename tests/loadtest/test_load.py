@@ -19,6 +19,7 @@ import tessella.cli.load
 from tessella import loadtest
 from tessella.core.errors import InputError, ServeError, UsageError
 from tessella.server import Doors, Server
+from tests.support.certificates import self_signed
 from tests.support.engines import Pair, Scores, repository
 
 TOKEN = "a token of a test, long enough"
@@ -172,12 +173,7 @@ def test_the_command(target: loadtest.Target, tmp_path: Path) -> None:
 
 
 def test_grpc_by_tls(tmp_path: Path, monkeypatch) -> None:
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert,
-         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = self_signed(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", cert)
     doors = Doors(grpc_port=0, tls_cert=cert, tls_key=key)
     with Server(repository({"flowers": Scores()}), doors=doors) as server:

@@ -24,6 +24,7 @@ import tritonclient.grpc as triton
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Server
 from tessella.server.listening import bind
+from tests.support.certificates import self_signed
 from tests.support.collector import Collector, attributes_of
 from tests.support.engines import expected_scores, repository
 from tests.support.plans.linear import linear_plan
@@ -37,14 +38,7 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A certificate for localhost that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert,
-         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 def grpc_port(pid: int, url: str) -> int:

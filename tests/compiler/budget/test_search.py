@@ -104,6 +104,20 @@ def test_a_fragile_layer_stays_exact_and_others_do_not(front: Front, fragile: Ne
     assert any("changes what the network says" in why for why in front.refused.values())
 
 
+def test_layers_that_read_one_value_get_one_precision(net: Net, judging: Labelled) -> None:
+    net = copy.deepcopy(net)
+    torch.manual_seed(0)
+    net.right = nn.Conv2d(16, 16, 5, 1, 2)  # which stays a layer of its own
+    exact = optimized(graph_of(net))
+    (_, shown) = judging.parted()
+    seen = [shown.read(range(64))]
+    calibration = compiler.calibrate(graph_of(net), seen, kinds=("int8",))
+    name_of = {node.layer: node.output.name for node in mixes.layer_nodes(exact)}
+    units = mixes.units(exact, ("fp32", "int8"), "cpu", calibration)
+    assert {name_of["left"], name_of["right"]} in [{*unit.layers} for unit in units]
+    assert len(units) == len(name_of) - 1
+
+
 def _weight_bytes(plan: Plan) -> int:
     return sum(t.numel() * t.element_size() for t in plan.weights.values())
 
