@@ -31,7 +31,7 @@ def test_only_what_was_appended_is_parsed(tmp_path, monkeypatch):
         file.write(b'{"number": 9')  # half written
     assert known.read()[2] == trial(2, 0.5)
     assert len(parsed) == 6
-    assert known.read() == sweep.read_trials(tmp_path)
+    assert known.read() == sweep.TrialList(tmp_path).read()
     assert len(parsed) == 12  # of which the other six read all
 
 

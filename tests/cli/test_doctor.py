@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tessella.cli import doctor
 from tessella.core.errors import TessellaError
 from tessella.kernels import catalog
 from tessella.search.kernel_report import survey
 from tessella.search.kernel_report.process import Ended
+from tessella.telemetry import gpus, readings
+from tessella.telemetry.links import Link
 from tests.support.cli import Tessella
 from tests.support.kernels import scripted_process
+from tests.support.nvml import H200, FakeNvml
 
 ROWS = ("linear.tiled", "linear.skinny", "linear.onednn")
 
@@ -127,3 +132,18 @@ def test_what_cannot_work_is_said_at_once(tessella: Tessella, machine, words, to
     said = tessella("doctor", *words)
     assert said.code in (2, 4)
     assert told in said.err
+
+
+def test_what_joined_gpus_should_take_at_least_is_told(
+    tessella: Tessella, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """102.2 MB over 18 NVLinks of 25 GB/s: 227 µs once between two GPUs, either way."""
+    monkeypatch.setattr(gpus, "nvml", FakeNvml(H200))
+    one = readings.readings()
+    two = dataclasses.replace(one, gpus=2 * one.gpus)
+    monkeypatch.setattr(doctor.readings, "readings", lambda path: two)
+    link = Link(first=0, second=1, nvlinks=18, pcie=None)
+    monkeypatch.setattr(doctor, "gpu_links", lambda: (link,))
+    told = tessella("doctor").out
+    assert "all-reduce of 102 MB (a ResNet-50) over 2 GPUs, by a ring: 227 µs" in told
+    assert "broadcast of 102 MB (a ResNet-50) over 2 GPUs, by a ring: 227 µs" in told

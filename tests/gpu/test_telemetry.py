@@ -9,7 +9,7 @@ import torch
 
 from tessella.telemetry.gpus import driver_version, gpus
 from tessella.telemetry.links import gpu_links
-from tessella.telemetry.prometheus import prometheus_text
+from tessella.telemetry.prometheus import TelemetryCollector
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -54,7 +54,8 @@ def test_work_is_seen():
     assert max(g.sm_clock_mhz for g in seen) > 500
     assert all(20 < g.temperature_c < 100 for g in seen)
     assert all(g.throttle is not None for g in seen)
-    assert f'modelName="{idle.name}"' in prometheus_text()
+    samples = [s for metric in TelemetryCollector().collect() for s in metric.samples]
+    assert idle.name in {s.labels.get("modelName") for s in samples}
 
 
 def test_links_between_gpus():

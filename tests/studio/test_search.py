@@ -14,7 +14,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
 from tessella.artifacts.files import to_document
-from tessella.artifacts.sweep import Axis, note_all, note_trial, open_sweep, read_trials
+from tessella.artifacts.sweep import Axis, TrialList, note_all, note_trial, open_sweep
 from tessella.core.errors import ArtifactError
 from tessella.jobs import commands
 from tessella.jobs.store import Store
@@ -35,13 +35,13 @@ def test_the_list_of_trials_survives_a_kill_and_refuses_damage(tmp_path):
     file = tmp_path / "s" / "trials.jsonl"
     with file.open("ab") as half:
         half.write(b'{"number": 7, "sta')
-    found = {t.number: t for t in read_trials(tmp_path / "s")}
+    found = {t.number: t for t in TrialList(tmp_path / "s").read()}
     assert found == {t.number: t for t in made.trials} | {one.number: one}
     assert open_sweep(tmp_path / "s")[1].trials[-1].state == "failed"
     for line in (b"[1]\n", b'{"number": "a"}\n', b'{"number": 1, "state": "odd"}\n', b"\xff\n"):
         file.write_bytes(line)
         with pytest.raises(ArtifactError):
-            read_trials(tmp_path / "s")
+            TrialList(tmp_path / "s").read()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_numbers_that_no_trial_has_are_told_as_damage(studio, client, name, valu
     (folder / "trials.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed))
     try:
         with pytest.raises(ArtifactError):
-            read_trials(folder)
+            TrialList(folder).read()
         page = client.get("/search?sweep=sweeps/strange")
         assert page.status_code == 404
         assert "What went wrong" in page.text

@@ -6,15 +6,18 @@ import socket
 
 import pynvml
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tessella.telemetry import gpus as gpus_module
-from tessella.telemetry.prometheus import prometheus_text
+from tessella.telemetry.prometheus import TelemetryCollector
 from tests.support.nvml import H200, FakeNvml
 
 
 def scrape() -> dict[str, list]:
-    families = text_string_to_metric_families(prometheus_text())
+    registry = CollectorRegistry()
+    registry.register(TelemetryCollector())
+    families = text_string_to_metric_families(generate_latest(registry).decode())
     return {family.name: family.samples for family in families}
 
 

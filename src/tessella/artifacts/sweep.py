@@ -280,11 +280,6 @@ def open_sweep(path: Path, known: TrialList | None = None) -> tuple[SweepInfo, S
     )
 
 
-def read_trials(path: Path) -> list[Trial]:
-    """The trials of a sweep that began, as they are by now; none where nothing is noted."""
-    return TrialList(path).read()
-
-
 class TrialList:
     """The trials of a sweep's folder, read again and again: only what was appended is parsed."""
 

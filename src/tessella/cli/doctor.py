@@ -32,7 +32,7 @@ from tessella.search.kernel_report.record import KernelReport, Row, read_report
 from tessella.search.kernel_report.survey import Survey
 from tessella.telemetry import readings
 from tessella.telemetry.links import Link, gpu_links
-from tessella.telemetry.ring_costs import ring_all_reduce_us
+from tessella.telemetry.ring_costs import ring_all_reduce_us, ring_broadcast_us
 
 LIBRARIES = (
     "torch", "torchvision", "triton", "timm", "onnx", "safetensors", "pyarrow", "numpy", "pillow",
@@ -40,7 +40,8 @@ LIBRARIES = (
 )  # fmt: skip
 
 NVLINK4_BYTES_PER_S = 25e9  # one link of Hopper's generation, each way (NVIDIA's data sheet)
-RESNET50_GRADIENT_BYTES = 25_557_032 * 4
+RESNET50_BYTES = 25_557_032 * 4  # of its weights, and of their gradients
+PIECE_BYTES = 2**19  # that a ring sends at a time, as NCCL does by default
 
 
 def register(app: typer.Typer) -> None:
@@ -220,7 +221,7 @@ def _check(out: Output) -> None:
         ("free disk", f"{free_gb:.1f} GB"),
         *(("GPU", f"{g.index}: {g.name}") for g in now.gpus),
         *((f"GPU {link.first} to {link.second}", _path(link)) for link in links),
-        *(("predicted all-reduce", line) for line in _prediction(links, len(now.gpus))),
+        *(("predicted", line) for line in _predictions(links, len(now.gpus))),
         *(("to do", line) for line in advice),
     ]
     out.result(plain, grid(("", ""), rows))
@@ -230,13 +231,17 @@ def _path(link: Link) -> str:
     return f"{link.nvlinks} NVLinks" if link.nvlinks else f"PCIe, {link.pcie or 'unknown path'}"
 
 
-def _prediction(links: tuple[Link, ...], gpus: int) -> list[str]:
-    """The least time to sum ResNet-50's gradients, where all GPUs are joined by NVLinks."""
+def _predictions(links: tuple[Link, ...], gpus: int) -> list[str]:
+    """The least times to sum ResNet-50's gradients and to send its weights, where all GPUs are
+    joined by NVLinks.
+    """
     slowest = min((link.nvlinks for link in links), default=0) * NVLINK4_BYTES_PER_S
     if not slowest:
         return []
-    time_us = ring_all_reduce_us(RESNET50_GRADIENT_BYTES, gpus, slowest)
-    return [f"102 MB over {gpus} GPUs (ResNet-50's gradients): {time_us:,.0f} µs by a ring"]
+    told = f"of 102 MB (a ResNet-50) over {gpus} GPUs, by a ring"
+    summed = ring_all_reduce_us(RESNET50_BYTES, gpus, slowest)
+    sent = ring_broadcast_us(RESNET50_BYTES, gpus, RESNET50_BYTES // PIECE_BYTES, slowest)
+    return [f"all-reduce {told}: {summed:,.0f} µs", f"broadcast {told}: {sent:,.0f} µs"]
 
 
 def _version(name: str) -> str | None:

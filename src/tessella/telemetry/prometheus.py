@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
@@ -74,13 +73,6 @@ class TelemetryCollector(Collector):
             labels=LABELS,
         )
         yield _family(energy, now.gpus, lambda g: g.energy_mj)
-
-
-def prometheus_text(disk: str | Path = "/") -> str:
-    """All readings in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(TelemetryCollector(disk))
-    return generate_latest(registry).decode()
 
 
 def _family(

@@ -241,16 +241,6 @@ def _swish(call: Call) -> Result:
     return call.emit("mul", x, call.emit("sigmoid", call.emit("mul", x, scalar=alpha)))
 
 
-def _integers_too(op: str, target: str) -> Translator:
-    """An operation of ours for what floats, torch's operator for the rest."""
-
-    def translator(call: Call) -> Result:
-        x = call.value(0)
-        return call.emit(op, x) if _is_float(x) else call.aten(target, x)
-
-    return translator
-
-
 POINTWISE: dict[str, Translator] = table(
     ("Relu", _unary("relu")),
     ("Sigmoid", _unary("sigmoid")),
