@@ -1,0 +1,99 @@
+"""Two convolutions of one tap whose results are added become one, of both inputs side by side.
+
+``A x + B y`` is ``[A B] [x y]``. ResNet's blocks that change their channels end so: one convolution
+makes what the other adds, and a map of all channels is written and read only for that. Where makers
+of x and y write into their parts of one map (``join_in_place``), joining costs nothing; where the
+convolution of x skips pixels, the others are copied first. So this is no rewrite that always pays:
+the pipeline measures the network with and without it.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from tessella.graph.graph import Graph, Node, Value
+from tessella.graph.value import fixed
+
+
+def apply(graph: Graph, *, strided: bool = True) -> int:
+    """Join each convolution with the one that makes its residual for it alone; returns how many.
+
+    Args:
+        strided: also where the residual's maker skips pixels.
+    """
+    joined = 0
+    for last in [n for n in graph.nodes if n.op == "conv2d"]:
+        first = graph.producer(last.get("residual"))
+        if first is None or not _is_sum(graph, first, last):
+            continue
+        if strided or _strides(first) == (1, 1):
+            _join(graph, first, last)
+            joined += 1
+    return joined
+
+
+def _is_sum(graph: Graph, first: Node, last: Node) -> bool:
+    """Whether ``last`` adds a plain product of another map's pixels, which nothing else reads."""
+    return (
+        first.op == "conv2d"
+        and graph.only_reader(first.output) is last
+        and first["input"] is not last["input"]
+        and first["input"].dtype == last["input"].dtype
+        and first.has_only("input", "weight", "bias")
+        and last.has_only("input", "weight", "bias", "residual")
+        and first.attrs["activation"] is None
+        and _strides(last) == (1, 1)
+        and all(_multiplies_pixels(graph, node) for node in (first, last))
+    )
+
+
+def _multiplies_pixels(graph: Graph, node: Node) -> bool:
+    """Whether each pixel is made of one, by weights that are known and used once."""
+    weight, bias = node["weight"], node.get("bias")
+    return (
+        [fixed(size) for size in weight.shape[2:]] == [1, 1]
+        and tuple(node.attrs["padding"]) == (0, 0)
+        and node.attrs["groups"] == 1
+        and not {"alpha", "beta", "gamma", "dtype"} & {*node.attrs}
+        and weight in graph.constants
+        and graph.users(weight) == [node]
+        and (bias is None or bias in graph.constants)
+    )
+
+
+def _strides(node: Node) -> tuple[int, int]:
+    return cast(tuple[int, int], tuple(node.attrs["stride"]))
+
+
+def _join(graph: Graph, first: Node, last: Node) -> None:
+    """Let ``last`` multiply both, in its place, where both inputs are there."""
+    x, y = last["input"], first["input"]
+    name = f"{last['weight'].name}.summed"
+    if _strides(first) != (1, 1):
+        y = _skipped(graph, first, last)
+    shape = (x.shape[0], fixed(x.shape[1]) + fixed(y.shape[1]), *x.shape[2:])
+    both = Value(graph.fresh_name(f"{x.name}.beside"), x.dtype, shape)
+    graph.nodes.insert_before(last, Node("cat", (x, y), (both,), {"dim": 1}, last.layer))
+    weights = [graph.constants[n["weight"]] for n in (last, first)]
+    biases = [b for n in (last, first) if (b := graph.constant(n.get("bias"))) is not None]
+    bias = None
+    if biases:
+        total = torch.stack([b.double() for b in biases]).sum(0).to(biases[0].dtype)
+        bias = graph.add_constant(f"{name}.bias", total)
+    last.rebind(
+        input=both, weight=graph.add_constant(name, torch.cat(weights, 1)), bias=bias, residual=None
+    )
+    graph.nodes.remove(first)
+
+
+def _skipped(graph: Graph, first: Node, last: Node) -> Value:
+    """The pixels that ``first`` reads: a pooling whose windows are single pixels."""
+    x = first["input"]
+    shape = (*x.shape[:2], *first.output.shape[2:])
+    y = Value(graph.fresh_name(f"{x.name}.skipped"), x.dtype, shape)
+    attrs = {"kernel_size": (1, 1), "stride": _strides(first), "padding": (0, 0),
+             "dilation": (1, 1), "ceil_mode": False}  # fmt: skip
+    graph.nodes.insert_before(last, Node("max_pool2d", (x,), (y,), attrs, first.layer))
+    return y
