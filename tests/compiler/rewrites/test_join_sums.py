@@ -28,9 +28,10 @@ class Ends(nn.Module):
         self.wide = nn.Conv2d(4, 12, **{"kernel_size": 1, **wide})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.wide(self.deep(x).relu()) if self.end == "wide first" else None
         y = self.skip(x)
         y = y.relu() if self.end == "relu" else y
-        z = torch.relu(self.wide(self.deep(x).relu()) + y)
+        z = torch.relu(y + (self.wide(self.deep(x).relu()) if wide is None else wide))
         return (z * y if self.end == "read twice" else z).mean((2, 3))
 
 
@@ -40,6 +41,7 @@ class Ends(nn.Module):
     ("", {"bias": False}, {}, 0),
     ("", {"stride": 2}, {}, 1),
     ("", {"stride": (1, 3)}, {"bias": False}, 1),
+    ("wide first", {"stride": 2}, {}, 1),
     ("", {"groups": 4}, {}, None),
     ("", {}, {"groups": 4}, None),
     ("", {"kernel_size": 3, "padding": 1}, {}, None),
@@ -71,4 +73,5 @@ def test_they_are_raced_where_no_chain_has_them() -> None:
     assert [names[t].count("join_sums") for t in names] == [0, 1, 0]
     fuse_epilogue.apply(graph)
     ((joined, count),) = variants.with_sums(graph, "sm_80")
-    assert count == 1 and len(joined.nodes) == len(graph.nodes) + 1
+    assert count == 1
+    assert len(joined.nodes) == len(graph.nodes) + 1

@@ -9,8 +9,6 @@ the pipeline measures the network with and without it.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from tessella.graph.graph import Graph, Node, Value
@@ -21,14 +19,14 @@ def apply(graph: Graph, *, strided: bool = True) -> int:
     """Join each convolution with the one that makes its residual for it alone; returns how many.
 
     Args:
-        strided: also where the residual's maker skips pixels.
+        strided: also where one of both skips pixels.
     """
     joined = 0
     for last in [n for n in graph.nodes if n.op == "conv2d"]:
         first = graph.producer(last.get("residual"))
         if first is None or not _is_sum(graph, first, last):
             continue
-        if strided or _strides(first) == (1, 1):
+        if strided or _stride(first) == _stride(last) == (1, 1):
             _join(graph, first, last)
             joined += 1
     return joined
@@ -44,7 +42,6 @@ def _is_sum(graph: Graph, first: Node, last: Node) -> bool:
         and first.has_only("input", "weight", "bias")
         and last.has_only("input", "weight", "bias", "residual")
         and first.attrs["activation"] is None
-        and _strides(last) == (1, 1)
         and all(_multiplies_pixels(graph, node) for node in (first, last))
     )
 
@@ -63,37 +60,42 @@ def _multiplies_pixels(graph: Graph, node: Node) -> bool:
     )
 
 
-def _strides(node: Node) -> tuple[int, int]:
-    return cast(tuple[int, int], tuple(node.attrs["stride"]))
+def _stride(node: Node) -> tuple[int, ...]:
+    return tuple(node.attrs["stride"])
 
 
 def _join(graph: Graph, first: Node, last: Node) -> None:
     """Let ``last`` multiply both, in its place, where both inputs are there."""
-    x, y = last["input"], first["input"]
-    name = f"{last['weight'].name}.summed"
-    if _strides(first) != (1, 1):
-        y = _skipped(graph, first, last)
-    shape = (x.shape[0], fixed(x.shape[1]) + fixed(y.shape[1]), *x.shape[2:])
-    both = Value(graph.fresh_name(f"{x.name}.beside"), x.dtype, shape)
-    graph.nodes.insert_before(last, Node("cat", (x, y), (both,), {"dim": 1}, last.layer))
-    weights = [graph.constants[n["weight"]] for n in (last, first)]
-    biases = [b for n in (last, first) if (b := graph.constant(n.get("bias"))) is not None]
+    pair, name = (last, first), f"{last['weight'].name}.summed"
+    parts = [_read(graph, node, last) for node in pair]
+    channels = sum(fixed(part.shape[1]) for part in parts)
+    made, like = last.output, parts[0]
+    shape = (made.shape[0], channels, *made.shape[2:])
+    both = Value(graph.fresh_name(f"{like.name}.beside"), like.dtype, shape)
+    graph.nodes.insert_before(last, Node("cat", tuple(parts), (both,), {"dim": 1}, last.layer))
+    weights = [graph.constants[node["weight"]] for node in pair]
+    biases = [b for node in pair if (b := graph.constant(node.get("bias"))) is not None]
     bias = None
     if biases:
         total = torch.stack([b.double() for b in biases]).sum(0).to(biases[0].dtype)
         bias = graph.add_constant(f"{name}.bias", total)
+    last.attrs["stride"] = (1, 1)
     last.rebind(
         input=both, weight=graph.add_constant(name, torch.cat(weights, 1)), bias=bias, residual=None
     )
     graph.nodes.remove(first)
 
 
-def _skipped(graph: Graph, first: Node, last: Node) -> Value:
-    """The pixels that ``first`` reads: a pooling whose windows are single pixels."""
-    x = first["input"]
-    shape = (*x.shape[:2], *first.output.shape[2:])
+def _read(graph: Graph, node: Node, last: Node) -> Value:
+    """The pixels that a convolution reads; where it skips some, of a pooling whose windows are
+    single pixels.
+    """
+    x = node["input"]
+    if _stride(node) == (1, 1):
+        return x
+    shape = (*x.shape[:2], *last.output.shape[2:])
     y = Value(graph.fresh_name(f"{x.name}.skipped"), x.dtype, shape)
-    attrs = {"kernel_size": (1, 1), "stride": _strides(first), "padding": (0, 0),
+    attrs = {"kernel_size": (1, 1), "stride": _stride(node), "padding": (0, 0),
              "dilation": (1, 1), "ceil_mode": False}  # fmt: skip
-    graph.nodes.insert_before(last, Node("max_pool2d", (x,), (y,), attrs, first.layer))
+    graph.nodes.insert_before(last, Node("max_pool2d", (x,), (y,), attrs, node.layer))
     return y
