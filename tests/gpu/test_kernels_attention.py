@@ -203,13 +203,8 @@ def test_in_a_graph_behind_products_that_let_it_start() -> None:
         check(config)
 
 
-@pytest.mark.parametrize("case", [
-    *(Case(dtype=d, causal=c, keys=50) for d in ("float16", "bfloat16") for c in (False, True)),
-    *(LARGE[n] for n in LARGE if n.startswith("BERT-large, padded") and "fp8" not in n),
-    Case(mask=(2, 1, 1, 48), keys=48, hidden="end"),
-    Case(mask=(2, 1, 1, 48), keys=48),
-    Case(mask=(1, 2, 50, 45), mask_dtype="bfloat16", dtype="bfloat16", hidden="middle"),
-    BY_WINDOW["by window"],
-], ids=repr)  # fmt: skip
-def test_cudnn_agrees_with_float64(case: Case) -> None:
-    run(catalog.kernel("scaled_dot_product_attention.cudnn").load(), case, "cuda")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cudnn_agrees_with_float64(dtype: str, causal: bool) -> None:
+    row = catalog.kernel("scaled_dot_product_attention.cudnn")
+    run(row.load(), Case(dtype=dtype, causal=causal, keys=50), "cuda")
