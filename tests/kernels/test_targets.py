@@ -100,7 +100,7 @@ each. On 2026-11-27, with Triton 3.9, so many were within the limits:
 | within | {counts} |
 
 The one of `sm_80` that is not is attention of windows in float32, which takes 112 bytes more than
-its 255 registers where 64 are allowed. By eight warps, which fit, it is slower on an H200 with
+its 255 registers where 64 are allowed. By eight warps instead of four it is slower on an H200 with
 Hopper's code: 360 µs for 234 (2,048 windows of 49, 3 heads). Of `sm_90` these are the
 kernels that it shares with the others; Hopper's own tests compile its own.
 
