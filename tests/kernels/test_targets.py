@@ -34,7 +34,7 @@ _ASKED = frozenset((
     "conv.winograd.fused", "conv.winograd.nonfused", "detect.gathered", "detect.gridded",
     "detect.nms_rounds", "detect.sampled", "gemm.skinny", "gemm.tiled", "norm.group",
     "pointwise.generated", "pointwise.generated_several", "pool.windows", "quant.tiled",
-    "reduce.columns", "transform.image", "transform.join_rows", "transform.pad_rows",
+    "reduce.columns", "transform.image", "transform.pad_rows",
     "transform.rearrange_rows", "transform.rearrange_tiles", "transform.resize_rows",
 ))  # fmt: skip
 # of all kernels and problems: ``--all`` says it
