@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 OURS = {k.id: k for k in catalog.KERNELS if k.source == "tessella" and k.runs_on(TARGET)}
 OURS = {id: row for id, row in OURS.items() if "gpu" in row.targets or TARGET in row.targets}
 OPERATORS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
-    "fallback.ranked": ("scores", lambda x: x.sort(1, descending=True, stable=True)[1][:, :300]),
+    "fallback.ranked": ("scores", lambda x: (-x).argsort(dim=1, stable=True)[:, :300]),
     "fallback.gathered": ("places", lambda x, at: x.gather(1, at)),
     "fallback.gridded": ("grid", lambda x, grid: F.grid_sample(x, grid, align_corners=False)),
 }  # of torch's, which a report does not try

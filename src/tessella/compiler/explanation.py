@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from tessella.artifacts.build import Input
 from tessella.compiler.calibration import Calibration
-from tessella.compiler.choices.variants import layouts_to_try, with_layout, with_siblings
+from tessella.compiler.choices.variants import (
+    layouts_to_try,
+    with_layout,
+    with_siblings,
+    with_sums,
+)
 from tessella.compiler.passes import Request, by_name, steps
 from tessella.compiler.pipeline import require_precision
 from tessella.compiler.rewrites.assign_layout import Layout
@@ -70,9 +75,9 @@ def explain(
         input, preprocess: ``uint8`` and the record, for a plan that takes images as bytes.
 
     Returns:
-        The passes; then ``fuse_siblings``, if there are any, and ``assign_layout`` once for each
-        layout that the compiler would try. These begin with the same graph: ``compile_graph``
-        measures, and takes what is faster.
+        The passes; then ``fuse_siblings`` and ``join_sums``, if these find any, and
+        ``assign_layout`` once for each layout that the compiler would try. These begin with the
+        same graph: ``compile_graph`` measures, and takes what is faster.
 
     Raises:
         UsageError: an unknown precision.
@@ -102,11 +107,11 @@ def explain(
             )
         )
         before, count_before = after, count_after
-    siblings = by_name("fuse_siblings")
-    records += [
-        _compared(siblings.name, siblings.why, count, graph, fused)
-        for fused, count in with_siblings(graph, target)
-    ]
+    for name, changed in (("fuse_siblings", with_siblings), ("join_sums", with_sums)):
+        records += [
+            _compared(name, by_name(name).why, count, graph, variant)
+            for variant, count in changed(graph, target)
+        ]
     layouts = layouts_to_try(graph, precision, target)
     records += [_laid_out(graph, layout, one_of=len(layouts)) for layout in layouts]
     return tuple(records)

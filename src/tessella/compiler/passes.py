@@ -40,6 +40,7 @@ from tessella.compiler.rewrites import (
     fuse_siblings,
     insert_quantization,
     join_branches,
+    join_sums,
     keep_pixels,
     lower_precision,
     lower_quantization,
@@ -180,6 +181,11 @@ def on_gpu(request: Request) -> bool:
     return is_gpu(request.target)
 
 
+def has_no_chains(request: Request) -> bool:
+    """on a GPU without Hopper's products"""
+    return on_gpu(request) and not has(request.target, "wgmma")
+
+
 def keeps_pixels(request: Request) -> bool:
     """on a GPU, or layers are to be int8 or fp8, or the file rounds"""
     return on_gpu(request) or request.quantized
@@ -317,6 +323,8 @@ PASSES = (
          skips_zeros),
     Pass("layout", fuse_siblings.apply,
          "taken if the whole program is then measured faster: one large product for several"),
+    Pass("layout", join_sums.apply,
+         "the same: a sum of two convolutions of one tap as one of both inputs", has_no_chains),
     Pass("layout", assign_layout.apply,
          "channels_last regions around convolutions, or none: the faster wins"),
     Pass("kernels", choose_kernels.apply,

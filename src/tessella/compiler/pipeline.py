@@ -20,7 +20,7 @@ from tessella.compiler.absent import compile_kernels
 from tessella.compiler.buckets import Check, built, imports, outwards
 from tessella.compiler.calibration import Calibration
 from tessella.compiler.choices.choose_kernels import Choice, Tuner
-from tessella.compiler.choices.variants import fastest, with_siblings
+from tessella.compiler.choices.variants import fastest, with_siblings, with_sums
 from tessella.compiler.fall_back import fallen_back
 from tessella.compiler.passes import Request, multiplies_tf32, narrows, run, steps
 from tessella.compiler.settings import About, Measuring
@@ -208,8 +208,8 @@ def _programs(
     """The fastest programs that compute what the network computes, one for each batch size."""
     request, lowered = network.request, network.lowered
     target, here = request.target, is_here(request.target, measuring)
-    siblings = () if measuring.untuned else with_siblings(lowered, target)
-    variants = [lowered, *(fused for fused, _ in siblings)]
+    ways = () if measuring.untuned else (with_siblings, with_sums)
+    variants = [lowered, *(graph for way in ways for graph, _ in way(lowered, target))]
     tuner = _tuner(variants, request, trials, measuring)
     if not is_gpu(target):
         keep_freed_memory()  # as where the plan will run: a library's large results cost less then

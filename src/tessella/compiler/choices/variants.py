@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tessella.compiler.choices import choose_kernels, join_in_place, race
 from tessella.compiler.choices.choose_kernels import Tuner
-from tessella.compiler.rewrites import assign_layout, dead_code, fuse_siblings
+from tessella.compiler.rewrites import assign_layout, dead_code, fuse_siblings, join_sums
 from tessella.compiler.rewrites.assign_layout import Formats, Layout
-from tessella.core.architectures import is_gpu
+from tessella.core.architectures import has, is_gpu
 from tessella.core.device import torch_device
 from tessella.core.dtype import PRECISIONS
 from tessella.core.events import Emit, phase
@@ -33,11 +34,11 @@ def fastest(
     programs = []
     for graph, formats in laid_out:
         concrete = graph.at_batch(opt)
-        choices = choose_kernels.apply(concrete, formats, tuner, emit, "siblings")
+        choices = choose_kernels.apply(concrete, formats, tuner, emit, "variants")
         programs.append((concrete, join_in_place.apply(concrete, choices, tuner)))
     apart, *fused = race.times_us(programs, tuner)
     times = " or ".join(f"{time:.0f}" for time in fused)
-    emit(phase("siblings", f"{apart:.0f} µs apart, {times} µs fused, at batch {opt}"))
+    emit(phase("variants", f"{apart:.0f} µs apart, {times} µs fused, at batch {opt}"))
     worth_it = WORTH_IT[torch_device(tuner.target).type] * apart
     return laid_out[1 + fused.index(min(fused)) if min(fused) < worth_it else 0]
 
@@ -47,14 +48,30 @@ def with_siblings(graph: Graph, target: str) -> list[tuple[Graph, int]]:
 
     All siblings, and those alone whose results do not go straight into a concatenation.
     """
+    ways = (True, False) if target != "reference" else ()
+    return _changed(graph, [partial(fuse_siblings.apply, joined=joined) for joined in ways])
+
+
+def with_sums(graph: Graph, target: str) -> list[tuple[Graph, int]]:
+    """Copies of the graph with convolutions joined whose results are added, and how many went.
+
+    All of them, and those alone that read every pixel. Not on Hopper, where a chain has the second
+    convolution already, nor on a CPU, where it was not measured.
+    """
+    ways = (True, False) if is_gpu(target) and not has(target, "wgmma") else ()
+    return _changed(graph, [partial(join_sums.apply, strided=strided) for strided in ways])
+
+
+def _changed(graph: Graph, ways: Sequence[Callable[[Graph], int]]) -> list[tuple[Graph, int]]:
+    """Copies of the graph, each changed in a way, and how often; none that was not, or as often."""
     variants: list[tuple[Graph, int]] = []
-    for joined in (True, False) if target != "reference" else ():
-        fused = graph.copy()
-        count = fuse_siblings.apply(fused, joined=joined)
+    for change in ways:
+        changed = graph.copy()
+        count = change(changed)
         if count and count not in [n for _, n in variants]:
-            dead_code.apply(fused)  # the single weights
-            check(fused)
-            variants.append((fused, count))
+            dead_code.apply(changed)  # the single weights
+            check(changed)
+            variants.append((changed, count))
     return variants
 
 

@@ -202,7 +202,7 @@ def pyramid_roi_align(
     if value.is_meta:
         return value.new_empty(images, places, channels, side, side)
     wide = torch.promote_types(value.dtype, torch.float32)
-    known = levels.clamp(0, len(strides) - 1)
+    known = levels.long().clamp(0, len(strides) - 1)  # in float64 where it is what is right
     height = width = stride = first = torch.zeros_like(known)  # [N, P] each
     begin = 0
     # no table: a CUDA graph could not bring one to the device
