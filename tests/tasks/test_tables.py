@@ -113,6 +113,18 @@ def test_what_is_no_number_names_its_row(tmp_path, cell):
         found("regression", path)
 
 
+def test_numbers_with_a_comma_where_semicolons_part_the_cells(tmp_path):
+    """As a German Excel writes them; never where a comma may stand for thousands."""
+    text = "Datei;x;y\na.png;1,5;-2\nb.png;;0,25\n"
+    one, other = (s.label for s in found("regression", write(tmp_path / "a.csv", text)).sources)
+    assert one == (1.5, -2.0)
+    assert other[1] == 0.25
+    for text in ("path;x\na.png;1,5\nb.png;1.5\n", "path;x\na.png;1,234,567\nb.png;2\n",
+                 "path\tx\na.png\t1,234\nb.png\t2\n"):  # fmt: skip
+        with pytest.raises(DataError, match="no finite number in 'x'"):
+            found("regression", write(tmp_path / "a.csv", text))
+
+
 @pytest.mark.parametrize(
     "path", ["../x.png", "/etc/passwd", "a/../../x.png", "..\\x.png", "", "a\0b.png", "."]
 )
