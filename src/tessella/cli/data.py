@@ -68,7 +68,11 @@ def register(app: typer.Typer) -> None:
 
 def import_(
     source: Annotated[
-        Path, Argument(help="A folder (class = subfolder), a list (path label), a table, or boxes.")
+        Path,
+        Argument(
+            help="A folder (class = subfolder), a list (path label), a table, or annotations "
+            "of boxes and masks: COCO's JSON, YOLO's data.yaml, a folder of VOC or KITTI."
+        ),
     ],
     out: Annotated[Path, Option(help="Folder of the dataset.")],
     task: TaskName = "classification",

@@ -119,8 +119,8 @@ class Table:
                 raise DataError(
                     f"row {row + 1} of the table has no finite number in {column[:80]!r}",
                     seen=f"{text[:80]!r} in {self.where}",
-                    fix="correct the cell (1.5; or 1,5 in all rows, where semicolons part the cells),"
-                    " or leave it empty",
+                    fix="correct the cell (1.5; where semicolons part the cells 1,5 in all rows), "
+                    "or leave it empty",
                 )
             values[row] = number
         return values
@@ -264,7 +264,7 @@ class _Ragged:
 
 
 def _read_csv(source: Path, ragged: _Ragged) -> tuple[pa.Table, str]:
-    """All cells as text, and what parts them: a task knows what they mean, a guess of types does not.
+    """All cells as text, for a task knows their types and a guess does not, and what parts them.
 
     Args:
         ragged: is told of the rows that have more or fewer cells than the header.
