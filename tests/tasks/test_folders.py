@@ -18,7 +18,7 @@ from tessella import api
 from tessella.core.errors import UsageError
 from tessella.data.importing import ImportSettings, import_images
 from tessella.server import Server
-from tessella.tasks import folders, named, names
+from tessella.tasks import counted_names, folders, named, names
 from tessella.tasks import task as parts
 from tests.support.toy_tasks import order
 
@@ -51,6 +51,10 @@ def test_a_task_is_its_folder(with_order):
     assert set(names()) == {*BUILT_IN, "order"}
     with pytest.raises(UsageError, match=r"no such task.*order"):
         folders.named("../classification")
+    assert (counted_names("regression", 1), counted_names("detection", 2)) == (
+        "1 number",
+        "2 classes",
+    )
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, "order"])
