@@ -31,6 +31,11 @@ def test_one_class_a_row(tmp_path):
     assert got.classes == ("9", "10")
     assert [(s.path, s.label) for s in got.sources] == [("x.png", 1), ("y.png", 0)]
     assert [s.path for s in got.skipped] == ["z.png"]
+    assert got.notes == ()
+    text = "path;labels\na.png;cat\nb.png;dog\nc.png;cat, dog\n"
+    (note,) = found("classification", write(tmp_path / "b.csv", text)).notes
+    assert "'cat, dog' is taken for one class" in note
+    assert "multilabel" in note
 
 
 @pytest.mark.parametrize(
