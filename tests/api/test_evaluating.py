@@ -17,6 +17,7 @@ from tessella.api.evaluating import save_mistakes
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.core.errors import UsageError
+from tessella.core.events import Event
 from tessella.core.preprocess import decode
 from tessella.data.importing import ImportSettings, import_images
 from tests.support.cli import in_process
@@ -178,10 +179,15 @@ def test_other_tasks_have_intervals_too(tmp_path):
         Image.fromarray((noise + level).astype(np.uint8)).save(pictures / f"{number}.png")
         lines.append(f"{number}.png,{level}")
     (pictures / "levels.csv").write_text("\n".join(lines))
-    settings = ImportSettings(task="regression", size=12, channels=1, holdout=0.2, test=0.3)
+    settings = ImportSettings(task="regression", size=12, channels=1, holdout=0.15, test=0.3)
     dataset = import_images(pictures / "levels.csv", tmp_path / "data", settings)
     run = ts.train("lenet", dataset, out=tmp_path / "run", epochs=4, batch_size=12)
-    found = ts.evaluate(run, dataset, against=run, resamples=100)
+    told: list[Event] = []
+    ts.evaluate(run, dataset, split="val", resamples=10, emit=told.append)
+    assert any("intervals of 9 images are too narrow" in event.text for event in told)
+    told.clear()
+    found = ts.evaluate(run, dataset, against=run, resamples=100, emit=told.append)
+    assert not any("too narrow" in event.text for event in told)
     assert found.score == "r2"
     assert found.value.low < found.value.value < found.value.high
     assert found.comparison.difference.value == 0

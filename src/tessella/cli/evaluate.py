@@ -18,6 +18,7 @@ from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, grid, output
 from tessella.core.errors import UsageError
 from tessella.core.record import canonical_json
+from tessella.tasks import counted_examples
 from tessella.training.confidence import Measure
 
 SHOWN = 10
@@ -96,7 +97,8 @@ def _dataset_of(model: Path) -> Path:
 
 def _shown(found: Judgement) -> Group:
     value = found.value
-    title = f"{found.score} {_interval(value)} on {found.count:,} images of {found.split}"
+    images = counted_examples(found.task, found.count)
+    title = f"{found.score} {_interval(value)} on {images} of {found.split}"
     rows = [(name, m.value, m.low, m.high) for name, m in found.measures.items()]
     ends = f"{found.level:.0%}"
     parts: list[Group | Text] = [

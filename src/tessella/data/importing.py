@@ -25,7 +25,6 @@ from tessella.artifacts.dataset import (
 )
 from tessella.artifacts.files import Member, require_place, write_folder
 from tessella.artifacts.shards import HASH_BYTES, Example, Rows, SplitInfo, SplitWriter
-from tessella.core.count import counted
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.legible import legible
@@ -46,7 +45,7 @@ from tessella.data.sources import read_labels
 from tessella.data.split_folders import split_folders, told_of
 from tessella.data.splitting import TRAIN
 from tessella.data.unfinished import Unfinished, discard, left_of, shard_of
-from tessella.tasks import Task, column_of, counted_names, named
+from tessella.tasks import Task, column_of, counted_examples, counted_names, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
@@ -330,8 +329,8 @@ class _Tally:
 def _import_listing(
     source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
 ) -> Dataset:
-    images = counted(len(listing.sources), "image")
-    emit(phase("import", f"{images} of {counted_names(settings.task, len(listing.classes))}"))
+    examples = counted_examples(settings.task, len(listing.sources))
+    emit(phase("import", f"{examples} of {counted_names(settings.task, len(listing.classes))}"))
     known_by = fingerprint(listing, _settings_hash(settings))
 
     def fill(folder: Path) -> None:

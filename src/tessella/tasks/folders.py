@@ -44,6 +44,11 @@ def of(record: TaskRecord) -> Task:
     return named(record.name)
 
 
+def counted_examples(task: str, count: int) -> str:
+    """How many examples there are: ``10 images``, ``1 volume``."""
+    return counted(count, "volume" if named(task).volumes else "image")
+
+
 def counted_names(task: str, count: int) -> str:
     """How many names a dataset of a task has: ``10 classes``, ``2 numbers``."""
     plural = named(task).examples.NAMES
