@@ -68,6 +68,8 @@ def test_a_folder_has_the_parts_that_their_protocols_name(with_order, name):
                 has = list(inspect.signature(getattr(module, function)).parameters)
                 wanted = list(inspect.signature(asked).parameters)[1:]
                 assert has == wanted, f"{name}/{part}.py: {function}"
+    share = named(name).loss.STEP_MEASURE  # a training's beside a validation's
+    assert not share.endswith("accuracy") or share in named(name).charts.PERCENT
 
 
 def test_imports_of_images_and_the_studio_need_no_torch():

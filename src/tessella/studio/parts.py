@@ -329,6 +329,11 @@ def score(metric: str, value: float) -> str:
     return f"{100 * value:.2f} %" if metric.rpartition("/")[2] in PERCENT else f"{value:.4g}"
 
 
+def metric_name(metric: str) -> str:
+    """A metric's name for people: ``val/pixel_accuracy`` is ``val pixel accuracy``."""
+    return metric.replace("/", " ").replace("_", " ")
+
+
 def ago(moment: float) -> str:
     """How long ago a moment (seconds since 1970) was; nothing for 0."""
     seconds = time.time() - moment

@@ -143,7 +143,7 @@ def _about(chosen: Checkpoint) -> None:
                 (names, count),
                 ("epoch", f"{info.position.epoch:.4g}"),
                 *(
-                    (n.replace("/", " "), parts.score(n, v))
+                    (parts.metric_name(n), parts.score(n, v))
                     for n, v in sorted(info.metrics.items())
                 ),
                 ("preprocessing", info.preprocess_hash[:10]),
