@@ -2,7 +2,7 @@
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
 shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there. Inside ``ahead_of_time.using_kernels`` a launch starts what was compiled before, in a plan
+be there; inside ``listing.listing`` they are listed alone. Inside ``ahead_of_time.using_kernels`` a launch starts what was compiled before, in a plan
 or by this process, and Triton launches nothing. Triton is imported only where it is used: a torch
 without CUDA comes without it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import re
 import subprocess
 import tempfile
@@ -26,9 +27,11 @@ import torch
 
 from tessella.core.architectures import capability
 from tessella.core.errors import KernelError
-from tessella.device import ahead_of_time, identity
+from tessella.device import ahead_of_time, identity, listing
 from tessella.device.machine import aimed_at
 from tessella.device.occupancy import Occupancy, occupancy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,9 @@ def launch(
     if 0 in shape:
         return
     named = {**constants, "num_warps": num_warps, "enable_fp_fusion": fuse}
+    if (listed := listing.open_list()) is not None:
+        listed.add(kernel, shape, args, named)
+        return
     compiled = _launch_stored(kernel, shape, args, named) or _launch(kernel, shape, args, named)
     record(Launched(grid=tuple(grid), compiled=compiled))
 
@@ -165,6 +171,19 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict
         key = identity.key(kernel, args, named, asking.target)
         asking.add_triton(key, identity.name(kernel), compiled, kernel.arg_names)
     return compiled
+
+
+def compile_launch(listed: bytes, target: str) -> None:
+    """Compile a listed launch into Triton's cache on the disk, with what starts it there."""
+    nvidia = importlib.import_module("triton.backends.nvidia.driver")
+    with compiling(target):
+        compiled = _launch(*listing.read(listed))
+    if not hasattr(nvidia, "make_launcher"):
+        return
+    try:  # Triton 3.6 compiles C for each list of arguments
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    except (AssertionError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.info("what starts %s is compiled later: %s", compiled.metadata.name, error)
 
 
 def record(launched: Launched) -> None:
