@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -9,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from torch import fx, nn
 
 from tessella.core.compiled import CompiledKernels
+from tessella.device import listing
 from tessella.kernels import catalog
+from tessella.nn import fused
 from tessella.search import allowance as allowances
 from tessella.search import compile_ahead as compilers
 from tessella.search import find as search
@@ -244,3 +250,55 @@ def test_preselecting_counts_as_measuring_and_yet_something_is_measured(
     with pytest.raises(OutOfTime):
         allowance.spend()
     assert len(preselected) == 3
+
+
+def test_what_a_pass_launches_is_compiled_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm with its ReLU, forward and backward, found on tensors without numbers."""
+    listed: dict[str, bytes] = {}
+
+    def backend(graph: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        fused.fuse(graph)
+        with monkeypatch.context() as patched:  # ours are taken to run on a CPU
+            patched.setattr(triton.knobs.runtime, "interpret", True)
+            listed.update(fused.launches_of(graph, examples, "sm_90", "cpu"))
+        return graph.forward
+
+    net = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU())
+    net = net.to(memory_format=torch.channels_last)
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    torch.compile(net, backend=backend, dynamic=False)(image)
+    names = {listing.read(launch)[0].fn.__name__ for launch in listed.values()}
+    assert names == {
+        "moments_kernel", "statistics_kernel", "normalize_kernel", "gradient_sums_kernel",
+        "parameters_kernel", "input_gradient_kernel",
+    }  # fmt: skip
+    compilers.start_compilers()
+    started = list(compilers._running)
+    assert compilers.compile_listed(listed, "sm_90").wait(120)
+    assert compilers._running == started
+    cached = compilers.known_launches().parent
+    for name in names:  # in the cache that a launch of Triton's reads
+        assert len(list(cached.rglob(f"{name}.cubin"))) == 1
+    compilers.end_compilers()
+    monkeypatch.setattr(compilers, "_Compilers", None)  # none is started for what is known
+    compilers.start_compilers()
+    assert compilers.compile_listed(listed, "sm_90").wait(0)
+
+
+def test_another_process_compiles_it(tmp_path: Path) -> None:
+    """A launch that one compiles is waited for, and not compiled again."""
+    known = tmp_path / "known" / "launch"
+    known.parent.mkdir()
+    with open(known.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(compilers._compile_known, b"no launch", "sm_90", known)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+            known.touch()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            waiting.result(60)
+    with pytest.raises(pickle.UnpicklingError):
+        compilers._compile_known(b"no launch", "sm_90", known.with_name("other"))

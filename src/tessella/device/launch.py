@@ -1,10 +1,10 @@
 """Launching Triton and Gluon kernels, and seeing what was launched.
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
-shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there; inside ``listing.listing`` they are listed alone. Inside ``ahead_of_time.using_kernels`` a launch starts what was compiled before, in a plan
-or by this process, and Triton launches nothing. Triton is imported only where it is used: a torch
-without CUDA comes without it.
+shared memory, spills), ``compiling`` turns launches into compilations for a GPU that need not be
+there, and ``listing.listing`` only lists them. Inside ``ahead_of_time.using_kernels`` a launch
+starts what was compiled before, in a plan or by this process, and Triton launches nothing. Triton
+is imported only where it is used: a torch without CUDA comes without it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def start_compilers() -> None:
     on this machine yet: until it is ready, 3 s, a network can be captured.
     """
     with _lock:
-        if not known_launches().exists() and (not _running or _running[-1].has_ended):
+        if nothing_is_compiled() and (not _running or _running[-1].has_ended):
             _running.append(_Compilers())
 
 
@@ -148,6 +148,11 @@ def end_compilers() -> None:
     with _lock:
         while _running:
             _running.pop().end()
+
+
+def nothing_is_compiled() -> bool:
+    """Whether this machine's cache knows no listed launch, as before its first training."""
+    return not known_launches().exists()
 
 
 def known_launches() -> Path:
