@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import pickle
@@ -42,17 +43,10 @@ CASE = Case(x=(1, 16, 8, 8), w=(16, 16, 3, 3), padding=1, dtype="float16", x_for
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As in a process that has asked for nothing yet, with an empty cache."""
     monkeypatch.setattr(compilers, "_asked", {})
-    running: list[compilers._Compilers] = []
-    monkeypatch.setattr(compilers, "_running", running)
+    monkeypatch.setattr(compilers, "_running", [])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     yield
-    for one in running:
-        one._process.kill()
-        one._process.wait()
-        while not one.has_ended:  # a file cannot be closed while a thread reads it
-            time.sleep(0.01)
-        one._process.stdin.close()
-        one._process.stdout.close()
+    compilers.end_compilers()
 
 
 def requests(count: int) -> list[compilers.Request]:
@@ -123,6 +117,9 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
 
     class Crashing:
         has_ended = False
+
+        def end(self) -> None:
+            """There is no process."""
 
         def ask(self, requests: list[str]) -> list[compilers.Future[compilers.Answered]]:
             made: list[compilers.Future[compilers.Answered]] = [
@@ -291,6 +288,20 @@ def test_what_a_pass_launches_is_compiled_once_on_a_machine() -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_compilers_that_are_ended_leave_nothing() -> None:
+    """Neither a process nor an open file, which Python would warn of; even before it was ready."""
+    compilers.start_compilers()
+    (one,) = compilers._running
+    compilers.end_compilers()
+    assert compilers._running == []
+    assert one.has_ended
+    assert one._process.returncode == -signal.SIGKILL
+    assert one._process.stdin.closed
+    assert one._process.stdout.closed
+    del one
+    gc.collect()  # a warning of what is still open would be an error
 
 
 def test_another_process_compiles_it(tmp_path: Path) -> None:

@@ -206,7 +206,8 @@ class _Compilers:
         self._lock = threading.Lock()  # of what follows
         self._futures: list[Future[Answered]] = []  # by the request's number
         self.has_ended = False
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def ask(self, requests: Sequence[str]) -> list[Future[Answered]]:
         """Compile these; each future ends when it is done, or when the process dies."""
@@ -224,8 +225,14 @@ class _Compilers:
         return made
 
     def end(self) -> None:
-        """End the process; what it has not answered is not compiled."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended before
+        """End the process, and its workers with it, and wait for that; what it has not answered is
+        not compiled.
+        """
+        self._process.kill()
+        self._process.wait()
+        self._listening.join()  # a file cannot be closed while a thread reads it
+        self._answers.close()
+        with contextlib.suppress(BrokenPipeError):  # of what it has not read
             self._requests.close()
 
     def _listen(self) -> None:
