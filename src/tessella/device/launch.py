@@ -173,6 +173,10 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict
     return compiled
 
 
+# where gcc, libcuda, or what the loader wants of it is missing
+_NOT_MADE = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+
+
 def compile_launch(listed: bytes, target: str) -> None:
     """Compile a listed launch into Triton's cache on the disk, with what starts it there."""
     nvidia = importlib.import_module("triton.backends.nvidia.driver")
@@ -182,7 +186,7 @@ def compile_launch(listed: bytes, target: str) -> None:
         return
     try:  # Triton 3.6 compiles C for each list of arguments
         nvidia.CudaLauncher(compiled.src, compiled.metadata)
-    except (AssertionError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except _NOT_MADE as error:
         log.info("what starts %s is compiled later: %s", compiled.metadata.name, error)
 
 
