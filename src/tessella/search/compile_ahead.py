@@ -135,24 +135,21 @@ def compile_listed(launches: Mapping[str, bytes], target: str) -> Compiling:
 
 
 def start_compilers() -> None:
-    """Start the compiling process before there is something to compile, where nothing was compiled
-    on this machine yet: until it is ready, 3 s, a network can be captured.
+    """Start the compiling process before there is something to compile: until it is ready, 3 s, a
+    network can be captured.
     """
     with _lock:
-        if nothing_is_compiled() and (not _running or _running[-1].has_ended):
+        if not _running or _running[-1].has_ended:
             _running.append(_Compilers())
 
 
 def end_compilers() -> None:
-    """End the compiling process, whose workers keep memory; what it is asked later starts one."""
+    """End the compiling process, if there is one, whose workers keep memory; what is asked later
+    starts another.
+    """
     with _lock:
         while _running:
             _running.pop().end()
-
-
-def nothing_is_compiled() -> bool:
-    """Whether this machine's cache knows no listed launch, as before its first training."""
-    return not known_launches().exists()
 
 
 def known_launches() -> Path:

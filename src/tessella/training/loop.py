@@ -37,7 +37,6 @@ from tessella.data.filling import Fillers
 from tessella.data.joining import settings_at
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import fp8
-from tessella.search.compile_ahead import nothing_is_compiled
 from tessella.tasks import of
 from tessella.training.choosing import in_words, way_of
 from tessella.training.diagnosis import diagnosis
@@ -485,9 +484,8 @@ class Training:
         about = f"{self._memory()}{self._time()}"
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{about}"))
         emit(progress("train", self._state.step, self._schedule.total))
-        on_gpu = self._world.device.type == "cuda"
-        if on_gpu and way.way != "eager" and nothing_is_compiled():
-            emit(phase("compile", "the first step's kernels, once on this machine: some seconds"))
+        if self._world.device.type == "cuda" and way.way != "eager":
+            emit(phase("compile", "the first step compiles kernels that this machine has not kept"))
         for told in decoding_told(self._trainer.feed.decodes, self._world.device):
             emit(told)
         if self._world.size > 1:
