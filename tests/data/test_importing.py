@@ -577,17 +577,18 @@ def test_original_files_are_stored_as_they_are(
         "grey": {"size": (9, 9), "mode": "L"},
         "huge": {"size": (30, 30)},
         "cmyk": {"size": (9, 9), "mode": "CMYK"},
-        "turned": {"size": (9, 12)},
+        "turned": {"size": (9, 12), "exif": Image.Exif()},
+        "progressive": {"size": (9, 9), "progressive": True},
     }
-    turned = {"exif": Image.Exif()}
-    turned["exif"][274] = 6
+    kinds["turned"]["exif"][274] = 6  # type: ignore[index]
     for name in "ab":
         (source / name).mkdir(parents=True)
         for kind, made in kinds.items():
             width, height = made["size"]  # type: ignore[misc]
             pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
             image = Image.fromarray(pixels).convert(str(made.get("mode", "RGB")))
-            image.save(source / name / f"{kind}.jpg", **turned if kind == "turned" else {})
+            saved = {k: v for k, v in made.items() if k in ("exif", "progressive")}
+            image.save(source / name / f"{kind}.jpg", **saved)
     (source / "a" / "cut.jpg").write_bytes((source / "a" / "larger.jpg").read_bytes()[:-40])
     settings = replace(SMALL, store="original", holdout=0.0)
     dataset = import_images(source, tmp_path / "original", settings)
@@ -595,9 +596,9 @@ def test_original_files_are_stored_as_they_are(
     assert [f.path for f in dataset.info.skipped] == ["a/cut.jpg"] == [
         f.path for f in plain.info.skipped
     ]  # fmt: skip
-    assert len(dataset.train) == len(plain.train) == 12
+    assert len(dataset.train) == len(plain.train) == 14
     for ours, theirs in zip(dataset.train, plain.train, strict=True):
-        kept = Path(ours.path).stem in ("small", "larger", "grey")
+        kept = Path(ours.path).stem in ("small", "larger", "grey", "progressive")
         assert (ours.content == (source / ours.path).read_bytes()) == kept
         assert kept or ours.content == theirs.content
         assert np.array_equal(
@@ -608,5 +609,11 @@ def test_original_files_are_stored_as_they_are(
     for ours, theirs in zip(usual.train, plain.train, strict=True):
         assert (ours.content == theirs.content) == (Path(ours.path).stem not in ("small", "grey"))
         assert ours.content in (theirs.content, (source / ours.path).read_bytes())
-    assert np.allclose(dataset.preprocess.mean, plain.preprocess.mean, atol=0.1)
-    assert (dataset.preprocess.mean == plain.preprocess.mean) == (few == 64)
+    monkeypatch.setattr(importing, "DECODE_ONCE_BYTES", 0)
+    monkeypatch.setattr(importing, "decodes_as_host", lambda *_: True)
+    beside_a_gpu = import_images(source, tmp_path / "gpu", replace(settings, store="auto"))
+    for ours, original in zip(beside_a_gpu.train, dataset.train, strict=True):
+        assert (ours.content == original.content) == (Path(ours.path).stem != "progressive")
+    for other in (dataset, beside_a_gpu):
+        assert np.allclose(other.preprocess.mean, plain.preprocess.mean, atol=0.1)
+        assert (other.preprocess.mean == plain.preprocess.mean) == (few == 64)

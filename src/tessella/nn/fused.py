@@ -146,9 +146,7 @@ def launches_of(
             learned = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
             with torch.autograd.set_multithreading_enabled(False):  # the list is this thread's
                 torch.autograd.backward(learned, [torch.empty_like(one) for one in learned])
-        except (
-            Exception
-        ) as error:  # a user's code may raise any; the training does not depend on it
+        except Exception as error:  # of a user's code, on which no training may depend
             log.info("not all kernels of a step are compiled before it: %s", error)
     return listed.launches
 

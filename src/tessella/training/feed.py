@@ -20,7 +20,7 @@ from tessella.artifacts.run import Recipe
 from tessella.core.events import Event, phase, warning
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
-from tessella.device.nvjpeg import has_own_decoders, require_decoding, why_not
+from tessella.device.nvjpeg import decodes_as_host, has_own_decoders, require_decoding
 from tessella.device.scaling import Scaling, has_one_pass
 from tessella.training.parallel import World
 
@@ -45,7 +45,7 @@ def decodes_on_gpu(recipe: Recipe, record: Preprocess, device: torch.device) -> 
     """Whether the device decodes JPEG files: as the recipe says, by default to the host's bits."""
     if recipe.decode is not None:
         return recipe.decode == "gpu"
-    return why_not(record, device) is None and has_own_decoders(device)
+    return decodes_as_host(record, device)
 
 
 def decoding_told(decodes: bool, device: torch.device) -> list[Event]:
