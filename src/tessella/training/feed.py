@@ -136,7 +136,7 @@ class Feed:
             if batch is None:
                 return None
             with gpu_asked, torch.cuda.device(self._device), torch.cuda.stream(own):
-                return batch, self._all_moved(batch, self._decoder), own.record_event(_timed())
+                return batch, self._all_moved(batch, self._decoder), own.record_event(timed_event())
 
         # in a thread: 256 files keep nvJPEG for 17 ms, in which a step could be started
         with ThreadPoolExecutor(1, thread_name_prefix="uploading") as thread:
@@ -155,7 +155,7 @@ class Feed:
                     if isinstance(tensor, Tensor):
                         tensor.record_stream(computing)  # the next upload must not get its memory
                 yield self._scaled(*parts)
-                idle = computing.record_event(_timed())
+                idle = computing.record_event(timed_event())
                 self._add_waits()
 
     def _add_waits(self) -> None:
@@ -196,7 +196,8 @@ class Feed:
         return Fed(images=images, labels=labels)
 
 
-def _timed() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
+    """An event whose time is kept."""
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
 
