@@ -5,7 +5,6 @@ The dataset is the same for any number of workers, and complete or absent.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
-
-import torch
 
 from tessella.annotations.opening import SPLITS
 from tessella.artifacts.dataset import (
@@ -38,7 +35,6 @@ from tessella.data import reading
 from tessella.data.duplicates import Duplicates
 from tessella.data.few import read_all
 from tessella.data.listing import SPLIT_NAMES, Listing, fingerprint, list_images
-from tessella.data.loading import DECODE_ONCE_BYTES
 from tessella.data.moments import Moments
 from tessella.data.notes import notes_on
 from tessella.data.odd_sizes import MAX_ODD, OddSizes, Sides
@@ -48,8 +44,8 @@ from tessella.data.reading import ENLARGED, Picture
 from tessella.data.sources import read_labels
 from tessella.data.split_folders import split_folders, told_of
 from tessella.data.splitting import TRAIN
+from tessella.data.storing import storing_of
 from tessella.data.unfinished import Unfinished, discard, left_of, shard_of
-from tessella.device.nvjpeg import decodes_as_host
 from tessella.tasks import Task, column_of, named
 
 MAX_SKIPPED = 1000
@@ -79,8 +75,9 @@ class ImportSettings:
             all else is PNG; or ``auto``: as ``original``, but none that is progressive, and of up
             to 1.3 times the pixels, nearly always read sooner than a PNG; or of up to nine times
             where this machine's GPU decodes them, of more pictures than a training keeps decoded.
-            Equal pixels. Where files of nine times the pixels stay, mean and std are those of about
-            a thousand pictures, evenly spread.
+            Equal pixels, but other files: who wants one ``content_hash`` on every machine names the
+            store. Where nine times the pixels stay, mean and std are those of about a thousand
+            pictures, evenly spread.
         name: of the dataset; the source's if None.
         window: of volumes: see ``core.preprocess.Volume``.
         workers: processes that read images; one a core if None. The dataset does not depend on it.
@@ -222,8 +219,9 @@ def images(
             return import_images(source, out, chosen, emit=told)
     there, listing = Dataset(out), _list(source, chosen)
     # "png" was the default once, and its pixels are equal: who asks for no other gets it
-    will_do: tuple[Store, ...] = ("auto", "png") if chosen.store == "auto" else (chosen.store,)
-    hashes = (_settings_hash(replace(chosen, store=store)) for store in will_do)
+    usual: tuple[Storing, ...] = ("auto", "decoders", "png")
+    will_do = usual if chosen.store == "auto" else (chosen.store,)
+    hashes = (_settings_hash(chosen, storing) for storing in will_do)
     if all(there.info.import_hash != fingerprint(listing, known) for known in hashes):
         raise UsageError(
             "this dataset was made from other files or settings",
@@ -268,13 +266,13 @@ def _listed(
     )
 
 
-def _settings_hash(settings: ImportSettings) -> str:
-    """Hash of the settings that decide the dataset's content; ``fingerprint`` adds the files."""
+def _settings_hash(settings: ImportSettings, storing: Storing) -> str:
+    """Hash of what decides the dataset's content; ``fingerprint`` adds the files."""
     words = [digest(settings.record())]
     if settings.task != "classification":
         words.insert(0, settings.task)
-    if settings.store != "png":
-        words.append(settings.store)
+    if storing != "png":
+        words.append(storing)
     return " ".join(words)
 
 
@@ -337,10 +335,10 @@ def _import_listing(
     source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
 ) -> Dataset:
     emit(phase("import", f"{len(listing.sources):,} images of {len(listing.classes):,} classes"))
-    storing = _storing(settings, len(listing.sources))
+    storing = storing_of(settings.store, settings.record(), len(listing.sources))
     if storing == "decoders":
         emit(phase("store", "JPEG files stay as they are: this machine's GPU decodes them"))
-    known_by = fingerprint(listing, _settings_hash(settings))
+    known_by = fingerprint(listing, _settings_hash(settings, storing))
 
     def fill(folder: Path) -> None:
         if unfinished is None:
@@ -362,19 +360,6 @@ def _import_listing(
     for note in dataset.info.notes:
         emit(warning(note))
     return dataset
-
-
-def _storing(settings: ImportSettings, images: int) -> Storing:
-    """How so many pictures are stored; ``auto`` looks for decoders.
-
-    With 16 cores an H200 loads 2,776 PNG files a second, and trains on 8,926 JPEG files of 500×375.
-    """
-    record = settings.record()
-    nbytes = images * math.prod((record.height, record.width, record.channels))
-    if settings.store != "auto" or record.volume is not None or nbytes <= DECODE_ONCE_BYTES:
-        return settings.store
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return "decoders" if decodes_as_host(record, device) else "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from tessella.core.errors import UsageError
 from tessella.device.listing import listing
 from tessella.device.machine import gpu_target
 from tessella.nn import fp8
-from tessella.nn.fused_dense import CONVOLUTION, changes, fuse_dense, pair, shape_of
+from tessella.nn.fused_dense import CONVOLUTION, Found, changes, fuse_dense, pair, shape_of
 from tessella.search.compile_ahead import compile_listed, start_compilers
 
 log = logging.getLogger(__name__)
@@ -185,18 +185,6 @@ def fuse(graph: fx.GraphModule) -> int:
     _count_batches_at_once(nodes)
     graph.recompile()
     return len(made)
-
-
-class Found(NamedTuple):
-    """What a batch norm of a graph is given; nodes, but for the last two."""
-
-    input: Any
-    weight: Any
-    bias: Any
-    running_mean: Any
-    running_var: Any
-    momentum: float
-    eps: float
 
 
 def _norm_of(node: fx.Node) -> Found | None:

@@ -37,6 +37,7 @@ from tessella.data.filling import Fillers
 from tessella.data.joining import settings_at
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import fp8
+from tessella.search.compile_ahead import end_compilers
 from tessella.tasks import of
 from tessella.training.choosing import in_words, way_of
 from tessella.training.diagnosis import diagnosis
@@ -293,11 +294,14 @@ class Training:
         self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
 
     def go(self) -> None:
-        with closing(self._fillers):
-            self._open()
-            if not self._finished():
-                self._go_on()
-            self._close()
+        try:
+            with closing(self._fillers):
+                self._open()
+                if not self._finished():
+                    self._go_on()
+                self._close()
+        finally:
+            end_compilers()  # of what a validation had captured
 
     def _go_on(self) -> None:
         """Step until the end; asked to stop, save first."""
