@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,11 @@ def test_the_command_line_says_the_same(stripes, better, worse, tmp_path, monkey
     assert "no model here" in tessella("evaluate", tmp_path / "some.onnx").err
     (tmp_path / "some.onnx").touch()
     assert "--data FOLDER" in tessella("evaluate", tmp_path / "some.onnx").err
+    lost = shutil.copytree(worse.path, tmp_path / "lost") / "run.json"
+    lost.write_text(lost.read_text().replace(str(stripes), str(tmp_path / "gone")))
+    told = tessella("evaluate", lost.parent)
+    assert "is not where it was" in told.err
+    assert "--data FOLDER" in told.err
     flattering = tessella("evaluate", worse.path, "--data", stripes, "--split", "val")
     assert "chosen by its val split" in flattering.err
 

@@ -87,7 +87,14 @@ def _dataset_of(model: Path) -> Path:
         open_model(model)  # which says so
     for folder in (model, model.resolve().parent.parent):
         if (folder / "run.json").is_file():
-            return Path(Run(folder).recipe.dataset)
+            data = Path(Run(folder).recipe.dataset)
+            if data.exists():
+                return data
+            raise UsageError(
+                "the dataset of the run is not where it was",
+                seen=data,
+                fix="say where it is now: --data FOLDER",
+            )
     raise UsageError(
         "it is not known on which images this model should be measured",
         seen=model,
