@@ -129,7 +129,7 @@ class DecodingProcess(Child):
         self._record, self._device, self._pixels = record, device, pixels
         self._shape, self._element = picture(record, pixels=pixels)
         asked = {"record": to_plain(record), "device": str(device), "pixels": pixels}
-        self._shared = _Shared(self.module, asked) if beside is None else beside._shared
+        self._shared: _Shared = _Shared(self.module, asked) if beside is None else beside._shared
         self._begin()
 
     def _begin(self) -> None:
