@@ -509,7 +509,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("cat", "{}", "transform.x86_join", sliced_out=True),
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
-    *_gpu("cat", "rows", "transform.join_rows"),
+    *_gpu("cat", "rows", "transform.join_rows", version=2),
     *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
     *_gpu("interpolate", "rows", "transform.resize_rows", version=2, sliced_out=True),
@@ -528,7 +528,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # what a user wrote, and what has no kernel of its own
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
-    *_gpu("fallback", "ranked", "detect.ranked", **_NEW),
+    *_gpu("fallback", "ranked", "detect.ranked", version=2, **_NEW),
     *_gpu("fallback", "gathered", "detect.gathered", **_NEW),
     *_gpu("fallback", "gridded", "detect.gridded", **_NEW),
     *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),
