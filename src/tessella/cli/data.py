@@ -96,9 +96,8 @@ def import_(
     store: Annotated[
         str,
         Option(
-            help="auto: JPEG of a fitting size (of any, where a GPU here decodes them) as it is, "
-            "others PNG; png; pixels: twice as large, but not to be decoded; original: JPEG as it "
-            "is."
+            help="auto: JPEG of a fitting size, or that a GPU here decodes, as it is, others PNG; "
+            "png; pixels: twice as large, but not to be decoded; original: JPEG as it is."
         ),
     ] = "auto",
     window: Window = None,
