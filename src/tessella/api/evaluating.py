@@ -195,9 +195,7 @@ def evaluate(
         same = {"threshold": (threshold,) * len(labels)}
         record = replace(record, numbers={**record.numbers, **same})
     _warn(opened, data, split, emit)
-    if len(samples) < FEW and task.name != CLASSIFICATION.name:  # whose accuracy's are exact
-        few = counted_examples(task.name, len(samples))
-        emit(warning(f"intervals of {few} are too narrow (of one, its own value): measure on more"))
+    _warn_of_few(task, len(samples), emit)
     own = _answered(opened, samples, trust_code, emit)
     truth = targets_of(samples)
     single = task.name == CLASSIFICATION.name
@@ -313,6 +311,12 @@ def _warn(model: Model, data: Data, split: str, emit: Emit) -> None:
                 "flatters (tessella data doctor finds copies within one)"
             )
         )
+
+
+def _warn_of_few(task: Task, images: int, emit: Emit) -> None:
+    if images < FEW and task.name != CLASSIFICATION.name:  # whose accuracy's interval is exact
+        few = counted_examples(task.name, images)
+        emit(warning(f"intervals of {few} are too narrow (of one, its own value): measure on more"))
 
 
 def _answered(model: Model, samples: Split, trust_code: bool, emit: Emit) -> _Answered:
