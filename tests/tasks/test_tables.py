@@ -124,7 +124,13 @@ def test_numbers_with_a_comma_where_semicolons_part_the_cells(tmp_path):
     one, other = (s.label for s in found("regression", write(tmp_path / "a.csv", text)).sources)
     assert one == (1.5, -2.0)
     assert other[1] == 0.25
-    for text in ("path;x\na.png;1,5\nb.png;1.5\n", "path;x\na.png;1,234,567\nb.png;2\n",
+    text = "path;x\na.png;1,234\nb.png;0,125\n"
+    got = found("regression", write(tmp_path / "a.csv", text)).sources
+    assert [s.label for s in got] == [(1.234,), (0.125,)]
+    text = "path;x\na.png;1,234\nb.png;12,500\nc.png;900\n"
+    with pytest.raises(DataError, match=r"may be points, or part thousands.*1,234"):
+        found("regression", write(tmp_path / "a.csv", text))
+    for text in ("path;x\na.png;1,5\nb.png;1.5\n", "path;x\na.png;1,234,567\nb.png;2,5\n",
                  "path\tx\na.png\t1,234\nb.png\t2\n"):  # fmt: skip
         with pytest.raises(DataError, match="no finite number in 'x'"):
             found("regression", write(tmp_path / "a.csv", text))

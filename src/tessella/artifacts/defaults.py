@@ -68,11 +68,16 @@ _TRANSFORMER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The best settings of AdamW for a family, with batches of ``BATCH`` images."""
+    """The best settings of AdamW for a family, with batches of ``BATCH`` images.
+
+    Attributes:
+        most: the rate above which no batch raises it, where a larger one was never tried.
+    """
 
     lr: float
     weight_decay: float
     warmup: float
+    most: float = math.inf
 
 
 # Accuracy on the validation split of glyphs / textures / digits (``benchmarks.pictures``), with
@@ -104,7 +109,7 @@ RANDOM: dict[Family, Row] = {
     "unet": Row(lr=6e-3, weight_decay=0.05, warmup=0.3),
     "unet3d": Row(lr=6e-3, weight_decay=0.05, warmup=0.3),
     "detector": Row(lr=4e-4, weight_decay=0.05, warmup=0.3),
-    "d_fine_n": Row(lr=1.2e-3, weight_decay=0.05, warmup=0.3),
+    "d_fine_n": Row(lr=1.2e-3, weight_decay=0.05, warmup=0.3, most=8.5e-4),
 }
 # ResNet-18 after glyphs on 500 textures, 100 of them held out, 8 epochs, two seeds: 1.5e-4 41.0 %,
 # 5e-4 43.5, 1e-3 47.5 (42 and 53), 1.5e-3 45.0; in a plain loop 5e-4 43.0, 1e-3 49.5. Not measured:
@@ -177,8 +182,9 @@ def defaults(
     scale = batch_size / BATCH
     scale = min(4.0, scale if solver in ("sgd", "nesterov") else math.sqrt(scale))
     scale = max(1.0, scale) if family(network) in ("unet", "unet3d") else scale
+    rate = min(row.lr * scale, row.most) * times
     return Defaults(
-        solver=Solver(name=solver, lr=float(f"{row.lr * times * scale:.2g}"), weight_decay=decay),
+        solver=Solver(name=solver, lr=float(f"{rate:.2g}"), weight_decay=decay),
         policy=Policy(name=policy, warmup=row.warmup if policy == "onecycle" else WARMUP),
         augment=Augment(),
         label_smoothing=SMOOTHING,

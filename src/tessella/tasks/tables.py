@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ MAX_CLASSES = 1 << 16
 MAX_CELL = 1 << 16  # characters of a cell that is read
 MOST_NAMED = 10  # columns in a message
 LINES_BYTES = 1 << 22  # of a CSV's lines that are read at once
+THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 MAX_RAGGED = 1000  # rows that are listed for the number of their cells
 
 
@@ -98,11 +100,21 @@ class Table:
     def numbers(self, column: str) -> list[str]:
         """The cells of a column of numbers, all with a point or, where semicolons part the cells,
         all with a comma in its place, which becomes one.
+
+        Raises:
+            DataError: every comma may stand for thousands as well, as in 1,234.
         """
         texts = self.texts(column)
-        if self.commas and not any("." in text for text in texts):
-            return [text.replace(",", ".") for text in texts]
-        return texts
+        commas = [text for text in texts if "," in text]
+        if not self.commas or not commas or any("." in text for text in texts):
+            return texts
+        if all(THOUSANDS.fullmatch(text) for text in commas):
+            raise DataError(
+                f"the commas in {column[:80]!r} may be points, or part thousands",
+                seen=f"{commas[0][:80]!r} in {self.where}",
+                fix="write 1234 or 1.234 (or 1,2340)",
+            )
+        return [text.replace(",", ".") for text in texts]
 
     def floats(self, column: str) -> npt.NDArray[np.float64]:
         """The cells of a column as numbers, NaN where a cell is empty.
