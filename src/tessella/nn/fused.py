@@ -121,8 +121,9 @@ def compile_kernels(graph: fx.GraphModule, examples: Sequence[Any]) -> None:
     """Compile what a graph and its backward pass launch of ours, by all cores at once.
 
     Of a ResNet-50 in FP16 that is 58 kernels and 20 s of a core (Triton 3.6), 1.2 of them for the
-    longest. Where a graph does not run on tensors without numbers, or recomputes parts of itself,
-    what is not listed is compiled when it is first launched.
+    longest. With empty caches its first step took an H200 with 16 cores 50.2 s, and so 23.7. Where
+    a graph does not run on tensors without numbers, or recomputes parts of itself, what is not
+    listed is compiled when it is first launched.
     """
     if not any(isinstance(one, Tensor) and one.is_cuda for one in examples):
         return

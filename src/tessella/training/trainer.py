@@ -253,7 +253,11 @@ class Trainer:
 
     def answer_blank(self, count: int = 1) -> None:
         """The network's answer to black images, which nobody wants: it changes nothing."""
-        module, images = self.evaluated.eval(), self.blank(count).images
+        self.answer(self.blank(count).images)
+
+    def answer(self, images: Tensor) -> None:
+        """The network's answer to images on the device, which nobody wants: it changes nothing."""
+        module = self.evaluated.eval()
         # what a network keeps of its first pass takes part in a backward pass later
         with torch.no_grad(), self.mixed.autocast():
             module(images)
