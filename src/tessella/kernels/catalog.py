@@ -528,7 +528,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # what a user wrote, and what has no kernel of its own
     *_rows("user", "operator", "user.step", *_ALL, source="user", **_NEW),
-    *_gpu("fallback", "ranked", "detect.ranked", version=2, **_NEW),
+    *_gpu("fallback", "ranked", "detect.ranked", **_NEW),
     *_gpu("fallback", "gathered", "detect.gathered", **_NEW),
     *_gpu("fallback", "gridded", "detect.gridded", **_NEW),
     *_rows("fallback", "aten", "fallback.aten", *_ALL, source="aten", views=True, **_NEW),

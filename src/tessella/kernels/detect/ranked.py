@@ -1,8 +1,7 @@
 """``aten::topk`` of the last axis on a GPU: each number counts those that come before it.
 
 Nothing is sorted: a number whose rank is below ``k`` is written to its place. A detector's 1,600 or
-8,400 scores are few enough for all pairs to be compared, by as many blocks as a GPU has. Of short
-rows, as the 33 shares of a distance that D-FINE has, a block ranks several, each whole. Equal
+8,400 scores are few enough for all pairs to be compared, by as many blocks as a GPU has. Equal
 numbers keep their order, and NaN is the largest, as torch has it. In plain Triton.
 """
 
@@ -23,8 +22,7 @@ from tessella.kernels.catalog import Call, Config
 from tessella.operations.problem import Problem
 
 MOST_PAIRS = 2**30  # some 0.2 ms of a H200: above, torch's radix sort is faster
-MOST_ROWS = 65535  # along the second axis of a grid, but for short ones
-SHORT = 64  # numbers of a row that is ranked whole: 38,400 of 33 take torch 126 µs on a H200
+MOST_ROWS = 65535
 
 
 @triton.jit
@@ -59,27 +57,6 @@ def rank_kernel(
     tl.store(places + row * k + rank, mine.to(tl.int64), mask=chosen)
 
 
-@triton.jit
-def rank_rows_kernel(
-    scores, values, places, rows, n, k,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Several rows of at most ``WIDTH`` numbers a block."""
-    await_earlier(OVERLAP)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mine = tl.arange(0, WIDTH)[None, :]
-    inside = (row < rows) & (mine < n)
-    score = tl.load(scores + row * n + mine, mask=inside, other=0)
-    order = _order(score)
-    rank = tl.zeros((ROWS, WIDTH), tl.int32)
-    for i in range(n):
-        other = _order(tl.load(scores + row * n + i, mask=row < rows, other=0))
-        rank += ((other > order) | ((other == order) & (i < mine))).to(tl.int32)
-    chosen = inside & (rank < k)
-    tl.store(values + row * k + rank, score, mask=chosen)
-    tl.store(places + row * k + rank, (mine + row * 0).to(tl.int64), mask=chosen)
-
-
 def fits(problem: Problem) -> str | None:
     if problem.attrs.get("target") != "aten::topk":
         return "only the operator aten::topk"
@@ -91,8 +68,7 @@ def fits(problem: Problem) -> str | None:
     if scores.dtype not in FLOATS or scores.format != "contiguous":
         return f"dense floating numbers of 16 and 32 bits, not {scores.format} {scores.dtype}"
     n, rows = scores.shape[-1], math.prod(scores.shape[:-1])
-    too_many = rows * n * n > MOST_PAIRS or (n > SHORT and rows > MOST_ROWS)
-    if 0 in scores.shape or too_many:
+    if 0 in scores.shape or rows > MOST_ROWS or rows * n * n > MOST_PAIRS:
         return f"compares all pairs of a row: {rows} rows of {n} are too many, or none"
     if any(m.strides is not None or m.format == "channels_last" for m in problem.outputs):
         return "makes dense rows"  # which those may be that promise nothing
@@ -112,8 +88,6 @@ def _sorts_last(args: Any, shape: tuple[int, ...]) -> bool:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Few numbers a block where there are few: then more multiprocessors have one."""
-    if problem.given[0].shape[-1] <= SHORT:
-        return tuple({"rows": rows, "warps": warps} for rows, warps in ((16, 4), (32, 4), (4, 1)))
     shapes = ((16, 128, 4), (32, 128, 4), (8, 256, 4), (64, 64, 4), (32, 256, 8), (64, 128, 8))
     return tuple({"block": block, "chunk": chunk, "warps": warps} for block, chunk, warps in shapes)
 
@@ -122,19 +96,13 @@ def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any)
     tile = config or configs(problem)[0]
     scores, k = problem.given[0], problem.attrs["args"][1]
     n, rows = scores.shape[-1], math.prod(scores.shape[:-1])
+    grid = (triton.cdiv(n, tile["block"]), rows)
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values, places = (meta.empty(x.device) for meta in problem.outputs)
-        if n <= SHORT:
-            launch(
-                rank_rows_kernel, (triton.cdiv(rows, tile["rows"]),), x, values, places, rows, n, k,
-                ROWS=tile["rows"], WIDTH=triton.next_power_of_2(n), num_warps=tile["warps"],
-                **overlapping(),
-            )  # fmt: skip
-            return values, places
         launch(
-            rank_kernel, (triton.cdiv(n, tile["block"]), rows), x, values, places, n, k,
-            BLOCK=tile["block"], CHUNK=tile["chunk"], num_warps=tile["warps"], **overlapping(),
+            rank_kernel, grid, x, values, places, n, k, BLOCK=tile["block"], CHUNK=tile["chunk"],
+            num_warps=tile["warps"], **overlapping(),
         )  # fmt: skip
         return values, places
 
