@@ -67,7 +67,7 @@ def test_original_files_are_stored_as_they_are(
         assert ours.content in (theirs.content, (source / ours.path).read_bytes())
     monkeypatch.setattr(storing, "DECODE_ONCE_BYTES", 0)
     decoders: list[bool | Exception] = [RuntimeError("CUDA error: out of memory"), True]
-    monkeypatch.setattr(storing, "decodes_as_host", Mock(side_effect=decoders))
+    monkeypatch.setattr(storing, "_gpu_decodes", Mock(side_effect=decoders))
     full = import_images(source, tmp_path / "full", replace(settings, store="auto"))
     assert full.info.content_hash == usual.info.content_hash
     beside_a_gpu = import_images(source, tmp_path / "gpu", replace(settings, store="auto"))
