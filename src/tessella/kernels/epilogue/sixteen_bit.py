@@ -5,8 +5,8 @@ from __future__ import annotations
 from tessella.operations.problem import Problem
 
 LEAST_GAMMA, MOST_GAMMA = 2.0**-7, 2.0**14
-# of a SiLU in int8: its numbers reach 2, and an error of 2⁻¹¹ of the argument's half is a sixth of a
-# step at most, at arguments of -10
+# of a SiLU in int8: its numbers reach 2, and an error of 2⁻¹¹ of the argument's half is a sixth of
+# a step at most, at arguments of -10
 MOST_SILU_GAMMA = 64.0
 
 
