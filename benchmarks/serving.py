@@ -42,6 +42,7 @@ from benchmarks.networks import Workload, workload
 from benchmarks.report import RESULTS, document, markdown, write
 from tessella import compiler
 from tessella.artifacts.plan import Plan
+from tessella.core.count import counted
 from tessella.core.spec import DimRange
 from tessella.graph import capture
 from tessella.runtime import Engine, load
@@ -204,7 +205,7 @@ def beside_peers(rows: list[dict[str, Any]]) -> dict[str, str]:
                 if name == peer
             }
             told[f"{ours} over {peer}"] = ", ".join(
-                f"{ratio:.1f} with {count} clients" for count, ratio in ratios.items()
+                f"{ratio:.2f} with {counted(count, 'client')}" for count, ratio in ratios.items()
             )
     return told
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tessella import api
 from tessella.artifacts.dataset import Dataset
+from tessella.cli.quickstart import _next
 from tessella.core.errors import UsageError
 from tessella.core.events import Event, silent
 from tessella.quickstart import annotated, detection, quickstart, segmentation
@@ -33,6 +36,23 @@ def test_real_digits_from_folder_to_http(tmp_path: Path) -> None:
     assert len(list((tmp_path / "quickstart" / "digits").rglob("*.png"))) == 1797
     phases = [e.name for e in events if e.kind == "phase"]
     assert phases.index("import") < phases.index("train") < phases.index("serve")
+
+
+def test_the_next_command_runs_in_this_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``make`` installs into a folder where a shell does not look for commands."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text(f"PATH={tmp_path}/.venv/bin:$PATH\n")
+    program = tmp_path / ".venv" / "bin" / "tessella"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    for path in ("/usr/bin:/bin", f"{tmp_path}/.venv/bin:/bin"):
+        monkeypatch.setenv("PATH", path)
+        told = subprocess.run(["sh", "-c", _next(Path("my work"))], capture_output=True, text=True)
+        assert told.stdout == "studio my work --open\n", told.stderr
 
 
 def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_ratios_to_peers_are_medians_over_the_rounds() -> None:
         row("litserve", 1, 50, 100, 100),
         row("litserve", 32, 100, 100, 100),
     ]
-    told = {"one process over litserve": "3.0 with 1 clients, 0.5 with 32 clients"}
+    told = {"one process over litserve": "3.00 with 1 client, 0.50 with 32 clients"}
     assert beside_peers(rows) == told
 
 

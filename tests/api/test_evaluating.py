@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tessella.api.evaluating import save_mistakes
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run
 from tessella.core.errors import UsageError
+from tessella.core.events import Event
 from tessella.core.preprocess import decode
 from tessella.data.importing import ImportSettings, import_images
 from tests.support.cli import in_process
@@ -164,6 +166,11 @@ def test_the_command_line_says_the_same(stripes, better, worse, tmp_path, monkey
     assert "no model here" in tessella("evaluate", tmp_path / "some.onnx").err
     (tmp_path / "some.onnx").touch()
     assert "--data FOLDER" in tessella("evaluate", tmp_path / "some.onnx").err
+    lost = shutil.copytree(worse.path, tmp_path / "lost") / "run.json"
+    lost.write_text(lost.read_text().replace(str(stripes), str(tmp_path / "gone")))
+    told = tessella("evaluate", lost.parent)
+    assert "is not where it was" in told.err
+    assert "--data FOLDER" in told.err
     flattering = tessella("evaluate", worse.path, "--data", stripes, "--split", "val")
     assert "chosen by its val split" in flattering.err
 
@@ -178,10 +185,15 @@ def test_other_tasks_have_intervals_too(tmp_path):
         Image.fromarray((noise + level).astype(np.uint8)).save(pictures / f"{number}.png")
         lines.append(f"{number}.png,{level}")
     (pictures / "levels.csv").write_text("\n".join(lines))
-    settings = ImportSettings(task="regression", size=12, channels=1, holdout=0.2, test=0.3)
+    settings = ImportSettings(task="regression", size=12, channels=1, holdout=0.15, test=0.3)
     dataset = import_images(pictures / "levels.csv", tmp_path / "data", settings)
     run = ts.train("lenet", dataset, out=tmp_path / "run", epochs=4, batch_size=12)
-    found = ts.evaluate(run, dataset, against=run, resamples=100)
+    told: list[Event] = []
+    ts.evaluate(run, dataset, split="val", resamples=10, emit=told.append)
+    assert any("intervals of 9 images are too narrow" in event.text for event in told)
+    told.clear()
+    found = ts.evaluate(run, dataset, against=run, resamples=100, emit=told.append)
+    assert not any("too narrow" in event.text for event in told)
     assert found.score == "r2"
     assert found.value.low < found.value.value < found.value.high
     assert found.comparison.difference.value == 0

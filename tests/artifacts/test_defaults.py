@@ -24,7 +24,8 @@ BARE = Recipe(network="resnet18", dataset="x", batch_size=32)
         ("timm/convnext_atto", "convnext"), ("timm/convnextv2_tiny.fcmae", "convnext"),
         ("timm/vit_tiny_patch16_224", "transformer"), ("timm/swin_t", "transformer"),
         ("unet", "unet"), ("unet3d", "unet3d"), ("segformer", "normalized"),
-        ("retinanet_r18", "detector"), ("mask_rcnn", "detector"), ("d_fine_n", "detector"),
+        ("retinanet_r18", "detector"), ("mask_rcnn", "detector"), ("d_fine_n", "d_fine_n"),
+        ("d_fine_s", "detector"),
         ("rf_detr_s", "detector"), ("centernet", "normalized"),
         ("timm/eva02_base_patch14_224", "transformer"), ("timm/vitamin_small", "normalized"),
     ],
@@ -52,6 +53,10 @@ def test_the_rate_grows_with_the_batch_and_shrinks_for_learned_weights():
     # as published for batches of 8 or 16; with three times as much RetinaNet learns little at first
     assert defaults("retinanet_r50", batch_size=8).solver.lr == pytest.approx(2e-4)
     assert defaults("retinanet_r50", batch_size=8, solver="sgd").solver.lr > 5e-3
+    for batch in (16, 32, 256):  # more was never tried
+        assert defaults("d_fine_n", batch_size=batch).solver.lr == pytest.approx(8.5e-4)
+    assert defaults("d_fine_n", batch_size=4).solver.lr == pytest.approx(4.2e-4)
+    assert defaults("d_fine_n", batch_size=8, solver="sgd").solver.lr > 5e-3
     few, many = (defaults("unet", batch_size=n).solver.lr for n in (2, 128))
     assert few == RANDOM["unet"].lr  # of thousands of answers even in two images
     assert many == pytest.approx(2 * few)

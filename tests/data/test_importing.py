@@ -24,8 +24,8 @@ from tessella.core.confined import Budget
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Event
 from tessella.core.headers import bits_of
-from tessella.core.preprocess import decode, fitted
-from tessella.data import images, importing, parts, reading
+from tessella.core.preprocess import decode
+from tessella.data import images, importing, reading
 from tessella.data.importing import ImportSettings, import_images
 from tests.support.pictures.encoded import png
 from tests.support.pictures.folders import write_folder_of, write_picture
@@ -556,57 +556,3 @@ def test_copies_of_a_jpeg_with_other_metadata_are_told(tmp_path: Path) -> None:
     assert dataset.info.duplicates == (("train:a/0.jpg", "val:a/copy.jpg"),)
     kept = {e.path: e.content.startswith(b"\xff\xd8") for e in dataset.train}
     assert kept == {f"{name}/{k}.jpg": k == 0 for name in "ab" for k in range(2)}
-
-
-# --- original files -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("few", [1, 64], ids=["by processes", "by threads"])
-def test_original_files_are_stored_as_they_are(
-    few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that cost little to decode, by default those of a fitting size; all others are PNG, and
-    damaged ones are left out."""
-    monkeypatch.setattr(reading, "FEW", few)
-    monkeypatch.setattr(parts, "MEASURED", 6)
-    source = tmp_path / "s"
-    rng = np.random.default_rng(0)
-    kinds: dict[str, dict[str, object]] = {
-        "small": {"size": (8, 8)},
-        "larger": {"size": (20, 13)},
-        "grey": {"size": (9, 9), "mode": "L"},
-        "huge": {"size": (30, 30)},
-        "cmyk": {"size": (9, 9), "mode": "CMYK"},
-        "turned": {"size": (9, 12)},
-    }
-    turned = {"exif": Image.Exif()}
-    turned["exif"][274] = 6
-    for name in "ab":
-        (source / name).mkdir(parents=True)
-        for kind, made in kinds.items():
-            width, height = made["size"]  # type: ignore[misc]
-            pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-            image = Image.fromarray(pixels).convert(str(made.get("mode", "RGB")))
-            image.save(source / name / f"{kind}.jpg", **turned if kind == "turned" else {})
-    (source / "a" / "cut.jpg").write_bytes((source / "a" / "larger.jpg").read_bytes()[:-40])
-    settings = replace(SMALL, store="original", holdout=0.0)
-    dataset = import_images(source, tmp_path / "original", settings)
-    plain = import_images(source, tmp_path / "png", replace(settings, store="png"))
-    assert [f.path for f in dataset.info.skipped] == ["a/cut.jpg"] == [
-        f.path for f in plain.info.skipped
-    ]  # fmt: skip
-    assert len(dataset.train) == len(plain.train) == 12
-    for ours, theirs in zip(dataset.train, plain.train, strict=True):
-        kept = Path(ours.path).stem in ("small", "larger", "grey")
-        assert (ours.content == (source / ours.path).read_bytes()) == kept
-        assert kept or ours.content == theirs.content
-        assert np.array_equal(
-            fitted(ours.content, dataset.preprocess), decode(theirs.content, plain.preprocess)
-        )
-    usual = import_images(source, tmp_path / "usual", replace(settings, store="auto"))
-    assert usual.preprocess == plain.preprocess
-    for ours, theirs in zip(usual.train, plain.train, strict=True):
-        assert (ours.content == theirs.content) == (Path(ours.path).stem not in ("small", "grey"))
-        assert ours.content in (theirs.content, (source / ours.path).read_bytes())
-    assert np.allclose(dataset.preprocess.mean, plain.preprocess.mean, atol=0.1)
-    assert (dataset.preprocess.mean == plain.preprocess.mean) == (few == 64)

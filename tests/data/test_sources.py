@@ -184,6 +184,7 @@ def test_labels_named_twice_or_missing(tmp_path: Path) -> None:
         (("JPEGImages/a.png", "Annotations/a.xml"), "detection"),
         (("images/a.png", "masks/a.png"), "segmentation"),
         (("imagesTr/a.npy", "labelsTr/a.npy"), "volumes"),
+        (("images/a.nii.gz", "labels/a.nii.gz"), "volumes"),
         (("instances.json",), "multilabel"),
     ],
 )

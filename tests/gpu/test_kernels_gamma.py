@@ -84,11 +84,14 @@ CONVOLUTIONS = {
     "gemm": LAYER,
     "direct": replace(LAYER, x=(3, 48, 13, 17), w=(48, 1, 3, 3), groups=48, dtype="float16"),
 }
+CONVOLUTIONS["direct to int8"] = replace(
+    CONVOLUTIONS["direct"], w=(48, 1, 5, 5), padding=2, stride=2, out="int8", scale=False
+)
 
 
 @pytest.mark.parametrize("by", CONVOLUTIONS)
 def test_convolutions(by: str) -> None:
-    row, case = catalog.kernel(f"conv2d.{by}"), CONVOLUTIONS[by]
+    row, case = catalog.kernel(f"conv2d.{by.removesuffix(' to int8')}"), CONVOLUTIONS[by]
     sixteen = {"dtype": "float16", "scale": False, "bias": "float16", "gamma": 1.0}
     for changes in (
         {},

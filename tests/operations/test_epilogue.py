@@ -126,9 +126,11 @@ def test_what_gamma_may_not_be(gamma: Any, dtype: str | None) -> None:
         ({}, True), ({"gamma": 2.0**14}, True), ({"gamma": 2.0**15}, False),
         ({"gamma": 2.0**-7}, True), ({"gamma": 2.0**-8}, False), ({"activation": "silu"}, False),
         ({"dtype": "int8"}, False), ({"dtype": "float16"}, False),
+        ({"activation": "silu", "dtype": "int8", "gamma": 64.0}, True),
+        ({"activation": "silu", "dtype": "int8", "gamma": 65.0}, False),
     ],
 )  # fmt: skip
-def test_what_float16_is_enough_for(changes: dict[str, Any], sixteen_bit: bool) -> None:
+def test_what_sixteen_bits_are_enough_for(changes: dict[str, Any], sixteen_bit: bool) -> None:
     """Its largest number times gamma saturates e4m3, and gamma is one of its own."""
     settings = {"gamma": 1.0, "activation": "gelu", "dtype": "float8_e4m3fn", **changes}
     x, weight = (TensorMeta(shape=(16, 16), dtype="float8_e4m3fn") for _ in range(2))

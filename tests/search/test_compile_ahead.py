@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import json
 import os
 import pickle
@@ -9,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
 
 from tessella.core.compiled import CompiledKernels
+from tessella.device import listing
 from tessella.kernels import catalog
+from tessella.kernels.norm import batch
+from tessella.nn import fused
 from tessella.search import allowance as allowances
 from tessella.search import compile_ahead as compilers
 from tessella.search import find as search
@@ -36,17 +43,10 @@ CASE = Case(x=(1, 16, 8, 8), w=(16, 16, 3, 3), padding=1, dtype="float16", x_for
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As in a process that has asked for nothing yet, with an empty cache."""
     monkeypatch.setattr(compilers, "_asked", {})
-    running: list[compilers._Compilers] = []
-    monkeypatch.setattr(compilers, "_running", running)
+    monkeypatch.setattr(compilers, "_running", [])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     yield
-    for one in running:
-        one._process.kill()
-        one._process.wait()
-        while not one.has_ended:  # a file cannot be closed while a thread reads it
-            time.sleep(0.01)
-        one._process.stdin.close()
-        one._process.stdout.close()
+    compilers.end_compilers()
 
 
 def requests(count: int) -> list[compilers.Request]:
@@ -117,6 +117,9 @@ def test_what_crashed_the_compiler_is_refused_and_not_compiled_here(
 
     class Crashing:
         has_ended = False
+
+        def end(self) -> None:
+            """There is no process."""
 
         def ask(self, requests: list[str]) -> list[compilers.Future[compilers.Answered]]:
             made: list[compilers.Future[compilers.Answered]] = [
@@ -244,3 +247,74 @@ def test_preselecting_counts_as_measuring_and_yet_something_is_measured(
     with pytest.raises(OutOfTime):
         allowance.spend()
     assert len(preselected) == 3
+
+
+def list_and_compile() -> None:
+    """A norm with its ReLU, forward and backward, found on tensors without numbers."""
+    listed: dict[str, bytes] = {}
+    batch.runs = lambda x: x.dim() == 4  # on a CPU, too
+
+    def backend(graph: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        fused.fuse(graph)
+        listed.update(fused.launches_of(graph, examples, "sm_90", "cpu"))
+        return lambda *given: [given[0]]
+
+    net = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())
+    image = torch.randn(2, 16, 4, 4).to(memory_format=torch.channels_last)
+    torch.compile(net, backend=backend, dynamic=False)(image.requires_grad_())
+    names = {listing.read(launch)[0].fn.__name__ for launch in listed.values()}
+    assert names == {
+        "moments_kernel", "statistics_kernel", "normalize_kernel", "gradient_sums_kernel",
+        "parameters_kernel", "input_gradient_kernel",
+    }, names  # fmt: skip
+    compilers.start_compilers()
+    started = list(compilers._running)
+    assert compilers.compile_listed(listed, "sm_90").wait(120)
+    assert compilers._running == started
+    cached = compilers.known_launches().parent
+    for name in names:  # where Triton looks before it compiles
+        assert len(list(cached.rglob(f"{name}.cubin"))) == 1, name
+    compilers.end_compilers()
+    compilers._Compilers = None  # none is started for what is known
+    assert compilers.compile_listed(listed, "sm_90").wait(0)
+
+
+def test_what_a_pass_launches_is_compiled_once_on_a_machine() -> None:
+    """In a process whose kernels are not interpreted."""
+    program = f"from {__name__} import list_and_compile; list_and_compile()"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_compilers_that_are_ended_leave_nothing() -> None:
+    """Neither a process nor an open file, which Python would warn of; even before it was ready."""
+    compilers.start_compilers()
+    (one,) = compilers._running
+    compilers.end_compilers()
+    assert compilers._running == []
+    assert one.has_ended
+    assert one._process.returncode == -signal.SIGKILL
+    assert one._process.stdin.closed
+    assert one._process.stdout.closed
+    del one
+    gc.collect()  # a warning of what is still open would be an error
+
+
+def test_another_process_compiles_it(tmp_path: Path) -> None:
+    """A launch that one compiles is waited for, and not compiled again."""
+    known = tmp_path / "known" / "launch"
+    known.parent.mkdir()
+    with open(known.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(compilers._compile_known, b"no launch", "sm_90", known)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+            known.touch()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            waiting.result(60)
+    with pytest.raises(pickle.UnpicklingError):
+        compilers._compile_known(b"no launch", "sm_90", known.with_name("other"))

@@ -58,16 +58,27 @@ def place() -> Iterator[Place]:
     made.close()
 
 
+def connected(place: Place, wire: Wire) -> Wire:
+    """A client's connection."""
+
+    async def connect() -> None:
+        config = configured(place.app, LIMITS)
+        config.load()
+        kind = config.http_protocol_class
+        wire.protocol = kind(config=config, server_state=ServerState(), app_state={})  # type: ignore[call-arg, arg-type, assignment]
+        wire.protocol.connection_made(wire)
+
+    place.run(connect())
+    return wire
+
+
 def asks(place: Place, wire: Wire, *parts: bytes) -> bytes:
     """What was answered to these parts."""
 
+    if not hasattr(wire, "protocol"):
+        connected(place, wire)
+
     async def ask() -> None:
-        if not hasattr(wire, "protocol"):
-            config = configured(place.app, LIMITS)
-            config.load()
-            kind = config.http_protocol_class
-            wire.protocol = kind(config=config, server_state=ServerState(), app_state={})  # type: ignore[call-arg, arg-type, assignment]
-            wire.protocol.connection_made(wire)
         for part in parts:
             wire.protocol.data_received(part)
 
@@ -152,6 +163,34 @@ def test_the_next_request_of_a_server_that_ends_is_answered(
     assert not silent.is_closing()
     passes(place, 1)
     assert silent.is_closing()
+
+
+@pytest.mark.parametrize("way", ["long", "short"])
+def test_who_says_no_more_has_the_answers_to_what_came_whole(place: Place, way: str) -> None:
+    """As ``printf … | nc`` shuts its writing side behind a request."""
+    request = REQUEST if way == "short" else REQUEST.replace(b"Host", b"X-Unusual: 1\r\nHost")
+    asks(place, first := Wire(), request)
+    for said, whole in (
+        (b"", 0),
+        (request[:20], 0),
+        (request[:-1], 0),
+        (request, 1),
+        (2 * request, 2),
+        (2 * request + request[:20], 2),
+        (request + request[:-1], 1),
+    ):
+        wire = connected(place, Wire())
+
+        async def ends(wire: Wire = wire, said: bytes = said) -> bool:
+            if said:
+                wire.protocol.data_received(said)
+            return bool(wire.protocol.eof_received())
+
+        assert place.run(ends()) == (whole > 0), said
+        place.until(wire.is_closing)
+        assert wire.sent.count(b"HTTP/1.1 ") == wire.sent.count(b"HTTP/1.1 200 OK") == whole, said
+        place.until(lambda: place.app.bodies.held_bytes == 0)
+    place.run(_lost(first))
 
 
 def test_a_client_goes_on_where_it_had_not_read(place: Place) -> None:

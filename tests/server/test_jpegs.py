@@ -412,10 +412,21 @@ def test_a_decoding_process_that_a_file_ends_comes_again() -> None:
     assert "exit status 7" in str(told.value)
     assert is_right(process(files[5:7], None), files[5:7])
     assert is_right(kept, files[1:5]), "its memory is that of the first process"
-    ended, process._process = process._process, subprocess.Popen(["false"])
-    assert process._process.wait(20) == 1
-    process.module = "tests.support.no_such_module"
+    beside = HostPlays(RECORD, torch.device("cpu"), pixels=False, beside=process)
+    assert beside._process is process._process
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.map(lambda one: one(files[7:9], None), (process, beside))
+        assert all(is_right(pixels, files[7:9]) for pixels in made)
+    ended = process._process
+    ended.kill()
+    ended.wait(20)
+    for one in (beside, process):
+        assert is_right(one(files[9:], None), files[9:]), "both have the next process"
+    assert beside._process is process._process is not ended
+    process._shared._module = "tests.support.no_such_module"
+    for one in (beside, process, process._shared):
+        one._end()
+    assert process._process.wait(20) == 0, "nobody is there any more"
     with pytest.raises(ServeError, match="does not start") as told:
         process(files[:1], None)
     assert told.value.status == 503, "no fault of a client's"
-    assert ended.wait(20) == 0

@@ -220,6 +220,17 @@ def test_all_routes_answer_as_in_one_process(running: Running, tmp_path: Path) -
         assert len(stages) == 6
         assert min(stages) >= 0
         assert stages[4] > 0, "compute"
+        address = httpx.URL(running.url)
+        for _ in range(2 * ACCEPTORS):  # who shuts its writing side behind a request reads on
+            with socket.create_connection((address.host, address.port), timeout=60) as half:
+                half.sendall(
+                    b"POST /v2/models/flowers/infer HTTP/1.1\r\nHost: localhost\r\n"
+                    b"Inference-Header-Content-Length: 0\r\nContent-Length: 768\r\n\r\n"
+                    + images(1).tobytes()
+                )
+                half.shutdown(socket.SHUT_WR)
+                with half.makefile("rb") as said:
+                    assert said.read().startswith(b"HTTP/1.1 200 OK")
         nans = np.full((1, 3, 8, 8), np.nan, np.float32)
         assert np.isnan(scores_of(infer(http, nans))).all()
     client = triton.InferenceServerClient(running.url.removeprefix("http://"))
@@ -358,6 +369,27 @@ def test_a_killed_engine_is_503_and_comes_back(running: Running) -> None:
             while infer(http, images(1)).status_code == 503:
                 assert time.monotonic() < until
                 time.sleep(0.01)
+
+
+def test_an_engine_that_ends_takes_no_model_out_of_service(running: Running) -> None:
+    """Acceptors may be there still, as the watching process was killed: they would say 404."""
+    memory = make_memory(1 << 16)
+    frames, told = Frames(), list[bytes]()
+    with socket.socket(socket.AF_UNIX) as acceptor, running.client() as http:
+        acceptor.settimeout(60)
+        acceptor.connect(str(next(running.sockets.glob("tessella-*/engine"))))
+        socket.send_fds(acceptor, [b"lane"], [memory])
+        while data := acceptor.recv(1 << 16):
+            told += [content for letter, content in frames.feed(data) if letter == b"d"]
+            if len(told) == 1:
+                running.engine().terminate()
+        assert [len(json.loads(one)["models"]) for one in told] == [1]
+        until = time.monotonic() + 200
+        while (answer := infer(http, images(1))).status_code != 200:
+            assert answer.status_code == 503
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    os.close(memory)
 
 
 def test_who_is_no_acceptor_disturbs_nobody(running: Running) -> None:

@@ -55,10 +55,12 @@ def test_a_plan_for_several_targets_shows_the_program_of_this_machine(studio, ch
     plan = load_plan(studio.root / "plans" / "digits.plan")
     gpu = replace(plan.manifest.fingerprint, target="sm_80", arch="sm_80")
     other = replace(plan, manifest=replace(plan.manifest, fingerprint=gpu, untuned=True))
-    path = replace(plan, others=(other,)).save(studio.root / "plans" / "several.plan")
+    both = replace(plan, manifest=replace(plan.manifest, untuned=True), others=(other,))
+    path = both.save(studio.root / "plans" / "several.plan")
     try:
         enter(chromium, studio, "/plan?plan=plans/several.plan")
         see(chromium, "This is its program for cpu; it has others for sm_80, untuned.")
+        see(chromium, "tessella tune plans/several.plan")
         see(chromium, "cpu, sm_80")
         fill(chromium, "Also for", "sm_80")
         see(chromium, "--target cpu,sm_80 --precision fp32")

@@ -20,6 +20,8 @@ def candidate(kernel: str, time_us: float, *, noisy: bool = False) -> Candidate:
 def test_what_else_may_be_the_fastest_is_close() -> None:
     tried = [candidate("first", 10.0), candidate("second", 11.9), candidate("third", 12.1)]
     assert [row[-1] for row in _rows(tried)[0]] == ["chosen", "close", "slower"]
+    untuned = [replace(c, time_us=None) for c in tried[:2]]
+    assert [row[-1] for row in _rows(untuned)[0]] == ["chosen", "estimated slower"]
 
 
 def test_a_busy_machine_shows(tmp_path: Path) -> None:

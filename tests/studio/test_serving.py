@@ -19,9 +19,11 @@ from PIL import Image
 
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Server
+from tessella.server.fairness import client_of
 from tessella.server.metrics import Metrics
 from tessella.server.statistics import (
     BOUNDS_S,
+    MOST_CLIENTS,
     Computation,
     InstanceCounts,
     Stages,
@@ -88,6 +90,7 @@ def test_a_servers_numbers_are_what_was_sent(monkeypatch) -> None:
     assert one.batches.count == len(engine.batches) == 7
     assert one.batches.mean == pytest.approx(np.mean(engine.batches))
     assert one.doors == {"http": 4, "pictures": 2, "grpc": 1}
+    assert one.clients == {"127.0.0.1": 7}
     assert one.answered * seconds == pytest.approx(7)
     assert (one.refused * seconds, one.failed * seconds) == pytest.approx((1, 1))
     assert one.samples * seconds == pytest.approx(sum(engine.batches))
@@ -160,13 +163,23 @@ def test_counts_of_another_process_are_added_once() -> None:
     """As acceptors send them: as JSON, what was counted since they did last."""
     acceptor, engine = Statistics(), Statistics()
     for seconds, door in ((0.004, "http"), (0.3, "grpc"), (0.004, "http")):
-        acceptor.succeeded(int(seconds * 1e9), Stages(compute=1000), door)
+        peer = client_of([f"10.0.0.{len(door)}", 1])
+        acceptor.succeeded(int(seconds * 1e9), Stages(compute=1000), door, peer)
         engine.add(json.loads(json.dumps(acceptor.taken())))
     engine.add(json.loads(json.dumps(acceptor.taken())))
     assert engine.doors == {"http": 2, "grpc": 1}
+    assert engine.clients == {"10.0.0.4": 3}
     assert engine.whole.ns == pytest.approx(0.308e9)
     found = {b: n for b, n in zip((*BOUNDS_S, math.inf), engine.whole.counts, strict=True) if n}
     assert found == {0.005: 2, 0.5: 1}
+    for host in range(2 * MOST_CLIENTS):
+        acceptor.succeeded(1, Stages(), "http", client_of([f"10.0.1.{host}", 1]))
+    other = Statistics()
+    for told in (acceptor.taken(), engine.taken()):
+        other.add(json.loads(json.dumps(told)))
+    assert len(other.clients) <= MOST_CLIENTS + 1
+    assert other.clients.total() == 2 * MOST_CLIENTS + 3
+    assert other.clients["others"] == MOST_CLIENTS + 3
 
 
 GOOD = {

@@ -18,7 +18,7 @@ from tessella import api
 from tessella.core.errors import UsageError
 from tessella.data.importing import ImportSettings, import_images
 from tessella.server import Server
-from tessella.tasks import folders, named, names
+from tessella.tasks import counted_names, folders, named, names
 from tessella.tasks import task as parts
 from tests.support.toy_tasks import order
 
@@ -51,6 +51,10 @@ def test_a_task_is_its_folder(with_order):
     assert set(names()) == {*BUILT_IN, "order"}
     with pytest.raises(UsageError, match=r"no such task.*order"):
         folders.named("../classification")
+    assert (counted_names("regression", 1), counted_names("detection", 2)) == (
+        "1 number",
+        "2 classes",
+    )
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, "order"])
@@ -64,6 +68,8 @@ def test_a_folder_has_the_parts_that_their_protocols_name(with_order, name):
                 has = list(inspect.signature(getattr(module, function)).parameters)
                 wanted = list(inspect.signature(asked).parameters)[1:]
                 assert has == wanted, f"{name}/{part}.py: {function}"
+    share = named(name).loss.STEP_MEASURE  # a training's beside a validation's
+    assert not share.endswith("accuracy") or share in named(name).charts.PERCENT
 
 
 def test_imports_of_images_and_the_studio_need_no_torch():

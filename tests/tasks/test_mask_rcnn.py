@@ -119,6 +119,26 @@ def test_it_learns_what_torchvision_s_learns() -> None:
     assert not [name for name, p in module.named_parameters() if p.grad is None]
 
 
+def test_regions_of_zeros_beside_the_masks_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where the number of masks is a power of two."""
+    heads, drawn = built().network.roi_heads, []
+    regions = torch.randn(5, 16, 14, 14)
+    heads.mask_head.register_forward_pre_hook(lambda _, given: drawn.append(len(given[0])))
+    made = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(mask_rcnn, "ROUNDED", devices)
+        heads.zero_grad()
+        logits = mask_rcnn._drawn(heads, regions)
+        logits.square().sum().backward()
+        made.append([logits.detach(), *(p.grad for p in heads.mask_head.parameters())])
+    assert drawn == [5, 8]
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
+    assert not len(mask_rcnn._drawn(heads, regions[:0]))
+
+
 def test_what_a_proposal_shows_of_a_mask() -> None:
     """A box's left half is the thing; a proposal that is shifted sees it shifted, and no more."""
     masks = torch.zeros(1, LEARNED, LEARNED)

@@ -31,6 +31,11 @@ def test_one_class_a_row(tmp_path):
     assert got.classes == ("9", "10")
     assert [(s.path, s.label) for s in got.sources] == [("x.png", 1), ("y.png", 0)]
     assert [s.path for s in got.skipped] == ["z.png"]
+    assert got.notes == ()
+    text = "path;labels\na.png;cat\nb.png;dog\nc.png;cat, dog\n"
+    (note,) = found("classification", write(tmp_path / "b.csv", text)).notes
+    assert "'cat, dog' is taken for one class" in note
+    assert "multilabel" in note
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,24 @@ def test_what_is_no_number_names_its_row(tmp_path, cell):
     path = write(tmp_path / "a.csv", f"path,x\na.png,1\nb.png,{cell}\n")
     with pytest.raises(DataError, match=r"row 2 .* no finite number in 'x'"):
         found("regression", path)
+
+
+def test_numbers_with_a_comma_where_semicolons_part_the_cells(tmp_path):
+    """As a German Excel writes them; never where a comma may stand for thousands."""
+    text = "Datei;x;y\na.png;1,5;-2\nb.png;;0,25\n"
+    one, other = (s.label for s in found("regression", write(tmp_path / "a.csv", text)).sources)
+    assert one == (1.5, -2.0)
+    assert other[1] == 0.25
+    text = "path;x\na.png;1,234\nb.png;0,125\n"
+    got = found("regression", write(tmp_path / "a.csv", text)).sources
+    assert [s.label for s in got] == [(1.234,), (0.125,)]
+    text = "path;x\na.png;1,234\nb.png;12,500\nc.png;900\n"
+    with pytest.raises(DataError, match=r"may be points, or part thousands.*1,234"):
+        found("regression", write(tmp_path / "a.csv", text))
+    for text in ("path;x\na.png;1,5\nb.png;1.5\n", "path;x\na.png;1,234,567\nb.png;2,5\n",
+                 "path\tx\na.png\t1,234\nb.png\t2\n"):  # fmt: skip
+        with pytest.raises(DataError, match="no finite number in 'x'"):
+            found("regression", write(tmp_path / "a.csv", text))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def test_guessing_is_told():
     assert note is not None
     assert "learned nothing: 5 % of the images are classified correctly, guessing gets 5 %" in note
     assert "lr=0.00015" in note
+    few = {"train_counts": [6] * 4, "val_counts": [6] * 4}
+    assert "24 images do not tell whether" in str(told(0.42, 0.42, **few))
+    rounded = replace(
+        RECIPE, quantize="int8", init="runs/x"
+    )  # it went on from a network that had learned
+    assert told(0.42, 0.42, rounded, **few) is None
     assert told(0.06, None) is not None
     assert "precision bf16" not in note
     assert "precision bf16" in str(told(0.06, 0.05, replace(RECIPE, precision="fp8")))

@@ -13,6 +13,7 @@ from torch import nn
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Run, Solver
 from tessella.core.errors import DataError, OutOfMemory, TrainError, UsageError
+from tessella.core.events import Event
 from tessella.core.policies import Policy
 from tessella.data import ImportSettings
 from tessella.data.importing import import_images
@@ -289,6 +290,19 @@ def test_out_of_memory_answers_with_a_batch_that_fits(dataset, tmp_path, monkeyp
     monkeypatch.setattr(nn.Conv2d, "forward", cramped)
     with pytest.raises(OutOfMemory, match=r"step of 10 images.*--batch-size 2"):
         train(recipe(dataset), tmp_path / "run")
+
+
+def test_what_a_step_will_take_is_told_before_it(dataset, tmp_path, monkeypatch):
+    told: list[Event] = []
+    monkeypatch.setattr(loop, "free_bytes", lambda device: 1)
+    train(recipe(dataset, batch_size=80, epochs=1), tmp_path / "large", emit=told.append)
+    few, often = [event.text for event in told if event.kind == "warning"][:2]
+    assert "are free in the host" in few
+    assert f"shows each of the {len(Dataset(dataset).train)} that there are for training" in often
+    monkeypatch.setattr(loop, "host_bytes", lambda: 1)  # no step begins that cannot end
+    monkeypatch.setattr(loop.Training, "_step", None)
+    with pytest.raises(OutOfMemory, match=r"step of 10 images does not fit in the host's memory"):
+        train(recipe(dataset), tmp_path / "none")
 
 
 def test_labels_outside_the_classes_are_refused_before_training(tmp_path, monkeypatch):

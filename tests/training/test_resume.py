@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -166,8 +167,12 @@ def test_a_finished_run_stays_as_it_is(settings, whole):
 
 
 def test_a_run_may_get_more_epochs(settings, whole, tmp_path):
-    """It goes on from its last step by the schedule of the longer run, as ``run.json`` has it."""
-    short = train(Recipe(**{**vars(settings), "epochs": 2.0}), tmp_path / "run")
+    """It goes on from its last step by the schedule of the longer run, as ``run.json`` has it, also
+    where its dataset was moved."""
+    before = shutil.copytree(settings.dataset, tmp_path / "before")
+    begun = replace(settings, epochs=2.0, dataset=str(before))
+    short = train(begun, tmp_path / "run")
+    shutil.rmtree(before)
     done = short.latest().info.position.step
     told = []
     longer = train(settings, short.path, resume=True, emit=told.append)

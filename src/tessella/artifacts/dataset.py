@@ -279,7 +279,8 @@ class Dataset:
             raise UsageError(
                 f"the dataset has no split {name!r}",
                 seen=", ".join(self.info.splits),
-                fix="use one of these, or import again with a holdout for it",
+                fix="name one of these (--split val), or import again with a holdout for it "
+                "(--test 0.1)",
             )
         if name not in self._splits:
             self._splits[name] = Split(

@@ -495,8 +495,8 @@ def write_run(path: Path, info: RunInfo) -> None:
     write_atomic(path / "run.json", to_document("run", VERSION, info))
 
 
-def extend_run(run: Run, epochs: float) -> Run:
-    """The run with more epochs to go, as ``run.json`` says from now on."""
-    info = replace(run.info, recipe=replace(run.info.recipe, epochs=epochs))
+def change_run(run: Run, recipe: Recipe) -> Run:
+    """The run with what a resumed one may change of its recipe, as ``run.json`` has it then."""
+    info = replace(run.info, recipe=recipe)
     write_atomic(run.path / "run.json", to_document("run", VERSION, info))
     return Run(run.path)

@@ -27,7 +27,7 @@ VERBS: dict[str, str] = {
     "tune": "Measure a plan's kernels on this machine, and choose them again.",
     "export": "Write a checkpoint as ONNX, for other engines.",
     "verify": "Compare a plan with its checkpoint, sample by sample.",
-    "run": "Classify images, or evaluate a whole split, with a checkpoint or a plan.",
+    "run": "Answer for images, or evaluate a whole split, with a checkpoint or a plan.",
     "ask": "Keep a model open and answer pictures: JSON lines in, JSON lines out.",
     "bench": "Measure a plan's latency and throughput.",
     "profile": "Measure each step of a plan.",

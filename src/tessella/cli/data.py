@@ -35,6 +35,13 @@ TaskName = Annotated[
         "segmentation or volumes."
     ),
 ]
+Source = Annotated[
+    Path,
+    Argument(
+        help="A folder (class = subfolder), a list (path label), a table, or annotations "
+        "of boxes and masks: COCO's JSON, YOLO's data.yaml, a folder of VOC or KITTI."
+    ),
+]
 Size = Annotated[
     str | None,
     Option(
@@ -67,9 +74,7 @@ def register(app: typer.Typer) -> None:
 
 
 def import_(
-    source: Annotated[
-        Path, Argument(help="A folder (class = subfolder), a list (path label), a table, or boxes.")
-    ],
+    source: Source,
     out: Annotated[Path, Option(help="Folder of the dataset.")],
     task: TaskName = "classification",
     name: Annotated[str | None, Option(help="Name; the source's if not given.")] = None,
@@ -92,8 +97,8 @@ def import_(
     store: Annotated[
         str,
         Option(
-            help="auto: JPEG of a fitting size as it is, others PNG; png; pixels: twice as large, "
-            "but not to be decoded; original: JPEG as it is."
+            help="auto: JPEG of a fitting size, or that a GPU here decodes, as it is, others PNG; "
+            "png; pixels: twice as large, but not to be decoded; original: JPEG as it is."
         ),
     ] = "auto",
     window: Window = None,

@@ -18,6 +18,7 @@ from tessella.artifacts.run import Run
 from tessella.cli.output import Events, Json, grid, output
 from tessella.core.errors import UsageError
 from tessella.core.record import canonical_json
+from tessella.tasks import counted_examples
 from tessella.training.confidence import Measure
 
 SHOWN = 10
@@ -86,7 +87,14 @@ def _dataset_of(model: Path) -> Path:
         open_model(model)  # which says so
     for folder in (model, model.resolve().parent.parent):
         if (folder / "run.json").is_file():
-            return Path(Run(folder).recipe.dataset)
+            data = Path(Run(folder).recipe.dataset)
+            if data.exists():
+                return data
+            raise UsageError(
+                "the dataset of the run is not where it was",
+                seen=data,
+                fix="say where it is now: --data FOLDER",
+            )
     raise UsageError(
         "it is not known on which images this model should be measured",
         seen=model,
@@ -96,7 +104,8 @@ def _dataset_of(model: Path) -> Path:
 
 def _shown(found: Judgement) -> Group:
     value = found.value
-    title = f"{found.score} {_interval(value)} on {found.count:,} images of {found.split}"
+    images = counted_examples(found.task, found.count)
+    title = f"{found.score} {_interval(value)} on {images} of {found.split}"
     rows = [(name, m.value, m.low, m.high) for name, m in found.measures.items()]
     ends = f"{found.level:.0%}"
     parts: list[Group | Text] = [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,7 +65,18 @@ def quickstart(
             ("report", str(workspace / "report.json")),
         ]
         out.result(to_plain(report), grid(("quick start", report.target), rows))
-        out.note(f"\nNext: tessella studio {workspace} --open")
+        out.note(f"\nNext: {_next(workspace)}")
+
+
+def _next(workspace: Path) -> str:
+    """The command that opens the studio, behind one that finds ``tessella`` where a shell does not
+    look, as after ``make quickstart``.
+    """
+    command = f"tessella studio {shlex.quote(str(workspace))} --open"
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("tessella") or not activate.is_file():
+        return command
+    return f". {shlex.quote(os.path.relpath(activate))} && {command}"
 
 
 def _classified(report: classification.Report) -> Rows:

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from tessella import api
 from tessella.artifacts.sweep import Pruner, Sampler, Sweep
 from tessella.cli.output import Events, Json, grid, output
-from tessella.cli.train import read_recipe
+from tessella.cli.train import NETWORK, read_recipe
 from tessella.core.errors import UsageError
 from tessella.core.record import to_plain
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
-    network: Annotated[str, Argument(help="resnet50, timm/NAME, file.py:Class or net.prototxt.")],
+    network: Annotated[str, Argument(help=NETWORK)],
     dataset: Annotated[Path, Argument(help="Folder of the dataset.")],
     out: Annotated[Path, Option(help="Folder of the sweep.")],
     vary: Annotated[
@@ -34,7 +34,7 @@ def sweep(
         Option(help="A setting with a range or choices: 'lr=1e-4..1e-2 log', batch_size=32,64."),
     ],
     trials: Annotated[int | None, Option(help="How many trainings: 30, or of a grid all.")] = None,
-    epochs: Annotated[float | None, Option(help="Passes over the images, of each.")] = None,
+    epochs: Annotated[float | None, Option(help="Passes over the images, of each (30).")] = None,
     sampler: Annotated[str, Option(help="tpe, random or grid.")] = "tpe",
     pruner: Annotated[
         str, Option(help="asha, hyperband or none: what ends trials early.")

@@ -11,6 +11,7 @@ from tessella.artifacts.run import Run
 from tessella.cli.output import grid
 from tessella.core.count import counted
 from tessella.core.preprocess import Preprocess
+from tessella.tasks import counted_names
 
 MAX_CLASSES = 50
 
@@ -32,7 +33,7 @@ def dataset_table(dataset: Dataset, *, with_notes: bool = True) -> Group:
         rows.append((f"… {len(info.classes) - MAX_CLASSES} more", *(None for _ in splits)))
     rows.append(("all", *(info.splits[s].count for s in splits)))
     title = (
-        f"{info.name}: {info.task.name}, {counted(len(info.classes), 'class', 'classes')}, "
+        f"{info.name}: {info.task.name}, {counted_names(info.task.name, len(info.classes))}, "
         f"{'×'.join(map(str, record.pixel_shape))}, {record.depth} bit, {_fitted(record)}"
     )
     notes = [Text(f"note: {note}") for note in info.notes if with_notes]
@@ -72,7 +73,7 @@ def checkpoint_table(checkpoint: Checkpoint) -> Group:
     info = checkpoint.info
     record = info.preprocess
     rows = [
-        ("network", f"{info.network.name}, {info.network.classes} classes"),
+        ("network", f"{info.network.name}, {counted_names(info.task.name, info.network.classes)}"),
         ("task", info.task.name),
         ("input", "×".join(str(n) for n in record.input_shape)),
         ("resize", f"{_fitted(record)}, {record.depth} bit"),

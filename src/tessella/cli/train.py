@@ -25,6 +25,7 @@ from tessella.training.race import described, fastest, lasting
 from tessella.training.ways import NAMES, Way
 
 SHOWN = 12  # layers
+NETWORK = "resnet50 (tessella show networks: all), timm/NAME, file.py:Class or net.prototxt."
 POLICIES = "onecycle, cosine, fixed, step, multistep, exponential, inverse, polynomial or sigmoid."
 
 
@@ -39,7 +40,10 @@ def register(app: typer.Typer) -> None:
 
 
 BatchSize = Annotated[
-    str | None, Option(help="Images a step; auto: the most that fit.", parser=_batch)
+    str | None,
+    Option(
+        help="Images a step (64, of few pictures less); auto: the most that fit.", parser=_batch
+    ),
 ]
 Solver = Annotated[
     str | None, Option(help="sgd, nesterov, adagrad, adadelta, adam, adamw or rmsprop.")
@@ -76,17 +80,19 @@ Race = Annotated[
 
 
 def train(
-    network: Annotated[str, Argument(help="resnet50, timm/NAME, file.py:Class or net.prototxt.")],
+    network: Annotated[str, Argument(help=NETWORK)],
     dataset: Annotated[Path, Argument(help="Folder of the dataset.")],
     out: Annotated[Path | None, Option(help="Folder of the run.")] = None,
-    epochs: Annotated[float | None, Option(help="Passes over the training images.")] = None,
+    epochs: Annotated[float | None, Option(help="Passes over the training images (30).")] = None,
     batch_size: BatchSize = None,
     solver: Solver = None,
-    lr: Annotated[float | None, Option(help="Base learning rate.")] = None,
+    lr: Annotated[float | None, Option(help="Base learning rate; else by network.")] = None,
     policy: Annotated[str | None, Option(help=POLICIES)] = None,
     quantize: Quantize = None,
     init: Init = None,
-    precision: Annotated[str | None, Option(help="fp32, tf32, bf16, fp16 or fp8.")] = None,
+    precision: Annotated[
+        str | None, Option(help="fp32 (without it), tf32, bf16, fp16, fp8.")
+    ] = None,
     backend: Backend = None,
     gpus: Gpus = None,
     nodes: Annotated[int | None, Option(help="Machines: start this on each.")] = None,

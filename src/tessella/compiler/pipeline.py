@@ -15,7 +15,7 @@ from tessella.artifacts.plan import Plan
 from tessella.artifacts.program import Bucket, Program
 from tessella.compiler import calibration as calibrating
 from tessella.compiler import precision as precision_of
-from tessella.compiler import verify
+from tessella.compiler import slow_roundings, verify
 from tessella.compiler.absent import compile_kernels
 from tessella.compiler.buckets import Check, built, imports, outwards
 from tessella.compiler.calibration import Calibration
@@ -171,7 +171,11 @@ def _lowered(
         graph, batch.min, batch.max, samples, target=judge, align=alignment(task)
     )
     exact = optimized(graph, emit)
-    request, rounded, answers = fallen_back(exact, request.assigned(exact), answers, judge, emit)
+    request = request.assigned(exact)
+    if slow := slow_roundings.layers(exact, request, batch.opt):
+        emit(phase("rounding", f"faster in {request.decided.rest}: {', '.join(slow)}"))
+        request = request.assigned(exact, request.decided.without(slow))
+    request, rounded, answers = fallen_back(exact, request, answers, judge, emit)
     lowered = run(rounded, request, after="lower", until="narrow")
     if narrows(request):
         answers = verify.narrowed(answers, lowered, target=judge)

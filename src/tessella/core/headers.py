@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tessella.core.preprocess import Preprocess, Store
+from tessella.core.preprocess import Preprocess, Storing
 
 # 4 million pixels are decoded and resized in 60 ms (JPEG) to 180 ms (PNG): a thread can bear that.
 PLAIN_PIXELS = 1 << 22
@@ -25,7 +25,7 @@ PNG_CHUNKS = 4096
 TIFF_TAGS = 256
 # Of a JPEG that is stored as it is, the pixels for each that its record has. Three times as high
 # and wide it decodes in the time of nine; of up to 1.3 times it takes a host 0.3 to 0.9 of a PNG's.
-KEPT_TIMES: dict[Store, float] = {"auto": 1.3, "original": 9.0}
+KEPT_TIMES: dict[Storing, float] = {"auto": 1.3, "decoders": 9.0, "original": 9.0}
 
 _BITS_PER_SAMPLE = 258
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -48,19 +48,19 @@ def is_plain(content: bytes, record: Preprocess | None = None) -> bool:
     return sides is not None and max(math.prod(sides), between) <= PLAIN_PIXELS and min(sides) > 0
 
 
-def keeps_original(content: bytes, record: Preprocess, store: Store) -> bool:
+def keeps_original(content: bytes, record: Preprocess, store: Storing) -> bool:
     """Whether a file may be stored as it is: a JPEG whose decoding for ``record`` costs little.
 
-    It is upright, grey or RGB as the record, and has at most ``KEPT_TIMES`` its pixels. ``auto``
-    keeps no progressive one: a host takes up to 1.4 times as long as for a PNG (291² for 256²), and
-    a GPU's decoders leave it to the host.
+    It is upright, grey or RGB as the record, and has at most ``KEPT_TIMES`` its pixels. Only
+    ``original`` keeps a progressive one: a host takes up to 1.4 times as long as for a PNG (291²
+    for 256²), and a GPU's decoders leave it to the host.
     """
     if store not in KEPT_TIMES:
         return False
     frame = jpeg_frame(content)
     if frame is None or record.depth != 8 or frame.turned:
         return False
-    if store == "auto" and frame.progressive:
+    if store != "original" and frame.progressive:
         return False
     most = min(KEPT_TIMES[store] * record.height * record.width, PLAIN_PIXELS)
     alike = frame.components == record.channels or (frame.components, record.channels) == (1, 3)

@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -64,11 +65,24 @@ def without_collecting() -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """About how many bytes a device has free."""
+    """About how many bytes a device has free; of a host those count that hold files' copies."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        told = next(line for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int(told.split()[1]) << 10
+
+
+def host_bytes() -> int:
+    """How many bytes the host has in all, or the container that this process runs in."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # "max" where there is none
+    told = limit.read_text().strip() if limit.is_file() else ""
+    return min(most, int(told)) if told.isdigit() else most
 
 
 def empty_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -456,12 +456,13 @@ def denormalize(images: npt.NDArray[np.float32], record: Preprocess) -> Pixels:
 
 
 Store = Literal["auto", "png", "pixels", "original"]
+Storing = Store | Literal["decoders"]  # what an import makes of ``auto`` beside a GPU's decoders
 
 
-def encode(pixels: Pixels, store: Store = "png") -> bytes:
+def encode(pixels: Pixels, store: Storing = "png") -> bytes:
     """HWC to lossless file bytes: compressed, or with ``pixels`` what reads without decoding.
 
-    An import with ``auto`` or ``original`` encodes what ``headers.keeps_original`` does not take.
+    What ``headers.keeps_original`` takes is not encoded; of ``auto`` and its like the rest is PNG.
 
     PNG, or TIFF for channels other than 1 or 3; PGM or PPM, or TIFF where these would not do.
     """

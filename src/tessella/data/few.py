@@ -15,7 +15,7 @@ from tessella.artifacts.dataset import SkippedFile
 from tessella.core.decoding import Decoder
 from tessella.core.errors import DataError
 from tessella.core.pictures import Pixels
-from tessella.core.preprocess import Preprocess, Store
+from tessella.core.preprocess import Preprocess, Storing
 from tessella.data import reading
 from tessella.data.in_order import in_order
 from tessella.data.reading import Read, Stored, Way, read, read_volume, skipped
@@ -28,7 +28,7 @@ def read_all(
     *,
     stored: Stored,
     workers: int,
-    store: Store = "png",
+    store: Storing = "png",
 ) -> Iterator[Read]:
     """Each source's picture, or why there is none, in order; holds a few pictures a worker.
 

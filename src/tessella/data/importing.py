@@ -28,7 +28,7 @@ from tessella.artifacts.shards import HASH_BYTES, Example, Rows, SplitInfo, Spli
 from tessella.core.errors import DataError, UsageError
 from tessella.core.events import Emit, phase, progress, silent, warning
 from tessella.core.legible import legible
-from tessella.core.preprocess import Preprocess, ResizeMode, Store, Volume, full_scale
+from tessella.core.preprocess import Preprocess, ResizeMode, Store, Storing, Volume, full_scale
 from tessella.core.record import digest
 from tessella.core.reporter import reported
 from tessella.data import reading
@@ -44,8 +44,9 @@ from tessella.data.reading import ENLARGED, Picture
 from tessella.data.sources import read_labels
 from tessella.data.split_folders import split_folders, told_of
 from tessella.data.splitting import TRAIN
+from tessella.data.storing import storing_of
 from tessella.data.unfinished import Unfinished, discard, left_of, shard_of
-from tessella.tasks import Task, column_of, named
+from tessella.tasks import Task, column_of, counted_examples, counted_names, named
 
 MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
@@ -71,9 +72,12 @@ class ImportSettings:
         store: ``png``; ``pixels``: about twice as large, and a training reads them without
             decoding; ``original``: a JPEG of up to nine times the pixels stays as it is (the
             quickest import, and the smallest dataset; a training decodes and resizes it each time),
-            all else is PNG; or ``auto``: as ``original``, of up to 1.3 times the pixels and not
-            progressive, nearly always read sooner than a PNG. Equal pixels. With ``original`` mean
-            and std are those of about a thousand pictures, evenly spread.
+            all else is PNG; or ``auto``: as ``original``, but none that is progressive, and of up
+            to 1.3 times the pixels, nearly always read sooner than a PNG; or of up to nine times
+            where this machine's GPU decodes them, of more pictures than a training keeps decoded.
+            Equal pixels, but other files: who wants one ``content_hash`` on every machine names the
+            store. Where nine times the pixels stay, mean and std are those of about a thousand
+            pictures, evenly spread.
         name: of the dataset; the source's if None.
         window: of volumes: see ``core.preprocess.Volume``.
         workers: processes that read images; one a core if None. The dataset does not depend on it.
@@ -215,8 +219,9 @@ def images(
             return import_images(source, out, chosen, emit=told)
     there, listing = Dataset(out), _list(source, chosen)
     # "png" was the default once, and its pixels are equal: who asks for no other gets it
-    will_do: tuple[Store, ...] = ("auto", "png") if chosen.store == "auto" else (chosen.store,)
-    hashes = (_settings_hash(replace(chosen, store=store)) for store in will_do)
+    usual: tuple[Storing, ...] = ("auto", "decoders", "png")
+    will_do = usual if chosen.store == "auto" else (chosen.store,)
+    hashes = (_settings_hash(chosen, storing) for storing in will_do)
     if all(there.info.import_hash != fingerprint(listing, known) for known in hashes):
         raise UsageError(
             "this dataset was made from other files or settings",
@@ -261,13 +266,13 @@ def _listed(
     )
 
 
-def _settings_hash(settings: ImportSettings) -> str:
-    """Hash of the settings that decide the dataset's content; ``fingerprint`` adds the files."""
+def _settings_hash(settings: ImportSettings, storing: Storing) -> str:
+    """Hash of what decides the dataset's content; ``fingerprint`` adds the files."""
     words = [digest(settings.record())]
     if settings.task != "classification":
         words.insert(0, settings.task)
-    if settings.store != "png":
-        words.append(settings.store)
+    if storing != "png":
+        words.append(storing)
     return " ".join(words)
 
 
@@ -329,14 +334,18 @@ class _Tally:
 def _import_listing(
     source: Path, out: Path, settings: ImportSettings, listing: Listing, emit: Emit
 ) -> Dataset:
-    emit(phase("import", f"{len(listing.sources):,} images of {len(listing.classes):,} classes"))
-    known_by = fingerprint(listing, _settings_hash(settings))
+    examples = counted_examples(settings.task, len(listing.sources))
+    emit(phase("import", f"{examples} of {counted_names(settings.task, len(listing.classes))}"))
+    storing = storing_of(settings.store, settings.record(), len(listing.sources))
+    if storing == "decoders":
+        emit(phase("store", "JPEG files stay as they are: this machine's GPU decodes them"))
+    known_by = fingerprint(listing, _settings_hash(settings, storing))
 
     def fill(folder: Path) -> None:
         if unfinished is None:
-            written = _write_pictures(folder, listing, settings, emit)
+            written = _write_pictures(folder, listing, settings, storing, emit)
         else:
-            written = _write_parts(unfinished, listing, settings, emit)
+            written = _write_parts(unfinished, listing, settings, storing, emit)
         _check_enough(written, listing, named(settings.task))
         write_info(folder, _describe(source, settings, listing, written, known_by))
 
@@ -364,7 +373,7 @@ class _Written:
 
 
 def _write_pictures(
-    folder: Path, listing: Listing, settings: ImportSettings, emit: Emit
+    folder: Path, listing: Listing, settings: ImportSettings, storing: Storing, emit: Emit
 ) -> _Written:
     """Few files, or volumes, read by threads of this process."""
     record, workers = settings.record(), _workers(settings)
@@ -379,7 +388,7 @@ def _write_pictures(
         listing.sources,
         record,
         workers=workers if record.volume is None else min(workers, VOLUMES_AT_ONCE),
-        store=settings.store,
+        store=storing,
         stored=named(settings.task).examples.stored,
     )
     try:
@@ -415,7 +424,11 @@ def _write_picture(
 
 
 def _write_parts(
-    unfinished: Unfinished, listing: Listing, settings: ImportSettings, emit: Emit
+    unfinished: Unfinished,
+    listing: Listing,
+    settings: ImportSettings,
+    storing: Storing,
+    emit: Emit,
 ) -> _Written:
     """Many files, read and written by processes; behind the parts that are there already."""
     tally, told = _begun(listing, settings), _Told(len(listing.sources), emit)
@@ -452,7 +465,7 @@ def _write_parts(
         column=column,
         folder=unfinished.folder,
         workers=_workers(settings),
-        store=settings.store,
+        store=storing,
     )
     with closing(made):  # at once where somebody stops it: its processes end then
         for plan, (part, labels, file) in zip(left, made, strict=True):

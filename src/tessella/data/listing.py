@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,8 @@ PARTS = {
     "validation", "test", "testing",
 }  # fmt: skip
 ANNOTATED = "detection, instances, segmentation or multilabel"
+VOLUMES = (".nii", ".nii.gz", ".npy", ".npz")  # no picture is in such a file
+LOOKED_AT = 100  # of a folder's files
 JSON_OR_YAML = (".json", ".yaml", ".yml")
 GROUPS, GROUPS_HEAD = "groups.csv", ("path", "group")
 
@@ -154,6 +157,8 @@ def _refuse_other_tasks(source: Path) -> None:
     if not folders <= PARTS or (source.is_file() and source.suffix.lower() not in JSON_OR_YAML):
         return
     tasks = next((tasks for names, tasks in PARTS_OF.items() if names & folders), None)
+    if tasks is None and "images" in folders and _holds_volumes(source):
+        tasks = "volumes"
     if tasks is None and is_annotated(source):
         tasks = ANNOTATED
     if tasks is not None:
@@ -162,6 +167,11 @@ def _refuse_other_tasks(source: Path) -> None:
             seen=f"{', '.join(sorted(folders)) or source.name} in {source}",
             fix=f"say what is to be learned by --task (in Python task=): {tasks}",
         )
+
+
+def _holds_volumes(source: Path) -> bool:
+    images = next(p for p in source.iterdir() if p.name.lower() == "images" and p.is_dir())
+    return any(p.name.lower().endswith(VOLUMES) for p in islice(images.iterdir(), LOOKED_AT))
 
 
 def _splits(

@@ -42,10 +42,10 @@ from tessella.data.changes import Changes, Drawn
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.filling import Fillers, Wanted
 from tessella.data.joining import drawn_pieces, made_of
+from tessella.data.storing import DECODE_ONCE_BYTES
 from tessella.device.scaling import Scaling, has_one_pass
 from tessella.tasks import Block, Moves, Piece, still, targets_of
 
-DECODE_ONCE_BYTES = 256 << 20
 AT_ONCE = 16  # images that a thread prepares before it takes the next task
 READERS = 4  # threads where images are only read: copies of memory, of which few fill its bandwidth
 

@@ -26,7 +26,7 @@ from tessella.artifacts.shards import BYTES_PER_SHARD, Column, schema_of, target
 from tessella.core.confined import Budget, Confined, Order
 from tessella.core.decoding import why_it_ended
 from tessella.core.errors import DataError
-from tessella.core.preprocess import Preprocess, Store
+from tessella.core.preprocess import Preprocess, Storing
 from tessella.core.record import canonical_json
 from tessella.data import reading
 from tessella.data.in_order import in_order
@@ -80,7 +80,7 @@ def write_parts(
     column: Column,
     folder: Path,
     workers: int,
-    store: Store,
+    store: Storing,
 ) -> Generator[tuple[Part, list[Any], Path], None, None]:
     """Make parts, in parallel; they come in order, each with its targets and the shard's file.
 
@@ -93,7 +93,8 @@ def write_parts(
     """
     workers = min(workers, -(-sum(len(plan.files) for plan in plans) // reading.FEW)) or 1
     makers = _Makers(record, store, column, folder)
-    every = max(1, len(sources) // MEASURED) if store == "original" else 1
+    kept = store in ("original", "decoders")
+    every = max(1, len(sources) // MEASURED) if kept else 1
 
     def make(plan: Plan) -> tuple[Part, list[Any], Path]:
         chosen = [sources[number] for number in plan.files]
@@ -124,7 +125,7 @@ def targets(
 class _Makers:
     """Confined processes, one for each thread that asks."""
 
-    def __init__(self, record: Preprocess, store: Store, column: Column, folder: Path) -> None:
+    def __init__(self, record: Preprocess, store: Storing, column: Column, folder: Path) -> None:
         self._record, self._store, self._folder = canonical_json(record), store, folder
         self._schema = schema_of(column)
         self._budget: Budget = reading.BUDGET

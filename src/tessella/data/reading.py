@@ -14,7 +14,7 @@ from tessella.core.confined import Budget
 from tessella.core.errors import DataError
 from tessella.core.headers import bits_of, digest, keeps_original, sides_of
 from tessella.core.pictures import MAX_PIXELS, Pixels
-from tessella.core.preprocess import Preprocess, Store, Volume, encode
+from tessella.core.preprocess import Preprocess, Storing, Volume, encode
 from tessella.core.volumes import encoded, read_values, scaled
 from tessella.data.moments import Sums, sums_of
 
@@ -76,7 +76,7 @@ class Way:
     """
 
     record: Preprocess
-    store: Store
+    store: Storing
     decode: Decode
     is_sound: Callable[[bytes], bool] = lambda _: False
 

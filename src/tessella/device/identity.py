@@ -38,7 +38,7 @@ def key(kernel: Any, args: Sequence[Any], named: Mapping[str, Any], target: str)
         named: constexpr parameters and options.
         target: what the machine code is for, for example ``sm_90``.
     """
-    if not _is_device_code(kernel):
+    if not is_device_code(kernel):
         return None
     values = arguments(kernel, args, named)
     try:
@@ -85,7 +85,7 @@ def _constant(value: Any) -> str:
         return str(value)
     if type(value).__name__ == "constexpr":
         return _constant(value.value)
-    if _is_device_code(value):
+    if is_device_code(value):
         return source(value)
     if dataclasses.is_dataclass(value):
         fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
@@ -112,7 +112,8 @@ def source(kernel: Any) -> str:
     return _sources[id(kernel)][1]
 
 
-def _is_device_code(value: Any) -> bool:
+def is_device_code(value: Any) -> bool:
+    """Whether a value is a function for the GPU, and none that tunes itself."""
     return isinstance(getattr(value, "fn", None), types.FunctionType) and hasattr(value, "src")
 
 
@@ -138,7 +139,7 @@ def _texts(kernel: Any, seen: dict[int, Any]) -> Iterator[str]:
 
 
 def _used(name: str, value: Any, seen: dict[int, Any]) -> Iterator[str]:
-    if _is_device_code(value):
+    if is_device_code(value):
         if not value.fn.__module__.startswith("triton."):  # known by its version
             yield from _texts(value, seen)
     elif isinstance(value, type):

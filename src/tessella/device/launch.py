@@ -1,16 +1,17 @@
 """Launching Triton and Gluon kernels, and seeing what was launched.
 
 Every kernel of ours goes through ``launch``. Around it, ``watching`` collects what ran (registers,
-shared memory, spills), and ``compiling`` turns launches into compilations for a GPU that need not
-be there. Inside ``ahead_of_time.using_kernels`` a launch starts what was compiled before, in a plan
-or by this process, and Triton launches nothing. Triton is imported only where it is used: a torch
-without CUDA comes without it.
+shared memory, spills), ``compiling`` turns launches into compilations for a GPU that need not be
+there, and ``listing.listing`` only lists them. Inside ``ahead_of_time.using_kernels`` a launch
+starts what was compiled before, in a plan or by this process, and Triton launches nothing. Triton
+is imported only where it is used: a torch without CUDA comes without it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import re
 import subprocess
 import tempfile
@@ -26,9 +27,11 @@ import torch
 
 from tessella.core.architectures import capability
 from tessella.core.errors import KernelError
-from tessella.device import ahead_of_time, identity
+from tessella.device import ahead_of_time, identity, listing
 from tessella.device.machine import aimed_at
 from tessella.device.occupancy import Occupancy, occupancy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,9 @@ def launch(
     if 0 in shape:
         return
     named = {**constants, "num_warps": num_warps, "enable_fp_fusion": fuse}
+    if (listed := listing.open_list()) is not None:
+        listed.add(kernel, shape, args, named)
+        return
     compiled = _launch_stored(kernel, shape, args, named) or _launch(kernel, shape, args, named)
     record(Launched(grid=tuple(grid), compiled=compiled))
 
@@ -165,6 +171,23 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict
         key = identity.key(kernel, args, named, asking.target)
         asking.add_triton(key, identity.name(kernel), compiled, kernel.arg_names)
     return compiled
+
+
+# where gcc, libcuda, or what the loader wants of it is missing
+_NOT_MADE = (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+
+
+def compile_launch(listed: bytes, target: str) -> None:
+    """Compile a listed launch into Triton's cache on the disk, with what starts it there."""
+    nvidia = importlib.import_module("triton.backends.nvidia.driver")
+    with compiling(target):
+        compiled = _launch(*listing.read(listed))
+    if not hasattr(nvidia, "make_launcher"):
+        return
+    try:  # Triton 3.6 compiles C for each list of arguments
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    except _NOT_MADE as error:
+        log.info("what starts %s is compiled later: %s", compiled.metadata.name, error)
 
 
 def record(launched: Launched) -> None:

@@ -203,6 +203,11 @@ def has_own_decoders(device: torch.device) -> bool:
         return False
 
 
+def decodes_as_host(record: Preprocess, device: torch.device) -> bool:
+    """Whether a device decodes JPEG files for a record, to the bits of the host."""
+    return why_not(record, device) is None and has_own_decoders(device)
+
+
 @functools.cache
 def _library() -> Any:
     for name in _candidates():

@@ -509,7 +509,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_x86("cat", "{}", "transform.x86_join", sliced_out=True),
     *_aten("to cat", "transform.copy", sliced_out=True),
     *_aten("cat", "transform.join", "in_place", sliced_out=True),
-    *_gpu("cat", "rows", "transform.join_rows"),
+    *_gpu("cat", "rows", "transform.join_rows", version=2),
     *_gpu("pad", "rows", "transform.pad_rows"),
     *_aten("interpolate", "transform.resize"),
     *_gpu("interpolate", "rows", "transform.resize_rows", version=2, sliced_out=True),

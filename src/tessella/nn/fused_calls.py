@@ -23,7 +23,7 @@ from tessella.kernels.norm.batch import Activation
 from tessella.kernels.norm.projection import widens as widens
 from tessella.kernels.pool import trained
 from tessella.kernels.softmax import entropy as rows_of_scores
-from tessella.nn.fused import Found
+from tessella.nn.fused_dense import Found
 from tessella.nn.fused_ops import call, traced
 
 _TORCHS: dict[Activation, Callable[[Tensor], Tensor]] = {

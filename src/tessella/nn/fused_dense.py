@@ -11,7 +11,7 @@ import importlib
 import inspect
 import operator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,18 @@ _IN_PLACE = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.imod, operator.ipow, operator.imatmul, operator.setitem,
 }  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What a batch norm of a graph is given; nodes, but for the last two."""
+
+    input: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    momentum: float
+    eps: float
 
 
 def fuse_dense(graph: fx.Graph) -> None:

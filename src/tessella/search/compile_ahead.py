@@ -9,21 +9,25 @@ lies in ``ahead_of_time.kernel_cache``, and in Triton's cache on the disk.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import importlib
 import json
 import logging
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +36,7 @@ from tessella.core.compiled import CompiledKernels
 from tessella.core.record import canonical_json, from_plain
 from tessella.device.ahead_of_time import collecting, kernel_cache
 from tessella.device.float32_math import float32_math
-from tessella.device.launch import compiling
+from tessella.device.launch import compile_launch, compiling
 from tessella.kernels import catalog
 from tessella.kernels.catalog import Config, Kernel
 from tessella.operations.problem import Problem
@@ -113,6 +117,47 @@ def _ask(lines: Sequence[str]) -> None:
     _asked.update(zip(lines, _running[-1].ask(lines), strict=True))
 
 
+def compile_listed(launches: Mapping[str, bytes], target: str) -> Compiling:
+    """Compile what ``device.listing`` has listed into Triton's cache on the disk, unless it was
+    compiled on this machine before.
+
+    Several processes may want the same: one compiles it, and the others wait for that.
+    """
+    folder = known_launches()
+    fresh = [key for key in launches if not (folder / key).exists()]
+    if len(fresh) < FEW:
+        return Compiling(())
+    random.Random(os.getpid()).shuffle(fresh)  # where others want them, too, not in their order
+    lines = [_listed_line(launches[key], folder / key, target) for key in fresh]
+    with _lock:
+        _ask([line for line in lines if line not in _asked])
+        return Compiling([_asked[line] for line in lines])
+
+
+def start_compilers() -> None:
+    """Start the compiling process before there is something to compile: until it is ready, 3 s, a
+    network can be captured.
+    """
+    with _lock:
+        if not _running or _running[-1].has_ended:
+            _running.append(_Compilers())
+
+
+def end_compilers() -> None:
+    """End the compiling process, if there is one, whose workers keep memory; what is asked later
+    starts another.
+    """
+    with _lock:
+        while _running:
+            _running.pop().end()
+
+
+def known_launches() -> Path:
+    """The folder with an empty file for each launch that was compiled, by its key."""
+    triton = importlib.import_module("triton")
+    return Path(triton.knobs.cache.dir) / f"tessella-{triton.__version__}"
+
+
 def crashed(request: Request, target: str) -> bool:
     """Whether compiling this crashed the process that did so; here it would crash the caller's."""
     if not _asked:
@@ -126,6 +171,10 @@ def _as_line(request: Request, target: str) -> str:
     return canonical_json(
         {"problem": problem, "kernel": row.id, "config": config, "target": target}
     )
+
+
+def _listed_line(launch: bytes, known: Path, target: str) -> str:
+    return canonical_json({"launch": launch.hex(), "known": str(known), "target": target})
 
 
 def _is_known_there(row: Kernel) -> bool:
@@ -154,7 +203,8 @@ class _Compilers:
         self._lock = threading.Lock()  # of what follows
         self._futures: list[Future[Answered]] = []  # by the request's number
         self.has_ended = False
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def ask(self, requests: Sequence[str]) -> list[Future[Answered]]:
         """Compile these; each future ends when it is done, or when the process dies."""
@@ -170,6 +220,17 @@ class _Compilers:
             self._requests.write("".join(lines).encode())
             self._requests.flush()
         return made
+
+    def end(self) -> None:
+        """End the process, and its workers with it, and wait for that; what it has not answered is
+        not compiled.
+        """
+        self._process.kill()
+        self._process.wait()
+        self._listening.join()  # a file cannot be closed while a thread reads it
+        self._answers.close()
+        with contextlib.suppress(BrokenPipeError):  # of what it has not read
+            self._requests.close()
 
     def _listen(self) -> None:
         try:
@@ -335,14 +396,29 @@ def _cores() -> int:
 
 
 def compile_one(request: dict[str, Any]) -> CompiledKernels:
-    """The launches of one configuration, found by calling it on tensors without memory."""
+    """The launches of one configuration, found by calling it on tensors without memory; of a listed
+    launch nothing, as Triton starts it.
+    """
     # torch's way to nvrtc warns that there is no GPU, which is meant
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    problem = from_plain(Problem, request["problem"], where="a request to compile")
     target = request["target"]
+    if "launch" in request:
+        _compile_known(bytes.fromhex(request["launch"]), target, Path(request["known"]))
+        return CompiledKernels()
+    problem = from_plain(Problem, request["problem"], where="a request to compile")
     with compiling(target), collecting(target) as made:
         launch_without_memory(catalog.kernel(request["kernel"]), problem, request["config"])
     return made.compiled
+
+
+def _compile_known(launch: bytes, target: str, known: Path) -> None:
+    """Compile a listed launch, if no other process did so meanwhile."""
+    known.parent.mkdir(parents=True, exist_ok=True)
+    with open(known.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with this process
+        if not known.exists():
+            compile_launch(launch, target)
+            known.touch()
 
 
 def launch_without_memory(row: Kernel, problem: Problem, config: Config) -> None:

@@ -19,7 +19,7 @@ JSON = (b"content-type", b"application/json")
 _text = json.JSONEncoder(separators=(",", ":")).encode
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # frozen it takes 0.7 µs more to make
 class Answer:
     status: int = 200
     body: bytes = b""

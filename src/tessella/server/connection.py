@@ -63,6 +63,7 @@ class Connection(HttpToolsProtocol):
         self._gathering: Timer | None = None
         self._is_last, self._last_s = False, math.inf  # and after that time, if more has come
         self._parting: Callable[[], None] | None = None  # what is said when all have answers
+        self._has_ended = False  # its client says no more
         self._unread_bytes = self._left_bytes = 0  # of answers: at first, and at the last look
         self._unread: Timer | None = None  # until it is looked at again
         self._opened_s = self.loop.time()
@@ -103,6 +104,23 @@ class Connection(HttpToolsProtocol):
                 self._new_head = head
         self._parse(data)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that says no more may still read: what came whole is answered before the
+        connection goes. TLS cannot be closed by half.
+        """
+        self._has_ended = True
+        self._end_behind_answers()
+        return self.scheme == "http" and not self.transport.is_closing()
+
+    def _end_behind_answers(self) -> None:
+        if self._gathering is not None:
+            self._go_long_way()  # the rest of its body will not come
+        if self._request is not None:
+            self._is_last = True
+        elif not self._behind:
+            self._part(self.transport.close)
+            self._look_for_leaver()
+
     def shutdown(self) -> None:
         """Close behind the answer to the last request: the one at hand, or one that is on its way.
         To close at once lost the next request of every client that asks again and again.
@@ -140,12 +158,13 @@ class Connection(HttpToolsProtocol):
             handler = self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(left_s, handler)
             return
-        self._look_for_leaver()
         super().timeout_keep_alive_handler()
+        self._look_for_leaver()
 
     def _look_for_leaver(self) -> None:
         """See that a connection that is closed goes: it does when its client has read all."""
-        if self.transport.get_write_buffer_size():
+        is_leaving = self.transport.is_closing() and self._unread is None
+        if is_leaving and self.transport.get_write_buffer_size():
             self._look_for_reader()
 
     def _look_for_reader(self) -> None:
@@ -259,11 +278,10 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_end = self._parting is not None and not self.pipeline
         super().on_response_complete()
-        if self.transport.is_closing() and self._unread is None:
-            self._look_for_leaver()
         if is_end and not self.transport.is_closing():
             assert self._parting is not None
             self._parting()
+        self._look_for_leaver()
 
     # --- the short way ----------------------------------------------------------------------------
 
@@ -383,6 +401,8 @@ class Connection(HttpToolsProtocol):
         data, self._behind = self._behind, b""
         if not self.transport.is_closing():
             self.data_received(data)
+            if self._has_ended:
+                self._end_behind_answers()
 
 
 def _unread_bytes(transport: asyncio.Transport) -> int:

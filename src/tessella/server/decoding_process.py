@@ -1,11 +1,12 @@
 """A process that decodes JPEG files on a GPU for the engine's, which has requests to read.
 
-    a thread of ``JpegQueue`` ── files into memory of both, their sizes ──▶ this process
+    a thread of ``JpegQueue`` ── files into memory of both, their sizes ──▶ a thread of this process
                               ◀── pixels in memory that the engine's GPU copies from, a word ──
 
 Python's lock is what the threads of one process share: beside a thread that reads 10,000 requests a
 second, a batch of 43 files took 7.1 ms, of which the GPU's decoders needed 3.3 (H200). And a file
-that ends the decoder ends this process alone.
+that ends the decoder ends this process alone. Of the GPU, processes have turns: what a batch waits
+for its turns, its threads wait for together.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import io
 import json
 import logging
 import math
+import os
 import signal
 import socket
 import struct
@@ -45,10 +47,9 @@ from tessella.server.instances import InstanceLost
 from tessella.server.jpegs import (
     HOST,
     MOST_TOGETHER,
-    THREADS,
     Contents,
     Decode,
-    decoder_of_each_thread,
+    OfEachThread,
     frames_of,
     gpu_decoder,
     gpu_decodes,
@@ -58,7 +59,9 @@ from tessella.server.listening import keep_what_is_loaded
 
 FILES_BYTES = 512 << 20  # that lie in memory at once, twice the largest body
 KEPT_BYTES = 16 << 20  # of them; what a larger batch took is given back
-BATCHES = 4  # whose pixels may wait for the engine where they are; those of more are copied
+THREADS = 4  # that decode in the process, each a batch at a time
+# Of a thread, whose pixels may wait for the engine where they are; those of more are copied.
+BATCHES = 4
 log = logging.getLogger(__name__)
 
 ANSWER_S = 60.0  # for a batch, but for the first
@@ -68,11 +71,46 @@ _PR_SET_NAME = 15  # linux/prctl.h
 NAME = "tessella-jpeg"  # for ps and top
 
 
+class _Shared:
+    """The process of several decoders, started again when it has ended."""
+
+    def __init__(self, module: str, asked: dict[str, Any]) -> None:
+        self._module, self._asked = module, asked
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._door: socket.socket
+        self._end: Callable[[], object] = lambda: None
+
+    def join(self, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+        """The process, a thread of which decodes for who has the other end of a socket.
+
+        Args:
+            descriptors: of the socket, of the files' memory and of the pixels'.
+
+        Raises:
+            OSError: the system does not let it start.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._door, theirs = socket.socketpair()
+                with theirs:
+                    self._process = start_python(
+                        self._module, self._asked, theirs.fileno(), threads=1
+                    )
+                end = weakref.finalize(self, _end, self._process, self._door)
+                end.atexit = False  # its sockets close then
+                self._end = end
+            socket.send_fds(self._door, [b"m"], descriptors)
+            return self._process
+
+
 class DecodingProcess(Child):
-    """A decoder in a process of its own, started again when it has ended; for one thread.
+    """A decoder in another process, started again when that has ended; for one thread.
 
     Args:
         record, device, pixels: as of ``jpegs.gpu_decode``.
+        beside: another one, whose process has a thread for this one, too.
 
     Attributes:
         module: whose ``main`` the process runs.
@@ -80,9 +118,18 @@ class DecodingProcess(Child):
 
     module = __name__
 
-    def __init__(self, record: Preprocess, device: torch.device, *, pixels: bool) -> None:
+    def __init__(
+        self,
+        record: Preprocess,
+        device: torch.device,
+        *,
+        pixels: bool,
+        beside: DecodingProcess | None = None,
+    ) -> None:
         self._record, self._device, self._pixels = record, device, pixels
         self._shape, self._element = picture(record, pixels=pixels)
+        asked = {"record": to_plain(record), "device": str(device), "pixels": pixels}
+        self._shared: _Shared = _Shared(self.module, asked) if beside is None else beside._shared
         self._begin()
 
     def _begin(self) -> None:
@@ -93,27 +140,21 @@ class DecodingProcess(Child):
         """
         batch_bytes = MOST_TOGETHER * math.prod(self._shape) * self._element.itemsize
         order = (BATCHES * batch_bytes - 1).bit_length()
-        asked = {
-            "record": to_plain(self._record),
-            "device": str(self._device),
-            "pixels": self._pixels,
-        }
         try:
             ours, theirs = socket.socketpair()
-            with theirs:
-                self._process = start_python(self.module, asked, theirs.fileno(), threads=1)
             # other memory than that of an earlier process, from which an engine may still read
             memory = make_memory(FILES_BYTES), make_memory(1 << order)
-            socket.send_fds(ours, [b"m"], memory)
+            with theirs:
+                self._process = self._shared.join([theirs.fileno(), *memory])
         except OSError as error:
             raise _does_not_start(error) from error
         self._talk(ours)
-        self._end = weakref.finalize(self, _end, self._process, ours)
+        self._end = weakref.finalize(self, _hang_up, ours)
         self._end.atexit = False  # its socket closes then
         self._files, self._made = Lane(memory[0]), Lane(memory[1], lock_bytes=_locked(batch_bytes))
         self._places, self._given_back = Places(order), deque[tuple[int, int]]()
         self._spare, _ = self._places.take(batch_bytes)
-        self._is_ready = False
+        self._is_ready = self._is_over = False
 
     def ready(self) -> None:
         """Wait until it can decode.
@@ -127,6 +168,7 @@ class DecodingProcess(Child):
         except InstanceLost as error:
             raise _does_not_start(error) from error
         if letter == b"e":
+            self._is_over = True
             raise told_error(json.loads(content))
         self._is_ready = True
 
@@ -170,7 +212,7 @@ class DecodingProcess(Child):
             ServeError: 503, the process has ended; the next call starts it again.
         """
         try:
-            if self._process.poll() is not None:
+            if self._is_over or self._process.poll() is not None:
                 self._end()
                 self._begin()
             if not self._is_ready:
@@ -234,8 +276,8 @@ class DecodingProcess(Child):
 
 
 def decodes_apart(engine: Engine) -> Decode | None:
-    """As ``jpegs.gpu_decodes``, by a process for each thread that asks; by threads of this one
-    where a process does not start or decodes otherwise than the host, which is logged.
+    """As ``jpegs.gpu_decodes``, by a process with a thread for each that asks; by threads of this
+    one where it does not start or decodes otherwise than the host, which is logged.
 
     Raises:
         UsageError: as ``jpegs.gpu_decode``.
@@ -246,16 +288,19 @@ def decodes_apart(engine: Engine) -> Decode | None:
     require_decoding(record, engine.device, fix=HOST)
     pixels = any(spec.dtype == "uint8" for spec in engine.inputs)
     try:
-        first = [DecodingProcess(record, engine.device, pixels=pixels) for _ in range(THREADS)]
-        for one in first:
+        first = DecodingProcess(record, engine.device, pixels=pixels)
+
+        def another() -> DecodingProcess:
+            return DecodingProcess(record, engine.device, pixels=pixels, beside=first)
+
+        each = [first, *(another() for _ in range(THREADS - 1))]
+        for one in each:
             one.ready()
             one.check()
     except TessellaError as error:
         log.warning("JPEG files are decoded by threads of the engine's process: %s", error)
         return gpu_decodes(engine)
-    return decoder_of_each_thread(
-        list[Decode](first), lambda: DecodingProcess(record, engine.device, pixels=pixels)
-    )
+    return OfEachThread(list[Decode](each), another, threads=THREADS)
 
 
 def picture(record: Preprocess, *, pixels: bool) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -291,13 +336,17 @@ def _does_not_start(error: Exception) -> ServeError:
     )
 
 
-def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
-    """Let a process end; a thread waits for it, as a context on a GPU takes a second to end and who
-    drops the last of its users may be an event loop.
-    """
+def _hang_up(ours: socket.socket) -> None:
     with suppress(OSError):
         ours.shutdown(socket.SHUT_RDWR)
     ours.close()
+
+
+def _end(process: subprocess.Popen[bytes], door: socket.socket) -> None:
+    """Let a process end; a thread waits for it, as a context on a GPU takes a second to end and who
+    drops the last of its users may be an event loop.
+    """
+    _hang_up(door)
     threading.Thread(target=_wait, args=[process], daemon=True).start()
 
 
@@ -314,8 +363,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """Decode what comes, as the one argument says, until nothing will."""
-    with suppress(ConnectionError):  # the server has ended
-        run(json.loads(sys.argv[1]), gpu_decoder)
+    run(json.loads(sys.argv[1]), gpu_decoder)
 
 
 def run(asked: dict[str, Any], decoder: Callable[..., Any]) -> None:
@@ -323,14 +371,35 @@ def run(asked: dict[str, Any], decoder: Callable[..., Any]) -> None:
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME.encode())
-    connection = socket.socket(fileno=asked["socket"])
+    door = socket.socket(fileno=asked["socket"])
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(door, 1, 3)
+        if len(descriptors) < 3:  # nobody will come any more
+            return
+        threading.Thread(target=_work, args=[asked, decoder, *descriptors]).start()
+
+
+def _work(asked: dict[str, Any], decoder: Callable[..., Any], *descriptors: int) -> None:
+    """Be a thread that decodes; what it does not expect ends the process."""
+    try:
+        with socket.socket(fileno=descriptors[0]) as connection, suppress(ConnectionError):
+            _serve(asked, decoder, connection, descriptors[1:])
+    except BaseException:
+        log.exception("a process that decodes pictures ends")
+        os._exit(1)
+
+
+def _serve(
+    asked: dict[str, Any],
+    decoder: Callable[..., Any],
+    connection: socket.socket,
+    memory: Sequence[int],
+) -> None:
+    """Decode what one connection asks for, until it is closed."""
     record, device = from_plain(Preprocess, asked["record"], where="a server"), asked["device"]
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
-    if len(descriptors) < 2:  # the server has ended
-        return
     shape, element = picture(record, pixels=asked["pixels"])
     batch_bytes = MOST_TOGETHER * math.prod(shape) * element.itemsize
-    files, made = Lane(descriptors[0]), Lane(descriptors[1], lock_bytes=_locked(batch_bytes))
+    files, made = Lane(memory[0]), Lane(memory[1], lock_bytes=_locked(batch_bytes))
     try:
         decode = decoder(record, torch.device(device), pixels=asked["pixels"])
     except TessellaError as error:

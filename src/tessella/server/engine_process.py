@@ -130,6 +130,8 @@ class _Room:
                     due_ns = next_ns if due_ns is None else min(due_ns, next_ns)
                 elif self.busy:  # copies for a shadow, which had to wait
                     due_ns = 0 if due_ns is None else due_ns
+        # Acceptors that are left, as the watching process was killed, say 503 and not 404
+        self.repository.on_change = lambda: None
         asyncio.run_coroutine_threadsafe(self.repository.close(), self.loop).result(CLOSE_S)
 
     def soon(self, call: Callable[[], None]) -> None:

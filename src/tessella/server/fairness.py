@@ -21,6 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 PATIENCE_NS = 10**9
 MOST_IDLE = 64  # clients with nothing waiting that are remembered
+MOST_NAMES = 1024
+_names: dict[int, str] = {}  # of clients, the oldest first
 
 
 def client_of(peer: Sequence[Any] | None) -> int:
@@ -28,12 +30,24 @@ def client_of(peer: Sequence[Any] | None) -> int:
     return _number(str(peer[0])) if peer else 0
 
 
-@functools.lru_cache(1024)
+def name_of(client: int) -> str:
+    """The address of a client that came to this process, or the network of IPv6; empty of one that
+    has none, or came before ``MOST_NAMES`` others.
+    """
+    return _names.get(client, "")
+
+
+@functools.lru_cache(MOST_NAMES)
 def _number(host: str) -> int:
     if ":" in host:  # of IPv6 everybody has 2**64 addresses
         whole = ipaddress.IPv6Address(host.partition("%")[0])
-        host = str(whole.ipv4_mapped or int(whole) >> 64)
-    return zlib.crc32(host.encode())
+        network = ipaddress.IPv6Network((int(whole) >> 64 << 64, 64))
+        host = str(whole.ipv4_mapped or network)
+    number = zlib.crc32(host.encode())
+    if len(_names) >= MOST_NAMES:
+        del _names[next(iter(_names))]
+    _names[number] = host
+    return number
 
 
 class Waits(Protocol):

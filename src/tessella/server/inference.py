@@ -235,7 +235,7 @@ class Watch:
         """The request has its answer, or this error, now or when so much time had passed."""
         ns = self.passed_ns if ns is None else ns
         if error is None:
-            self._statistics.succeeded(ns, self.stages, self._door)
+            self._statistics.succeeded(ns, self.stages, self._door, self.client)
         else:
             self._statistics.failed(ns, _reason(error))
 

@@ -94,20 +94,27 @@ def gpu_decode(record: Preprocess, device: torch.device, *, pixels: bool) -> Dec
 
         return decode
 
-    return decoder_of_each_thread([make()], make)  # here it is seen whether it starts
+    return OfEachThread([make()], make)  # here it is seen whether it starts
 
 
-def decoder_of_each_thread(first: list[Decode], make: Callable[[], Decode]) -> Decode:
-    """Decodes by one of the first decoders, or by another one, which stays the calling thread's."""
-    mine = threading.local()
+class OfEachThread:
+    """Decodes by one of the first decoders, or by another one, which stays the calling thread's.
 
-    def decode(files: Contents, frames: Sequence[Frame] | None) -> np.ndarray:
-        if not hasattr(mine, "decoder"):
-            mine.decoder = _another(first, make)
-        made: np.ndarray = mine.decoder(files, frames)
+    Attributes:
+        threads: that there should be.
+    """
+
+    def __init__(
+        self, first: list[Decode], make: Callable[[], Decode], *, threads: int = THREADS
+    ) -> None:
+        self._first, self._make, self.threads = first, make, threads
+        self._mine = threading.local()
+
+    def __call__(self, files: Contents, frames: Sequence[Frame] | None) -> np.ndarray:
+        if not hasattr(self._mine, "decoder"):
+            self._mine.decoder = _another(self._first, self._make)
+        made: np.ndarray = self._mine.decoder(files, frames)
         return made
-
-    return decode
 
 
 class _Scaled:
@@ -241,10 +248,12 @@ class JpegQueue:
     Args:
         decode: the inputs of some files.
         most_waiting: requests that may wait; more are refused.
-        threads: batches that are decoded at a time.
+        threads: batches that are decoded at a time; None is as many as ``decode`` is for.
     """
 
-    def __init__(self, decode: Decode, *, most_waiting: int, threads: int = THREADS) -> None:
+    def __init__(self, decode: Decode, *, most_waiting: int, threads: int | None = None) -> None:
+        if threads is None:
+            threads = decode.threads if isinstance(decode, OfEachThread) else THREADS
         self._decode, self._most_waiting = decode, most_waiting
         self._waiting = Waiting[Files](MOST_TOGETHER)
         self._idle = 0  # threads that sleep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import heapq
@@ -14,7 +13,9 @@ import socket
 import ssl
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import uvicorn
@@ -24,6 +25,7 @@ from tessella.server.app import App
 from tessella.server.connection import LAST_S, connection_with
 from tessella.server.counts import Counted
 from tessella.server.doors import HTTP_ONLY, Doors
+from tessella.server.fairness import client_of
 from tessella.server.limits import Limits
 
 GRACE_S = 30
@@ -36,7 +38,7 @@ FEW, TURN_S, MOST_TURNS = 2, 0.001, 4
 RETRY_S = 1.0  # after a connection could not be taken for want of descriptors
 ROOM_S = 0.01  # the same, where others were closed for it
 MOST_DESCRIPTORS = 1 << 16
-HANDSHAKE_S = 10.0  # of TLS; asyncio's own patience is 60 s, in which nobody can close them
+HANDSHAKE_S = 10.0  # of TLS; asyncio's own patience is 60 s
 log = logging.getLogger(__name__)
 
 
@@ -90,6 +92,22 @@ def take_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Arriving:
+    """As ``Shared``: a connection that has no protocol yet, as its handshake of TLS goes on."""
+
+    client: int
+    opened_s: float
+    connection: socket.socket
+
+    def silence(self) -> tuple[int, float]:
+        return self.client, self.opened_s
+
+    def give_way(self) -> None:
+        with suppress(OSError):  # its client was first
+            self.connection.shutdown(socket.SHUT_RDWR)  # which its transport sees, and closes it
+
+
 class Accepting:
     """Takes connections from a listening socket in the running event loop, several in a turn:
     libuv, since 1.45, takes one in each, and where a turn is as long as an execution (4 ms for 32
@@ -118,7 +136,7 @@ class Accepting:
         self._listener, self._protocol, self._tls = listener, protocol, tls
         self._connections = connections
         self._is_on = True
-        self._arriving: set[asyncio.Task[object]] = set()
+        self._arriving: dict[asyncio.Task[object], _Arriving] = {}
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._listen()
@@ -141,6 +159,11 @@ class Accepting:
             _, late = await asyncio.wait(self._arriving, timeout=LAST_S)
             for task in late:
                 task.cancel()
+
+    def shared(self) -> Iterator[Shared]:
+        """All connections that it has taken."""
+        yield from self._connections
+        yield from self._arriving.values()
 
     def _listen(self) -> None:
         if self._is_on:
@@ -172,12 +195,12 @@ class Accepting:
         loop = asyncio.get_running_loop()
         for _ in range(most):
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return True
             except OSError as error:  # no descriptors or memory are left: ask again later
                 doors = [door for door in self._all if door._loop is loop]
-                closed = make_room(c for door in doors for c in door._connections)
+                closed = make_room(one for door in doors for one in door.shared())
                 log.error("a connection cannot be taken: %s; %d silent ones go", error, closed)
                 loop.remove_reader(self._listener)
                 loop.call_later(ROOM_S if closed else RETRY_S, self._listen)
@@ -185,13 +208,15 @@ class Accepting:
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # peers that vanish
             task = loop.create_task(self._begin(connection))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
+            self._arriving[task] = _Arriving(
+                client=client_of(peer), opened_s=loop.time(), connection=connection
+            )
+            task.add_done_callback(self._arriving.pop)
         return True
 
     async def _begin(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # it went, or spoke no TLS
+        with suppress(OSError):  # it went, or spoke no TLS
             await loop.connect_accepted_socket(
                 self._protocol,
                 connection,

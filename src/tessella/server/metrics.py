@@ -111,6 +111,7 @@ class Metrics:
         yield from _shadows(models)
         yield from _latencies(models)
         yield _doors(models)
+        yield _clients(models)
         yield from _batches(models)
         yield from _instances(models)
 
@@ -234,6 +235,19 @@ def _doors(models: dict[tuple[str, str], Statistics]) -> Metric:
         for door in DOORS:
             doors.add_metric((*place, door), statistics.doors[door])
     return doors
+
+
+def _clients(models: dict[tuple[str, str], Statistics]) -> Metric:
+    """Whose requests were answered."""
+    clients = CounterMetricFamily(
+        "tessella_client_requests",
+        "requests answered, by the client's address",
+        labels=("model", "version", "client"),
+    )
+    for place, statistics in models.items():
+        for client, count in statistics.clients.items():
+            clients.add_metric((*place, client), count)
+    return clients
 
 
 def _batches(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:

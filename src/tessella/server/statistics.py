@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tessella.server.fairness import name_of
+
 
 @dataclass(slots=True)
 class Duration:
@@ -97,6 +99,7 @@ _BOUNDS_NS = np.array([int(bound * 1e9) for bound in BOUNDS_S])
 
 UNCOUNTED = 256  # requests whose times are counted together
 DOORS = ("http", "pictures", "grpc")  # tensors over HTTP, a task's verb over HTTP, gRPC
+MOST_CLIENTS, OTHERS = 32, "others"  # that have a count of their own, and all that came after them
 
 
 class Histogram:
@@ -216,6 +219,8 @@ class Statistics:
         self._stages = {name: Histogram() for name in STAGES}
         self._whole = Histogram()
         self._doors: Counter[str] = Counter()
+        self._clients: Counter[str] = Counter()
+        self._unnamed: Counter[int] = Counter()  # requests by client, as ``fairness`` numbers them
         self._uncounted: list[tuple[int, ...]] = []  # of requests: the whole and the stages
         self.instances: list[InstanceCounts] = []  # where there are several
         self._batches: defaultdict[int, _BatchSize] = defaultdict(_BatchSize)
@@ -233,9 +238,10 @@ class Statistics:
         """The sizes of executions, with how many there were and what they took of the engine."""
         return [(size, spent.compute_infer) for size, spent in sorted(self._batches.copy().items())]
 
-    def succeeded(self, ns: int, stages: Stages, door: str) -> None:
-        """A request that came by one of ``DOORS`` was answered."""
+    def succeeded(self, ns: int, stages: Stages, door: str, client: int = 0) -> None:
+        """A client's request that came by one of ``DOORS`` was answered."""
         self._doors[door] += 1
+        self._unnamed[client] += 1
         self._uncounted.append(
             (
                 ns, stages.receive, stages.decode, stages.queue, stages.copy, stages.compute,
@@ -250,12 +256,20 @@ class Statistics:
         if not self._uncounted:
             return
         some, self._uncounted = np.array(self._uncounted), []
+        named, self._unnamed = self._unnamed, Counter()
+        for client, count in named.items():
+            self._count_client(name_of(client) or OTHERS, count)
         buckets = np.searchsorted(_BOUNDS_NS, some)
         sums = some.sum(0).tolist()
         self._success.add(sums[0], len(some))
         for place, histogram in enumerate((self._whole, *self._stages.values())):
             counts = np.bincount(buckets[:, place], minlength=len(histogram.counts))
             histogram.tell([sums[place], *counts.tolist()])
+
+    def _count_client(self, name: str, count: int) -> None:
+        if name not in self._clients and len(self._clients) >= MOST_CLIENTS:
+            name = OTHERS
+        self._clients[name] += count
 
     @property
     def success(self) -> Duration:
@@ -280,6 +294,12 @@ class Statistics:
         """By which they came."""
         return self._doors
 
+    @property
+    def clients(self) -> Counter[str]:
+        """Whose they were, by address: of the first ``MOST_CLIENTS``, and of all others."""
+        self._count()
+        return self._clients
+
     def failed(self, ns: int, reason: str) -> None:
         """``reason`` is one of Triton's: REJECTED, CANCELED, BACKEND, OTHER."""
         self.fail.add(ns)
@@ -299,12 +319,13 @@ class Statistics:
             "stages": {name: histogram.told() for name, histogram in self.stages.items()},
             "whole": self.whole.told(),
             "doors": self.doors,
+            "clients": self.clients,
             "shadow": vars(self.shadow),
         }
         self.shadow = Comparison()
         self._success, self.fail, self.failures = Duration(), Duration(), Counter()
         self._stages = {name: Histogram() for name in STAGES}
-        self._whole, self._doors = Histogram(), Counter()
+        self._whole, self._doors, self._clients = Histogram(), Counter(), Counter()
         return told
 
     def add(self, told: dict[str, Any]) -> None:
@@ -315,6 +336,8 @@ class Statistics:
         self.failures.update(told["failures"])
         self.shadow.add(Comparison(**told["shadow"]))
         self.doors.update(told["doors"])
+        for name, count in told["clients"].items():
+            self._count_client(name, count)
         self.whole.tell(told["whole"])
         for name, stage in told["stages"].items():
             self.stages[name].tell(stage)

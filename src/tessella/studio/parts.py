@@ -20,7 +20,6 @@ from nicegui.element import Element
 from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
-from tessella.core.count import counted
 from tessella.core.errors import TessellaError, UsageError
 from tessella.studio.theme import text
 from tessella.tasks import named, names
@@ -330,6 +329,11 @@ def score(metric: str, value: float) -> str:
     return f"{100 * value:.2f} %" if metric.rpartition("/")[2] in PERCENT else f"{value:.4g}"
 
 
+def metric_name(metric: str) -> str:
+    """A metric's name for people: ``val/pixel_accuracy`` is ``val pixel accuracy``."""
+    return metric.replace("/", " ").replace("_", " ")
+
+
 def ago(moment: float) -> str:
     """How long ago a moment (seconds since 1970) was; nothing for 0."""
     seconds = time.time() - moment
@@ -373,12 +377,6 @@ def size_of(written: str) -> tuple[int, int]:
 def noun_of(task: str) -> str:
     """What an example of a task is called."""
     return "volume" if named(task).volumes else "image"
-
-
-def named_in(task: str, count: int) -> str:
-    """How many names a dataset of a task has: ``10 classes``, ``2 numbers``."""
-    plural = named(task).examples.NAMES
-    return counted(count, {"classes": "class"}.get(plural, plural.removesuffix("s")), plural)
 
 
 def nbytes(size: float) -> str:

@@ -80,7 +80,7 @@ class Accuracy:
                 self._receipt(manifest.receipt)
             if manifest.accuracy:
                 text("p", "Measured on the checkpoint:").classes("muted small")
-                parts.stats([(n.replace("/", " "), parts.score(n, v))
+                parts.stats([(parts.metric_name(n), parts.score(n, v))
                              for n, v in sorted(manifest.accuracy.items())])  # fmt: skip
             elif manifest.receipt is None:
                 text("p", "This plan carries no figures.").classes("muted")

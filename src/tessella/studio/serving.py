@@ -162,6 +162,7 @@ class Counts:
         whole, stages: seconds of answered requests, and of each stage of them.
         batches: samples of executions.
         doors: answered requests by how they came: http, pictures, grpc.
+        clients: the same by whose they were, an address or all others.
         failures: requests that were not, by Triton's reasons.
         samples, seconds: computed, and spent by the engine, by the bucket of the execution's size.
         waiting: requests that wait now.
@@ -172,6 +173,7 @@ class Counts:
     stages: dict[str, Histogram] = field(default_factory=dict)
     batches: Histogram = field(default_factory=Histogram)
     doors: dict[str, float] = field(default_factory=dict)
+    clients: dict[str, float] = field(default_factory=dict)
     failures: dict[str, float] = field(default_factory=dict)
     samples: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -326,6 +328,8 @@ def _reading(samples: Iterable[Sample], now: float) -> Reading:
             totals[model, series + labels.get("stage", "")] = value
         elif name == "tessella_requests_total":
             counts.doors[labels["door"]] = value
+        elif name == "tessella_client_requests_total":
+            counts.clients[labels["client"]] = value
         elif name == "nv_inference_request_failure":
             counts.failures[labels["reason"]] = value
         elif name == "tessella_engine_samples_total":

@@ -21,7 +21,7 @@ class Load:
         busy: share of the time in which the engine computed.
         of_best: share of the samples a second that the engine makes with the size of batch that
             suits it best, as far as it was seen since the model was loaded.
-        whole, stages, batches, doors: as ``Counts`` has them, of this time alone.
+        whole, stages, batches, doors, clients: as ``Counts`` has them, of this time alone.
         waiting: requests that wait at its end.
         instances: each one's device, state and share of the time in which it computed, if there
             are several; ``busy`` and ``of_best`` are of all together.
@@ -37,6 +37,7 @@ class Load:
     stages: dict[str, Histogram]
     batches: Histogram
     doors: dict[str, float]
+    clients: dict[str, float]
     waiting: float
     instances: dict[str, InstanceLoad] = field(default_factory=dict)
 
@@ -75,6 +76,7 @@ def load(before: Counts, now: Counts, seconds: float) -> Load:
         },
         batches=now.batches.since(before.batches),
         doors=_since(before.doors, now.doors),
+        clients=_since(before.clients, now.clients),
         waiting=now.waiting,
         instances={
             number: _instance(before.instances.get(number, Instance()), instance, seconds)

@@ -8,7 +8,7 @@ be joined. A new task is a new folder: nothing lists it. docs/tasks.md describes
 """
 
 from tessella.tasks.block import Block
-from tessella.tasks.folders import named, names, of, verbs
+from tessella.tasks.folders import counted_examples, counted_names, named, names, of, verbs
 from tessella.tasks.found import Found, Request, Source
 from tessella.tasks.moves import Moves, still, turn
 from tessella.tasks.pieces import Piece, joined
@@ -18,6 +18,6 @@ from tessella.tasks.view import View
 
 __all__ = [
     "Block", "Found", "LossSettings", "Moves", "Piece", "Query", "Report", "Request", "Source",
-    "Targets", "Task", "View", "column_of", "for_defaults", "joined", "named", "names", "of",
-    "still", "targets_of", "turn", "verbs",
+    "Targets", "Task", "View", "column_of", "counted_examples", "counted_names", "for_defaults",
+    "joined", "named", "names", "of", "still", "targets_of", "turn", "verbs",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 
 import tessella.tasks
+from tessella.core.count import counted
 from tessella.core.errors import UsageError
 from tessella.core.task import TaskRecord
 from tessella.tasks.task import Task
@@ -41,3 +42,14 @@ def verbs() -> frozenset[str]:
 def of(record: TaskRecord) -> Task:
     """The task of a record."""
     return named(record.name)
+
+
+def counted_examples(task: str, count: int) -> str:
+    """How many examples there are: ``10 images``, ``1 volume``."""
+    return counted(count, "volume" if named(task).volumes else "image")
+
+
+def counted_names(task: str, count: int) -> str:
+    """How many names a dataset of a task has: ``10 classes``, ``2 numbers``."""
+    plural = named(task).examples.NAMES
+    return counted(count, {"classes": "class"}.get(plural, plural.removesuffix("s")), plural)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ MAX_CLASSES = 1 << 16
 MAX_CELL = 1 << 16  # characters of a cell that is read
 MOST_NAMED = 10  # columns in a message
 LINES_BYTES = 1 << 22  # of a CSV's lines that are read at once
+THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
 MAX_RAGGED = 1000  # rows that are listed for the number of their cells
 
 
@@ -58,6 +60,8 @@ class Table:
         groups: of the column ``group``, by path: pictures of one stay in one split.
         skipped: rows whose path leads out of the folder, and the first of those that have more or
             fewer cells than the header.
+        commas: semicolons part the cells, so that a comma in a number is its point: so spreadsheets
+            write where a comma is one.
     """
 
     files: tuple[str, ...]
@@ -65,6 +69,7 @@ class Table:
     columns: dict[str, pa.Array]
     groups: dict[str, str]
     skipped: tuple[SkippedFile, ...] = ()
+    commas: bool = False
     where: Path
 
     def only_column(self, *names: str) -> str:
@@ -92,6 +97,25 @@ class Table:
             )
         return texts
 
+    def numbers(self, column: str) -> list[str]:
+        """The cells of a column of numbers, all with a point or, where semicolons part the cells,
+        all with a comma in its place, which becomes one.
+
+        Raises:
+            DataError: every comma may stand for thousands as well, as in 1,234.
+        """
+        texts = self.texts(column)
+        commas = [text for text in texts if "," in text]
+        if not self.commas or not commas or any("." in text for text in texts):
+            return texts
+        if all(THOUSANDS.fullmatch(text) for text in commas):
+            raise DataError(
+                f"the commas in {column[:80]!r} may be points, or part thousands",
+                seen=f"{commas[0][:80]!r} in {self.where}",
+                fix="write 1234 or 1.234 (or 1,2340)",
+            )
+        return [text.replace(",", ".") for text in texts]
+
     def floats(self, column: str) -> npt.NDArray[np.float64]:
         """The cells of a column as numbers, NaN where a cell is empty.
 
@@ -99,7 +123,7 @@ class Table:
             DataError: a cell is no finite number; the message names its row.
         """
         values = np.full(len(self.paths), np.nan)
-        for row, text in enumerate(self.texts(column)):
+        for row, text in enumerate(self.numbers(column)):
             if not text:
                 continue
             number = number_in(text)
@@ -107,7 +131,8 @@ class Table:
                 raise DataError(
                     f"row {row + 1} of the table has no finite number in {column[:80]!r}",
                     seen=f"{text[:80]!r} in {self.where}",
-                    fix="correct the cell (1.5, not 1,5), or leave it empty",
+                    fix="correct the cell (1.5; where semicolons part the cells 1,5 in all rows), "
+                    "or leave it empty",
                 )
             values[row] = number
         return values
@@ -149,12 +174,12 @@ def read(source: Path, *, image_root: Path | None) -> Table:
     try:
         ragged = _Ragged()
         parquet = source.suffix.lower() == ".parquet"
-        data = _read_parquet(source) if parquet else _read_csv(source, ragged)
+        data, delimiter = (_read_parquet(source), "") if parquet else _read_csv(source, ragged)
     except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
         raise DataError(
             "this is not a table that can be read",
             seen=f"{source}: {str(error)[:200]}",
-            fix="write CSV with a header line, in UTF-8, or Parquet",
+            fix="write CSV with a header line, in UTF-8 (Excel's 'CSV UTF-8'), or Parquet",
         ) from error
     told = ragged.told(data.num_rows, source)
     if data.num_columns < 2 or not data.num_rows:
@@ -166,7 +191,7 @@ def read(source: Path, *, image_root: Path | None) -> Table:
     key = _path_column(data.column_names)
     root = source.parent if image_root is None else image_root
     table = _placed(data, key, source, root)
-    return replace(table, skipped=(*told, *table.skipped))
+    return replace(table, skipped=(*told, *table.skipped), commas=delimiter == ";")
 
 
 def _path_column(names: Sequence[str]) -> str:
@@ -250,8 +275,8 @@ class _Ragged:
         return [SkippedFile(path=source.name, reason=reason), *listed]
 
 
-def _read_csv(source: Path, ragged: _Ragged) -> pa.Table:
-    """All cells as text: a task knows what they mean, a guess of types does not.
+def _read_csv(source: Path, ragged: _Ragged) -> tuple[pa.Table, str]:
+    """All cells as text, for a task knows their types and a guess does not, and what parts them.
 
     Args:
         ragged: is told of the rows that have more or fewer cells than the header.
@@ -280,7 +305,7 @@ def _read_csv(source: Path, ragged: _Ragged) -> pa.Table:
                 tables.append(pa.csv.read_csv(pa.py_buffer(lines), read, parse, convert))
                 rows += tables[-1].num_rows
                 _check_cells(rows, len(names))
-    return pa.concat_tables(tables)
+    return pa.concat_tables(tables), delimiter
 
 
 def _read_parquet(source: Path) -> pa.Table:

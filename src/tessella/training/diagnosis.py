@@ -37,7 +37,7 @@ def diagnosis(
     guessed = _guessing(recipe, train_counts)
     learns = train > _beyond(guessed, seen)
     if val_counts is None:
-        return None if learns else _learned_nothing(recipe, train, guessed, train_counts)
+        return None if learns else _learned_nothing(recipe, train, guessed, seen, train_counts)
     val, blind = measured["val/accuracy"], _guessing(recipe, val_counts)
     luck = _beyond(blind, sum(val_counts))
     if val > luck:
@@ -50,7 +50,7 @@ def diagnosis(
         return None
     if learns and train - val > GAP / 2:
         return _overfits(recipe, train, val, train_counts, blind)
-    return _learned_nothing(recipe, val, blind, train_counts)
+    return _learned_nothing(recipe, val, blind, sum(val_counts), train_counts)
 
 
 def _guessing(recipe: Recipe, counts: Sequence[int]) -> float:
@@ -60,8 +60,8 @@ def _guessing(recipe: Recipe, counts: Sequence[int]) -> float:
     return max(counts) / sum(counts)
 
 
-def _beyond(guessed: float, images: int) -> float:
-    return guessed + SIGMAS * math.sqrt(guessed * (1 - guessed) / images)
+def _beyond(guessed: float, images: int, sigmas: float = SIGMAS) -> float:
+    return guessed + sigmas * math.sqrt(guessed * (1 - guessed) / images)
 
 
 def _overfits(
@@ -84,7 +84,12 @@ def _overfits(
     )
 
 
-def _learned_nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequence[int]) -> str:
+def _learned_nothing(
+    recipe: Recipe, right: float, guessed: float, images: int, counts: Sequence[int]
+) -> str | None:
+    """What to change where of so many images no more are right than by guessing."""
+    if recipe.quantize != "none":  # it goes on from a network that has learned
+        return None
     rate, usual = recipe.solver.lr, _usual_rate(recipe)
     if _near(recipe, usual):
         fixes = [f"lr={rate / 10:g}", f"lr={rate * 10:g}", "more epochs"]
@@ -99,8 +104,12 @@ def _learned_nothing(recipe: Recipe, seen: float, guessed: float, counts: Sequen
         )
     if max(counts) > 1.5 * sum(counts) / len(counts) and recipe.class_weights == "none":
         fix += "; class_weights='balanced' evens out the classes"
+    if right > _beyond(guessed, images, 1):
+        said = f"{images} images do not tell whether the network has learned anything"
+    else:
+        said = "the network has learned nothing"
     return (
-        f"the network has learned nothing: {_percent(seen)} of the images are classified "
+        f"{said}: {_percent(right)} of the images are classified "
         f"correctly, guessing gets {_percent(guessed)}. {fix}"
     )
 

@@ -20,7 +20,7 @@ from tessella.artifacts.run import Recipe
 from tessella.core.events import Event, phase, warning
 from tessella.core.preprocess import Preprocess
 from tessella.data.loading import Batch
-from tessella.device.nvjpeg import has_own_decoders, require_decoding, why_not
+from tessella.device.nvjpeg import decodes_as_host, has_own_decoders, require_decoding
 from tessella.device.scaling import Scaling, has_one_pass
 from tessella.training.parallel import World
 
@@ -45,7 +45,7 @@ def decodes_on_gpu(recipe: Recipe, record: Preprocess, device: torch.device) -> 
     """Whether the device decodes JPEG files: as the recipe says, by default to the host's bits."""
     if recipe.decode is not None:
         return recipe.decode == "gpu"
-    return why_not(record, device) is None and has_own_decoders(device)
+    return decodes_as_host(record, device)
 
 
 def decoding_told(decodes: bool, device: torch.device) -> list[Event]:
@@ -136,7 +136,7 @@ class Feed:
             if batch is None:
                 return None
             with gpu_asked, torch.cuda.device(self._device), torch.cuda.stream(own):
-                return batch, self._all_moved(batch, self._decoder), own.record_event(_timed())
+                return batch, self._all_moved(batch, self._decoder), own.record_event(timed_event())
 
         # in a thread: 256 files keep nvJPEG for 17 ms, in which a step could be started
         with ThreadPoolExecutor(1, thread_name_prefix="uploading") as thread:
@@ -155,7 +155,7 @@ class Feed:
                     if isinstance(tensor, Tensor):
                         tensor.record_stream(computing)  # the next upload must not get its memory
                 yield self._scaled(*parts)
-                idle = computing.record_event(_timed())
+                idle = computing.record_event(timed_event())
                 self._add_waits()
 
     def _add_waits(self) -> None:
@@ -196,7 +196,8 @@ class Feed:
         return Fed(images=images, labels=labels)
 
 
-def _timed() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
+    """An event whose time is kept."""
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
 

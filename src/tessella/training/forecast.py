@@ -28,7 +28,7 @@ from tessella.training.choosing import (
     remember,
 )
 from tessella.training.expected import Memory, memory_of
-from tessella.training.feed import decodes_on_gpu, loading_threads
+from tessella.training.feed import decodes_on_gpu, loading_threads, timed_event
 from tessella.training.memory import largest_that_runs
 from tessella.training.parallel import World, alone
 from tessella.training.precision import arithmetic
@@ -44,6 +44,8 @@ WARM = 2  # steps
 ANSWERS = 3  # of a network take the time of a step
 ANSWERED = 4  # images, on a CPU, where a few take their share of many's time
 LOADED = 128  # images
+LOADED_S = 0.3  # on a GPU: the first batches wait for memory that the following ones find
+HELD_BACK = 1 << 28  # cycles of a GPU: some 0.14 s
 COPIED = 1 << 26  # bytes
 MOST_BATCH = {"cpu": 64, "cuda": 512}  # of ``auto``: beyond, an image gains little
 _RATES = {  # of limits; in fp8 at least a third of the products are of bf16
@@ -187,11 +189,21 @@ def expected_epoch_s(trainer: Trainer, info: RunInfo, dataset: Dataset, world: W
 
 
 def _answer_s(trainer: Trainer, count: int, world: World) -> float:
-    began = time.perf_counter()
-    trainer.answer_blank(count)
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    return time.perf_counter() - began
+    """Seconds of an answer; of a GPU's alone, as a recorded step does not wait for the host, who
+    starts an answer's kernels one by one.
+    """
+    images = trainer.blank(count).images
+    if world.device.type != "cuda":
+        began = time.perf_counter()
+        trainer.answer(images)
+        return time.perf_counter() - began
+    first, last = timed_event(), timed_event()
+    torch.cuda._sleep(HELD_BACK)  # type: ignore[no-untyped-call]  # meanwhile they are started
+    first.record()
+    trainer.answer(images)
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
 
 
 def _exchange_s(nbytes: int, recipe: Recipe, device: torch.device) -> float | None:
@@ -252,10 +264,11 @@ def _time_loading(dataset: Dataset, info: RunInfo, recipe: Recipe, world: World)
         decodes=decodes_on_gpu(recipe, info.preprocess, world.device),
     )
     next(stream)  # opens the shards, and decodes a small split at once
+    least_s = LOADED_S if world.device.type == "cuda" else 0.0
     began, loaded = time.perf_counter(), 0
     for batch in stream:
         loaded += len(batch.indices)
-        if loaded >= LOADED:
+        if loaded >= LOADED and time.perf_counter() - began >= least_s:
             break
     return (time.perf_counter() - began) / loaded if loaded else 0.0
 

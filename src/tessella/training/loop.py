@@ -19,7 +19,7 @@ from torch import Tensor
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
-from tessella.core.errors import TessellaError, TrainError
+from tessella.core.errors import OutOfMemory, TessellaError, TrainError
 from tessella.core.events import (
     Emit,
     Event,
@@ -30,13 +30,14 @@ from tessella.core.events import (
     silent,
     warning,
 )
-from tessella.core.memory import free_bytes, is_out_of_memory
+from tessella.core.memory import free_bytes, host_bytes, is_out_of_memory
 from tessella.core.task import CLASSIFICATION
 from tessella.data.epochs import Epoch, endless
 from tessella.data.filling import Fillers
 from tessella.data.joining import settings_at
 from tessella.data.loading import batches, steps_per_epoch
 from tessella.nn import fp8
+from tessella.search.compile_ahead import end_compilers
 from tessella.tasks import of
 from tessella.training.choosing import in_words, way_of
 from tessella.training.diagnosis import diagnosis
@@ -293,11 +294,14 @@ class Training:
         self._measured: dict[str, float] = {}  # at this very step: what a checkpoint may claim
 
     def go(self) -> None:
-        with closing(self._fillers):
-            self._open()
-            if not self._finished():
-                self._go_on()
-            self._close()
+        try:
+            with closing(self._fillers):
+                self._open()
+                if not self._finished():
+                    self._go_on()
+                self._close()
+        finally:
+            end_compilers()  # of what a validation had captured
 
     def _go_on(self) -> None:
         """Step until the end; asked to stop, save first."""
@@ -484,6 +488,8 @@ class Training:
         about = f"{self._memory()}{self._time()}"
         emit(phase("train", f"{recipe.network}, {self._schedule.total} steps{about}"))
         emit(progress("train", self._state.step, self._schedule.total))
+        if self._world.device.type == "cuda" and way.way != "eager":
+            emit(phase("compile", "the first step compiles kernels that this machine has not kept"))
         for told in decoding_told(self._trainer.feed.decodes, self._world.device):
             emit(told)
         if self._world.size > 1:
@@ -502,6 +508,14 @@ class Training:
         if recipe.sparsity != "none":
             count = len(sparse_weights(self._trainer.module))
             emit(phase("sparsity", f"{recipe.sparsity} in the weights of {count} layers"))
+        if recipe.batch_size > (images := len(self._dataset.train)):
+            often = recipe.batch_size / images
+            emit(
+                warning(
+                    f"a step of {recipe.batch_size} images shows each of the {images} that there "
+                    f"are for training {often:.3g} times: --batch-size {images} shows it once"
+                )
+            )
         if not self._validates:
             emit(warning("the dataset has no validation split: no accuracy, no best checkpoint"))
         if recipe.precision == "fp16" and self._world.device.type == "cpu":
@@ -516,11 +530,20 @@ class Training:
         if memory is None or memory.total is None:
             return ""
         device, more = self._world.device, memory.total - memory.weights - memory.average
-        if device.type == "cuda" and more > (free := free_bytes(device)):
+        where = "on the GPU"
+        if device.type == "cpu":
+            where, more = "in the host", more * self._world.local_size
+            if more > (most := host_bytes()):  # the system would end this process, or another
+                raise OutOfMemory(
+                    f"a step of {self._recipe.batch_size} images does not fit in the host's memory",
+                    seen=f"about {more / 1e9:.3g} GB, of {most / 1e9:.3g} in all",
+                    fix="use a smaller batch size: batch_size='auto' takes what fits",
+                )
+        if more > (free := free_bytes(device)):
             self._journal(
                 warning(
                     f"a step takes about {more / 1e9:.3g} GB more, and {free / 1e9:.3g} are free "
-                    "on the GPU: batch_size='auto' takes what fits, recompute less"
+                    f"{where}: batch_size='auto' takes what fits, recompute less"
                 )
             )
         return f" of about {memory.total / 1e6:.3g} MB"

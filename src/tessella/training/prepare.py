@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tessella.artifacts.checkpoint import Network
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Recipe, Run, RunInfo, extend_run, write_run
+from tessella.artifacts.run import Recipe, Run, RunInfo, change_run, write_run
 from tessella.core.errors import DataError, UsageError
 from tessella.core.record import digest, to_plain
 from tessella.data.joining import check_joins
@@ -24,8 +25,8 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
     """The run in ``out``, new or to be resumed, and whether it is resumed.
 
     With ``resume``, a folder without a run gets a new one, since a training may be killed that
-    early; and a run may get more epochs, which ``run.json`` has from then on. A run that failed
-    before its first checkpoint is replaced: it holds nothing to lose.
+    early; and a run may get more epochs, and its dataset another place, which ``run.json`` has from
+    then on. A run that failed before its first checkpoint is replaced: it holds nothing to lose.
 
     Raises:
         UsageError: the folder holds a run (without ``resume``), or one of another recipe; or the
@@ -44,8 +45,9 @@ def begin(recipe: Recipe, out: Path, *, resume: bool) -> tuple[Run, bool]:
             _remove(out)
         elif resume:
             _require_same(run.info, info, out)
-            more = recipe.epochs > run.recipe.epochs
-            return extend_run(run, recipe.epochs) if more else run, True
+            epochs = max(recipe.epochs, run.recipe.epochs)
+            now = replace(run.recipe, epochs=epochs, dataset=recipe.dataset)
+            return run if now == run.recipe else change_run(run, now), True
     write_run(out, info)
     return Run(out), False
 

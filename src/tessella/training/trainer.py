@@ -21,6 +21,7 @@ from tessella.core.preprocess import darkest
 from tessella.data.loading import Batch, in_torch, steps_per_epoch
 from tessella.nn import convert, fp8, zoo
 from tessella.nn.windows import over_windows
+from tessella.search.compile_ahead import end_compilers
 from tessella.tasks import LossSettings, of
 from tessella.training import sparsity
 from tessella.training.averaging import Average
@@ -192,6 +193,8 @@ class Trainer:
         set_rate(self.optimizer, rate, momentum)
         self._thaw(done)
         measured = self._update(images, labels, done)
+        if self.way.way != "eager":
+            end_compilers()  # of what the step had captured
         if self.average is not None:
             self.average.update(done)
         return measured
@@ -250,7 +253,11 @@ class Trainer:
 
     def answer_blank(self, count: int = 1) -> None:
         """The network's answer to black images, which nobody wants: it changes nothing."""
-        module, images = self.evaluated.eval(), self.blank(count).images
+        self.answer(self.blank(count).images)
+
+    def answer(self, images: Tensor) -> None:
+        """The network's answer to images on the device, which nobody wants: it changes nothing."""
+        module = self.evaluated.eval()
         # what a network keeps of its first pass takes part in a backward pass later
         with torch.no_grad(), self.mixed.autocast():
             module(images)

@@ -15,7 +15,6 @@ from tessella.compiler import passes, pipeline
 from tessella.compiler.rewrites import fold_floors, fuse_epilogue
 from tessella.core.spec import DimRange, TensorSpec
 from tessella.graph import capture, check, interpret
-from tessella.graph.graph import Graph
 from tessella.kernels import catalog
 from tessella.operations import problems
 from tessella.operations.tensor_meta import TensorMeta, meta_of
@@ -112,23 +111,20 @@ class Joined(nn.Module):
         return self.last(torch.cat(made[1:], 1)).mean((2, 3))
 
 
-def test_on_a_gpu_layers_write_what_the_next_ones_read() -> None:
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_on_a_gpu_layers_write_what_the_next_ones_read(kind: str) -> None:
     graph = graph_of(Joined(), 16, 6, 5)
+    found = calibrated(graph, 16, 6, 5, kinds=(kind,)) if kind != "fp16" else None
     exact = pipeline.optimized(graph)
-
-    def lowered(kind: str) -> tuple[Graph, Graph]:
-        found = calibrated(graph, 16, 6, 5, kinds=(kind,)) if kind == "int8" else None
-        request = passes.Request(target="sm_90", precision=kind, calibration=found).assigned(exact)
-        rounded = passes.run(exact, request, after="optimize", until="lower")
-        return rounded, passes.run(rounded, request, after="lower", until="mark")
-
-    assert not any(n.attrs.get("floor") for n in lowered("fp16")[1].nodes)
-    rounded, made = lowered("int8")
+    request = passes.Request(target="sm_90", precision=kind, calibration=found).assigned(exact)
+    rounded = passes.run(exact, request, after="optimize", until="lower")
+    made = passes.run(rounded, request, after="lower", until="mark")
     layers = [n for n in made.nodes if n.op == "conv2d"]
     assert [n.attrs.get("floor") for n in layers] == [-0.25, 0.75, -0.5, None]
-    assert [n.output.dtype for n in layers[:3]] == ["int8"] * 3
+    small = {"fp16": "float16", "int8": "int8"}[kind]
+    assert [n.output.dtype for n in layers[:3]] == [small] * 3
     (joined,) = (n for n in made.nodes if n.op == "cat")
-    assert joined.output.dtype == "int8"
+    assert joined.output.dtype == small
     assert not {"mul", "add"} & {n.op for n in made.nodes}
     x = torch.randn(2, 16, 6, 5)
     (name,) = (v.name for v in graph.outputs)

@@ -268,21 +268,23 @@ def test_the_first_layer_stays_the_libraries_where_no_kernel_is_written_for_the_
     assert ops(made)[:4] == ["to", "conv2d", "pointwise", "conv2d"]
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_without_a_pooling_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = graph_of(Stem(nn.Identity(), nn.ReLU()), 3, 16, 16)
-    found = calibrated(graph, 3, 16, 16, kinds=(kind,))
+@pytest.mark.parametrize(("kind", "channels"), [("int8", 3), ("fp8", 3), ("int8", 16)])
+def test_without_a_pooling_too(kind: str, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first layer, or filters that read one channel each."""
+    groups = channels if channels == 16 else 1
+    graph = graph_of(Stem(nn.Identity(), nn.ReLU(), channels, groups=groups), channels, 16, 16)
+    found = calibrated(graph, channels, 16, 16, kinds=(kind,))
     before, made = before_and_after(graph, kind, found, monkeypatch)
     assert ops(before)[:4] == ["to", "conv2d", "quantize", "conv2d"]
     assert ops(made) == [*ops(before)[:2], *ops(before)[3:]]
-    x = {"x": torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(2))}
+    x = {"x": torch.randn(3, channels, 16, 16, generator=torch.Generator().manual_seed(2))}
     right, fused = (interpret(g, x, upcast=torch.float64)["scores"] for g in (before, made))
     torch.testing.assert_close(right, fused, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("stem", "kind"), [
     ({}, "fp8"),  # no kernel has a maximum of fp8
-    ({"channels": 16, "groups": 16}, "int8"),  # libraries are faster than portable kernels
+    ({"channels": 16, "groups": 4}, "int8"),  # libraries are faster than portable kernels
     ({"channels": 32}, "int8"),  # so is the layer on 16 bits, without this one's factor
 ], ids=str)  # fmt: skip
 def test_a_first_layer_that_would_lose_a_kernel_stays(
@@ -295,6 +297,32 @@ def test_a_first_layer_that_would_lose_a_kernel_stays(
     before, made = before_and_after(graph, kind, found, monkeypatch, **{first: "fp16"})
     assert ops(made) == ops(before)
     assert not rescaled(made)
+
+
+class ByChannel(nn.Module):
+    """Filters of one channel each, whose results the next ones and a layer read, and all a last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.each = nn.ModuleList([nn.Conv2d(16, 16, 3, padding=1, groups=16) for _ in range(2)])
+        self.mix, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(32, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.each[0](x).relu()
+        second = self.each[1](self.mix(first)).relu()
+        return self.last(torch.cat([first, second], 1)).mean((2, 3))
+
+
+def test_what_is_rounded_for_one_layer_is_joined_rounded_for_another() -> None:
+    graph = graph_of(ByChannel(), 16, 9, 8)
+    rounded, made = stages(graph, "int8", calibrated(graph, 16, 9, 8), "sm_90")
+    assert "quantize" not in ops(made)
+    (joined,) = (n for n in made.nodes if n.op == "cat")
+    assert joined.output.dtype == "int8"
+    x = {"x": torch.randn(3, 16, 9, 8, generator=torch.Generator().manual_seed(2))}
+    right, near = (interpret(g, x, upcast=torch.float64)["scores"] for g in (rounded, made))
+    assert (near - right).norm() <= 2e-2 * right.norm()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp32"])

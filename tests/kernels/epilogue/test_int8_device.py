@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from tessella.kernels.epilogue import int8_device, sixteen_bit_device
 from tessella.kernels.epilogue.int8 import LARGEST_BETA, LARGEST_SCALE, refusal, small_sums, vectors
+from tessella.kernels.epilogue.sixteen_bit import MOST_SILU_GAMMA
 from tessella.operations import problems
 from tessella.operations.epilogue import Epilogue
 from tessella.operations.tensor_meta import TensorMeta
@@ -221,3 +223,23 @@ def test_gelu_in_sixteen_bits_keeps_not_a_number() -> None:
     low, high = ptx(text_of(sixteen_bit_device.gelu), operands)["$0"].view(np.float16)
     assert np.isnan(low)
     assert high == pytest.approx(0.8413, abs=1e-3)
+
+
+@pytest.mark.parametrize("off", [2.0**-11, -(2.0**-11)])
+@pytest.mark.parametrize("gamma", [None, 12.0, MOST_SILU_GAMMA])
+def test_silu_by_one_special_function_is_right_to_int8(
+    gamma: float | None, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of the error that PTX allows tanh: less than a fifth of a step beside rounding."""
+
+    def tanh(text: str, _: str, given: list[np.ndarray], **settings: object) -> np.ndarray:
+        assert text == "tanh.approx.f32 $0, $1;"
+        return (np.tanh(given[0].astype(np.float64)) * (1 + off)).clip(-1, 1).astype(np.float32)
+
+    device = SimpleNamespace(inline_asm_elementwise=tanh, float32=None)
+    monkeypatch.setattr(sixteen_bit_device, "gl", device)
+    factor = gamma or 1.0
+    x = np.linspace(-12, 127 / factor, 20_001).astype(np.float32)
+    made = sixteen_bit_device.silu.fn(x, gamma)
+    right = factor * F.silu(torch.from_numpy(x).double()).numpy()
+    assert np.abs(made - right).max() <= 0.2

@@ -33,6 +33,9 @@ CASES = {
     "int8, gelu, int8": replace(
         BIG, dtype="int8", out="int8", scale=True, bias="float32", activation="gelu", gamma=40.0
     ),
+    "int8, silu, int8": replace(
+        BIG, dtype="int8", out="int8", scale=True, bias="float32", activation="silu", gamma=40.0
+    ),
     "fp8, gelu, fp8": replace(
         BIG,
         dtype="float8_e4m3fn",

@@ -2,10 +2,9 @@
 
 ``s · relu(W·y + b) + t`` is ``max(sW·y + sb + t, t)`` for a factor above zero. D-FINE's backbone
 has them behind every convolution, each a step that read and wrote the whole map. Done for
-convolutions whose kernels know a floor: on a CPU in float32; on a GPU with Hopper's products on
-quantized values, where the layer's own factors take it and ``fuse_requantization`` then finds a
-layer whose result is only rounded. Layers in 16 bits keep their steps there: a plan of D-FINE-S was
-refused on an H100, as a chain dropped its floors; it knows none now, and has not run since.
+convolutions whose kernels know a floor: on a CPU in float32; on a GPU with Hopper's products in
+16 bits, and on quantized values, where the layer's own factors take it and
+``fuse_requantization`` then finds a layer whose result is only rounded.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _is_plain(graph: Graph, layer: Node, floats: Collection[str]) -> bool:
         and layer.has_only("input", "weight", "bias", "scale")
         and all(v is None or v in graph.constants for v in layer.inputs[1:])
         and layer.output.dtype in floats
-        and layer["input"].dtype in (QUANTIZED if layer.get("scale") else ("float32",))
+        and layer["input"].dtype in (QUANTIZED if layer.get("scale") else (layer.output.dtype,))
     )
 
 

@@ -261,7 +261,9 @@ def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[
     rounds = [graph.only_reader(v) for v in move.outputs]  # of a split all parts are rounded
     if not all(n and scheme.same(scheme_of(graph, n, "quantize")) for n in rounds):
         return ()
-    if move.op not in VIEWS and not any(v in quantized for v in move.inputs):
+    if move.op not in VIEWS and not any(
+        v in quantized or (v and _is_rounded(graph, v, scheme)) for v in move.inputs
+    ):
         return ()  # a pooling leaves less to round
     parts = [n for n in rounds if n is not None]
     changed, inputs = values_of(move, *parts), list[Value]()
@@ -279,6 +281,11 @@ def _lift(graph: Graph, node: Node, quantized: Collection[Value]) -> Collection[
     for part in parts:
         graph.nodes.remove(part)
     return [*changed, *inputs]
+
+
+def _is_rounded(graph: Graph, value: Value, scheme: Scheme) -> bool:
+    """Whether a step rounds a value so, for somebody else."""
+    return any(scheme.same(scheme_of(graph, node, "quantize")) for node in graph.users(value))
 
 
 def _from_quantized(graph: Graph) -> set[Value]:

@@ -1,7 +1,9 @@
-"""Activations of fp8 results, on the device, in pairs of float16.
+"""Activations of 8-bit results, on the device, to the precision of 16 bits.
 
 A tile's epilogue is straight code, and bringing it is what the tile waits for. e4m3 keeps 4 bits of
-a number, so 11 are enough on the way, and one instruction then makes two elements.
+a number, so 11 are enough on the way, and one instruction then makes two elements. Of special
+functions a multiprocessor makes 16 a clock: two for each SiLU of 512 channels at 80², 32 images,
+are 58 µs of an H200 [derived].
 """
 
 from __future__ import annotations
@@ -51,3 +53,17 @@ def gelu(x, gamma):
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def silu(x, gamma):
+    """``gamma · x / (1 + exp(-x))`` of float32, as h + h tanh(h) with h = x / 2: its error is 2⁻¹¹
+    of h, or less. One special function instead of two.
+    """
+    half = x * 0.5
+    turned = gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=gl.float32, is_pure=True, pack=1
+    )
+    if gamma is not None:
+        half = half * gamma
+    return half + half * turned

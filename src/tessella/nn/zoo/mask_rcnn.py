@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessella.core.errors import UsageError
@@ -36,6 +37,7 @@ SCALES = (10.0, 10.0, 5.0, 5.0)  # of how a box differs from its proposal
 LARGER = (112, 224, 448)  # pixels of a side: such boxes look at the next map, a coarser one
 SAMPLES = 2  # points along a side of a region's cell
 REGION, DRAWN = 7, 14  # cells along the side of a region that is named, and of one that is drawn
+ROUNDED = ("cuda",)  # devices on which a step draws the masks of a power of two of things
 HEADS = ("roi_heads.box_predictor.", "roi_heads.mask_predictor.mask_fcn_logits.")
 
 
@@ -164,7 +166,7 @@ class MaskRCNN(nn.Module):
         chosen = [p[at] for p, at in zip(proposals, learns, strict=True)]
         owners = [owner[at] for owner, at in zip(owners, learns, strict=True)]
         kinds = torch.cat([label[at] for label, at in zip(labels, learns, strict=True)])
-        masks = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(maps, chosen, sizes)))
+        masks = _drawn(heads, heads.mask_roi_pool(maps, chosen, sizes))
         losses.append(mask_loss(masks.float(), kinds, chosen, owners, things))
         mean = sides.new_zeros(())
         if len(kinds):
@@ -174,6 +176,18 @@ class MaskRCNN(nn.Module):
             there = [t["boxes"][owner] for t, owner in zip(things, owners, strict=True)]
             mean = overlap.iou_and_giou(made, torch.cat(there))[0].mean()
         return torch.stack([torch.stack([loss.float() for loss in losses]).sum(), mean])
+
+
+def _drawn(heads: Any, regions_PCSS: Tensor) -> Tensor:
+    """The logits of masks. How many things a step draws is another number each time, and cuDNN
+    measures its kernels anew for each: on a GPU it is a power of two, with regions of zeros.
+    """
+    count = len(regions_PCSS)
+    if count and regions_PCSS.device.type in ROUNDED:
+        more = (1 << (count - 1).bit_length()) - count
+        regions_PCSS = F.pad(regions_PCSS, (0, 0, 0, 0, 0, 0, 0, more))
+    logits: Tensor = heads.mask_predictor(heads.mask_head(regions_PCSS))
+    return logits[:count]
 
 
 def _apart() -> Any:

@@ -20,7 +20,7 @@ from tessella.studio.import_form import ImportForm, Settings
 from tessella.studio.keeping import shown_label, tools
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found
-from tessella.tasks import named, of, targets_of
+from tessella.tasks import counted_names, named, of, targets_of
 
 PAGE_SIZE = 60
 MISSING = "Choose a dataset at the left, or import the images again."
@@ -221,9 +221,10 @@ def _numbers(dataset: Dataset) -> list[tuple[str, str]]:
     if task.volumes:
         pixels = f"voxels seen, {record.depth} bits"
     disk = sum(m.nbytes for s in info.splits.values() for m in s.shards.values())
+    count, names = counted_names(task.name, len(info.classes)).split(" ", 1)
     return [
         *counts,
-        (task.examples.NAMES, f"{len(info.classes):,}"),
+        (names, count),
         (pixels, shape),
         ("mean", " · ".join(f"{m:.3f}" for m in record.mean[:4])),
         ("std", " · ".join(f"{s:.3f}" for s in record.std[:4])),

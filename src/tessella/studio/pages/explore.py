@@ -28,7 +28,7 @@ from tessella.studio.volume_answers import VolumeAnswers
 from tessella.studio.warm import Opened
 from tessella.studio.watching import watch
 from tessella.studio.workspace import best_checkpoint, open_dataset, readable
-from tessella.tasks import of
+from tessella.tasks import counted_names, of
 from tessella.tasks.thing import Thing
 
 PROMPTS = {"classify": "Classify a picture", "detect": "Find things in a picture",
@@ -134,15 +134,16 @@ def _chooser(context: Context, runs: dict[str, Run], ref: str, chosen: Checkpoin
 def _about(chosen: Checkpoint) -> None:
     info = chosen.info
     shape = " × ".join(str(n) for n in info.preprocess.input_shape)
+    count, names = counted_names(info.task.name, len(info.labels)).split(" ", 1)
     with parts.card():
         parts.stats(
             [
                 ("network", info.network.name),
                 ("input", shape),
-                (of(info.task).examples.NAMES, str(len(info.labels))),
+                (names, count),
                 ("epoch", f"{info.position.epoch:.4g}"),
                 *(
-                    (n.replace("/", " "), parts.score(n, v))
+                    (parts.metric_name(n), parts.score(n, v))
                     for n, v in sorted(info.metrics.items())
                 ),
                 ("preprocessing", info.preprocess_hash[:10]),

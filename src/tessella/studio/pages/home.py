@@ -17,6 +17,7 @@ from tessella.studio.entries import best_score, job_entry, run_entry, unreadable
 from tessella.studio.plan_front import precision_named
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import Found, T
+from tessella.tasks import counted_names
 
 SHOWN = 8  # of each kind; the pages list all
 
@@ -97,7 +98,7 @@ def _datasets(context: Context, found: list[Found[Dataset]]) -> None:
                     text("span", context.labels.title(entry.ref, info.name)).classes("name cut")
                     task = info.task.name
                     text("span", counted(count, parts.noun_of(task))).classes("detail num")
-                    names = parts.named_in(task, len(info.classes))
+                    names = counted_names(task, len(info.classes))
                     text("span", f"{task}, {names} · {entry.ref}").classes("detail cut")
         _rest(found, "/data")
 

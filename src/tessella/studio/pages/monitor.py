@@ -382,7 +382,7 @@ def _numbers(feed: Feed, task: TaskRecord) -> list[tuple[str, str]]:
         value = feed.latest(name)
         if value is not None:
             shown = f"{100 * value:.2g} %" if name == "data_wait" else parts.score(name, value)
-            out.append((_NAMES.get(name, name.replace("/", " ").replace("_", " ")), shown))
+            out.append((_NAMES.get(name, parts.metric_name(name)), shown))
     return out
 
 

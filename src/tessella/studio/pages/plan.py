@@ -258,6 +258,10 @@ class _Plan:
                  f"({manifest.fingerprint.arch}).").classes("muted small")  # fmt: skip
             for note in filter(None, (plan.unrounded, plan.found_wrong)):
                 parts.note(note, "warn")
+            if manifest.untuned:
+                parts.note("A cost model chose its kernels, and nothing was measured. On the "
+                           "machine that will run it, this measures them:")  # fmt: skip
+                parts.Command(shlex.join(("tessella", "tune", self._ref)))
             if plan.others:
                 others = ", ".join(o.target + ", untuned" * o.manifest.untuned for o in plan.others)
                 text("p", f"This is its program for {plan.target}; it has others for {others}."
@@ -420,6 +424,8 @@ def _rows(candidates: list[Candidate]) -> tuple[list[tuple[parts.Cell, ...]], li
                 fraction=c.time_us / slowest, text=f"{with_spread(c.time_us, c.spread_us)} µs"
             )
         other = "close" if chosen is not None and c.is_close_to(chosen) else "slower"
+        if c.time_us is None:
+            other = "estimated slower"
         why = c.refused or ("chosen" if c.chosen else other)
         if c.noisy:
             why = f"{why}; the machine was busy"

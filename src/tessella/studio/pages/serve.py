@@ -28,6 +28,7 @@ from tessella.studio.workspace import plain_name
 INTERVAL_S = 1.5  # a reading of three models takes 2 ms of the server's processor
 MOST_POINTS, KEPT_POINTS = 1200, 900  # of a chart: half an hour; then the oldest are dropped
 QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+MOST_ROWS = 12  # of who fills a server
 DOORS = {"http": "tensors over HTTP", "pictures": "pictures over HTTP", "grpc": "gRPC"}
 STAGES = {  # what happens in them; in the order of a request
     "receive": "its body arrives",
@@ -188,10 +189,7 @@ class _Shown:
             self._instances_card.set_visibility(False)
             with parts.card("Who fills it", "answered requests"):
                 self._doors = parts.box("stack")
-                text(
-                    "p",
-                    "By model and by the way they came: a server keeps no list of its clients.",
-                ).classes("muted small")
+                self._clients = parts.box("stack")
 
     def show(self, now: Reading, loads: dict[Model, Load]) -> None:
         """Bring the page to another reading."""
@@ -224,6 +222,7 @@ class _Shown:
         if one.instances:
             _drawn_again(self._instances, _instances_table, one)
         _drawn_again(self._doors, _doors_table, loads)
+        _drawn_again(self._clients, _clients_table, loads)
 
     def _choose(self) -> None:
         place = self._choice.value
@@ -348,20 +347,34 @@ def _instances_table(one: Load) -> None:
 
 def _doors_table(loads: dict[Model, Load]) -> None:
     counts = {
-        (model, door): count
+        (_named(model), DOORS.get(door, door[:20])): count
         for model, one in loads.items()
         for door, count in one.doors.items()
-        if count
     }
-    total = sum(counts.values())
-    if not total:
+    if not _shares(("model", "way"), counts):
         text("p", "None was answered in this time.").classes("muted")
-        return
-    parts.table([*_left("model", "way"), *_right("requests"), *_left("share")], [
-        (_named(model), DOORS.get(door, door[:20]), f"{count:.0f}",
-         parts.Bar(fraction=count / total, text=f"{100 * count / total:.0f} %"))
-        for (model, door), count in sorted(counts.items(), key=lambda entry: -entry[1])
-    ])  # fmt: skip
+
+
+def _clients_table(loads: dict[Model, Load]) -> None:
+    counts = {
+        (_named(model), client[:50]): count
+        for model, one in loads.items()
+        for client, count in one.clients.items()
+    }
+    _shares(("model", "client"), counts)
+
+
+def _shares(titles: tuple[str, str], counts: dict[tuple[str, str], float]) -> bool:
+    """A table of requests, most first; False if there are none."""
+    counts = {key: count for key, count in counts.items() if count}
+    total = sum(counts.values())
+    if total:
+        parts.table([*_left(*titles), *_right("requests"), *_left("share")], [
+            (*key, f"{count:.0f}",
+             parts.Bar(fraction=count / total, text=f"{100 * count / total:.0f} %"))
+            for key, count in sorted(counts.items(), key=lambda entry: -entry[1])[:MOST_ROWS]
+        ])  # fmt: skip
+    return total > 0
 
 
 def _bars(batches: Histogram) -> tuple[list[str], list[float]]:

@@ -24,7 +24,7 @@ from tessella.studio.recipe_form import RecipeForm, flat
 from tessella.studio.sweep_form import SweepForm
 from tessella.studio.theme import RESPONSE_S, frame, text
 from tessella.studio.workspace import plain_name, readable
-from tessella.tasks import for_defaults
+from tessella.tasks import counted_names, for_defaults
 
 SOURCES = {"standard": "Standard", "timm": "timm", "run": "Previous", "file": "Own file"}
 SEEN = 8  # training images of the preview
@@ -260,7 +260,8 @@ class _Train:
         network, dataset = self._network(), self._datasets[self._dataset.value]
         channels, *sides = dataset.preprocess.input_shape
         shape = " × ".join(map(str, (channels, *sides)))
-        self._summary.text = f"{network} for {len(dataset.classes)} classes, input {shape}"
+        told = counted_names(dataset.info.task.name, len(dataset.classes))
+        self._summary.text = f"{network} for {told}, input {shape}"
         if not network or network == "timm/":
             self._show_drawing(None, "Name a network to see it drawn.")
             return

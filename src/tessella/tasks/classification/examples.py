@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,18 @@ def find(request: Request) -> Found:
                 fix="correct the row, or name the class among the labels",
             )
         sources.append(Source(table.files[row], table.paths[row], index[name]))
-    return table.found(classes, sources, skipped)
+    return replace(table.found(classes, sources, skipped), notes=_several(classes))
+
+
+def _several(classes: Sequence[str]) -> tuple[str, ...]:
+    """What to say where a class is called as several of the others together."""
+    known = set(classes)
+    for name in classes:
+        parts = [part.strip() for part in re.split(r"[|;,]", name)]
+        if len(parts) > 1 and known.issuperset(parts):
+            return (f"{name[:80]!r} is taken for one class; pictures with several labels are "
+                    "imported with --task multilabel",)  # fmt: skip
+    return ()
 
 
 def stored(target: int, file: str, record: Preprocess) -> int:

@@ -36,7 +36,7 @@ def find(request: Request) -> Found:
             seen=f"{', '.join(table.columns)[:200]} in {request.source}",
             fix=f"call them {', '.join(EDGES[0])} and {CLASS[0]}: a row a box, edges in pixels",
         )
-    names, cells = table.texts(named), [table.texts(known[edge]) for edge in edges]
+    names, cells = table.texts(named), [table.numbers(known[edge]) for edge in edges]
     classes = request.labels or tables.ordered(filter(None, names))
     number = {name: k for k, name in enumerate(classes)}
     problems: list[Problem] = []
