@@ -190,6 +190,17 @@ def test_who_says_no_more_has_the_answers_to_what_came_whole(place: Place, way: 
         place.until(wire.is_closing)
         assert wire.sent.count(b"HTTP/1.1 ") == wire.sent.count(b"HTTP/1.1 200 OK") == whole, said
         place.until(lambda: place.app.bodies.held_bytes == 0)
+    wire = connected(place, Wire())
+
+    async def breaks() -> None:
+        wire.protocol.data_received(request + b"no HTTP\r\n\r\n")
+        wire.protocol.eof_received()
+
+    place.run(breaks())
+    place.until(wire.is_closing)
+    said = wire.sent.count(b"HTTP/1.1 200 OK"), wire.sent.count(b"HTTP/1.1 400")
+    assert said == (1, 1), "what ends it is said, too"
+    place.until(lambda: place.app.bodies.held_bytes == 0)
     place.run(_lost(first))
 
 

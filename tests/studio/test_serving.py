@@ -19,7 +19,7 @@ from PIL import Image
 
 from tessella.core.errors import UsageError
 from tessella.server import Doors, Server
-from tessella.server.fairness import client_of
+from tessella.server.fairness import MOST_NAMES, client_of
 from tessella.server.metrics import Metrics
 from tessella.server.statistics import (
     BOUNDS_S,
@@ -169,6 +169,12 @@ def test_counts_of_another_process_are_added_once() -> None:
     engine.add(json.loads(json.dumps(acceptor.taken())))
     assert engine.doors == {"http": 2, "grpc": 1}
     assert engine.clients == {"10.0.0.4": 3}
+    busy = client_of(["10.0.2.1", 1])
+    for host in range(2 * MOST_NAMES):  # come once, beside one that asks on and on
+        client_of([f"10.{3 + host // 256}.0.{host % 256}", 1])
+        if host % 256 == 0:
+            acceptor.succeeded(1, Stages(), "http", busy)
+            assert acceptor.taken()["clients"] == {"10.0.2.1": 1}
     assert engine.whole.ns == pytest.approx(0.308e9)
     found = {b: n for b, n in zip((*BOUNDS_S, math.inf), engine.whole.counts, strict=True) if n}
     assert found == {0.005: 2, 0.5: 1}

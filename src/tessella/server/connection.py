@@ -117,7 +117,7 @@ class Connection(HttpToolsProtocol):
             self._go_long_way()  # the rest of its body will not come
         if self._request is not None:
             self._is_last = True
-        elif not self._behind:
+        elif not self._behind and self._parting is None:
             self._part(self.transport.close)
             self._look_for_leaver()
 

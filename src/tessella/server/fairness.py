@@ -22,32 +22,38 @@ from typing import Any, Generic, Protocol, TypeVar
 PATIENCE_NS = 10**9
 MOST_IDLE = 64  # clients with nothing waiting that are remembered
 MOST_NAMES = 1024
-_names: dict[int, str] = {}  # of clients, the oldest first
+_names: dict[int, str] = {}  # of clients; those who came, or were asked about, last are behind
 
 
 def client_of(peer: Sequence[Any] | None) -> int:
     """The client's number, by its address and port; 0 of one that has none."""
-    return _number(str(peer[0])) if peer else 0
+    if not peer:
+        return 0
+    number, name = _known(str(peer[0]))
+    _names.pop(number, None)
+    _names[number] = name
+    if len(_names) > MOST_NAMES:
+        del _names[next(iter(_names))]
+    return number
 
 
 def name_of(client: int) -> str:
     """The address of a client that came to this process, or the network of IPv6; empty of one that
-    has none, or came before ``MOST_NAMES`` others.
+    has none, or for whom ``MOST_NAMES`` others have come since somebody asked.
     """
-    return _names.get(client, "")
+    name = _names.pop(client, "")
+    if name:
+        _names[client] = name
+    return name
 
 
 @functools.lru_cache(MOST_NAMES)
-def _number(host: str) -> int:
+def _known(host: str) -> tuple[int, str]:
     if ":" in host:  # of IPv6 everybody has 2**64 addresses
         whole = ipaddress.IPv6Address(host.partition("%")[0])
         network = ipaddress.IPv6Network((int(whole) >> 64 << 64, 64))
         host = str(whole.ipv4_mapped or network)
-    number = zlib.crc32(host.encode())
-    if len(_names) >= MOST_NAMES:
-        del _names[next(iter(_names))]
-    _names[number] = host
-    return number
+    return zlib.crc32(host.encode()), host
 
 
 class Waits(Protocol):
