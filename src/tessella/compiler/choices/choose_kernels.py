@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,6 +31,10 @@ from tessella.search.tuning import TimingCache, Trial
 WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps share
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
 CUTOFF = 1.3
+
+# in the names of algorithms that round more than plain sums: Winograd's F(4, 3) ten times as much
+ROUGH = ("winograd", "fft")
+TOO_ROUGH = "this network carries its roundings too far"
 
 Slices = dict[str, Slice]  # by value name: those that lie in another value's memory
 
@@ -78,6 +82,7 @@ class Tuner:
         measures: whether kernels are timed; else the cost model chooses, for a machine that may not
             be this one.
         refused: by problem and kernel, what was found wrong where nothing is measured.
+        too_rough: kernels that this build takes nowhere; what is measured of them stays true.
     """
 
     target: str
@@ -91,6 +96,7 @@ class Tuner:
     joined: list[Slices] = field(default_factory=list)
     measures: bool = True
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
+    too_rough: set[str] = field(default_factory=set)
 
     @property
     def options(self) -> SearchOptions:
@@ -190,23 +196,43 @@ def trials(
         candidates: what ``Prefetch`` found worth running.
         options: others than the tuner's.
     """
+    asked = as_measured(problem)
     if not tuner.measures:
-        problem = as_measured(problem)
-        return estimated(
-            problem,
+        found = estimated(
+            asked,
             target=tuner.target,
             max_workspace_bytes=WORKSPACE_BYTES,
-            refused=tuner.refused.get(problem.key, {}),
+            refused=tuner.refused.get(asked.key, {}),
         )
-    return find(
-        as_measured(problem),
-        constants_of(node, problem, tuner.constants),
-        target=tuner.target,
-        cache=tuner.cache,
-        options=options or tuner.options,
-        candidates=candidates,
-        evidence=tuner.evidence,
-    )
+    else:
+        found = find(
+            asked,
+            constants_of(node, problem, tuner.constants),
+            target=tuner.target,
+            cache=tuner.cache,
+            options=options or tuner.options,
+            candidates=candidates,
+            evidence=tuner.evidence,
+        )
+    return _without(found, tuner.too_rough)
+
+
+def _without(found: tuple[Trial, ...], kernels: Collection[str]) -> tuple[Trial, ...]:
+    """The trials, those of some kernels refused and last; as they are where no other is left."""
+    told = [
+        Trial(kernel=trial.kernel, config=trial.config, refused=TOO_ROUGH)
+        if trial.kernel in kernels and trial.refused is None
+        else trial
+        for trial in found
+    ]
+    told.sort(key=lambda trial: trial.refused is not None)
+    return tuple(told) if told[0].refused is None else found
+
+
+def is_rough(choice: Choice) -> bool:
+    """Whether the kernel of a choice rounds more than plain sums do."""
+    algorithm = kernel(choice.kernel).algorithm
+    return any(word in algorithm for word in ROUGH)
 
 
 def views(graph: Graph, formats: Formats, target: str) -> Slices:
