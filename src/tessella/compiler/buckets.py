@@ -41,7 +41,7 @@ def built(
             if not left:
                 raise
             emit(phase("verify", f"{rough.wrong}, {rough.seen}: others are taken"))
-            tuner.too_rough.update(rough.kernels)
+            tuner.too_rough.update(dict.fromkeys(rough.kernels, choose_kernels.TOO_ROUGH))
             choices = _chosen(graph, formats, tuner, emit, batch)
         except verify.WrongKernel as wrong:
             if not left or wrong.choice.kernel == "reference":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -82,7 +82,8 @@ class Tuner:
         measures: whether kernels are timed; else the cost model chooses, for a machine that may not
             be this one.
         refused: by problem and kernel, what was found wrong where nothing is measured.
-        too_rough: kernels that this build takes nowhere; what is measured of them stays true.
+        too_rough: kernels that this build takes nowhere, with the reason; what was measured of them
+            stays true.
     """
 
     target: str
@@ -96,7 +97,7 @@ class Tuner:
     joined: list[Slices] = field(default_factory=list)
     measures: bool = True
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
-    too_rough: set[str] = field(default_factory=set)
+    too_rough: dict[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> SearchOptions:
@@ -106,6 +107,7 @@ class Tuner:
             max_workspace_bytes=WORKSPACE_BYTES,
             cutoff=CUTOFF,
             allowance=self.allowance,
+            refused=self.too_rough,
         )
 
     def refuse(self, choice: Choice, reason: str) -> None:
@@ -196,37 +198,23 @@ def trials(
         candidates: what ``Prefetch`` found worth running.
         options: others than the tuner's.
     """
-    asked = as_measured(problem)
     if not tuner.measures:
-        found = estimated(
-            asked,
+        problem = as_measured(problem)
+        return estimated(
+            problem,
             target=tuner.target,
             max_workspace_bytes=WORKSPACE_BYTES,
-            refused=tuner.refused.get(asked.key, {}),
+            refused={**tuner.too_rough, **tuner.refused.get(problem.key, {})},
         )
-    else:
-        found = find(
-            asked,
-            constants_of(node, problem, tuner.constants),
-            target=tuner.target,
-            cache=tuner.cache,
-            options=options or tuner.options,
-            candidates=candidates,
-            evidence=tuner.evidence,
-        )
-    return _without(found, tuner.too_rough)
-
-
-def _without(found: tuple[Trial, ...], kernels: Collection[str]) -> tuple[Trial, ...]:
-    """The trials, those of some kernels refused and last; as they are where no other is left."""
-    told = [
-        Trial(kernel=trial.kernel, config=trial.config, refused=TOO_ROUGH)
-        if trial.kernel in kernels and trial.refused is None
-        else trial
-        for trial in found
-    ]
-    told.sort(key=lambda trial: trial.refused is not None)
-    return tuple(told) if told[0].refused is None else found
+    return find(
+        as_measured(problem),
+        constants_of(node, problem, tuner.constants),
+        target=tuner.target,
+        cache=tuner.cache,
+        options=options or tuner.options,
+        candidates=candidates,
+        evidence=tuner.evidence,
+    )
 
 
 def is_rough(choice: Choice) -> bool:
