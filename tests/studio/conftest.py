@@ -77,6 +77,7 @@ def chromium(started_chromium: webdriver.Chrome) -> webdriver.Chrome:
         chrome.switch_to.window(handle)
         chrome.close()
     chrome.switch_to.window(new)
+    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     everything = {"origin": "*", "storageTypes": "all"}  # cookies, too
     chrome.execute_cdp_cmd("Storage.clearDataForOrigin", everything)
     for log in ("browser", "performance"):
