@@ -308,12 +308,14 @@ class Tiles(ABC):
         if self.DEPTHWISE or self.panels.groups > 1:
             return BLOCK_PIXELS, True
         x, y = problem["input"], problem.output
+        if groups == 1 or x.extent < FAR_BYTES[self.isa]:
+            return BLOCK_PIXELS, False
         pixels = math.prod(y.shape[2:])
         of_pixel = x.extent / (y.shape[0] * pixels)
         most = max(BLOCK_PIXELS, int(BLOCK_IMAGE_BYTES[self.isa] / of_pixel))
         blocks = y.shape[0] * math.ceil(pixels / most)
         again = groups * x.extent > 2 * blocks * weight.nbytes
-        return (most, True) if x.extent >= FAR_BYTES[self.isa] and again else (BLOCK_PIXELS, False)
+        return (most, True) if again else (BLOCK_PIXELS, False)
 
     def _require_inside(
         self,
