@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import older_tables, serving_tables
+from benchmarks import older_tables, rounding, serving_tables
 from benchmarks.report import markdown
 from benchmarks.runs import (
     Key,
@@ -118,6 +118,7 @@ def page() -> str:
         *_scattered(),
         *_detection(),
         *_evaluating(),
+        *rounding.tables(),
         *_boxes_and_masks(),
         *_volumes(),
         *serving_tables.all_of_them(),

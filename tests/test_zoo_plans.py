@@ -21,8 +21,9 @@ SMALL = {  # a size at which the network still has all its layers, and a test it
     "timm/vit_tiny_patch16_224": 224,
 }
 
-# Their layers are of the kinds that networks beside them have, whose kernels are measured.
-UNTUNED = ("vgg16", "resnet50")
+# Their layers are of the kinds that networks beside them and those of ``tests.support.networks``
+# have, whose kernels are measured.
+UNTUNED = ("alexnet", "vgg16", "googlenet", "resnet18", "resnet50")
 
 DEEPER = {"resnet152": "resnet50"}  # of the same blocks: its plan has more of the same steps
 

@@ -9,8 +9,8 @@ from tests.attack.children import attack
 from tests.attack.known import KNOWN
 
 # How many cases: seconds each.
-FEW = {"fallback": 600, "plans": 120, "images": 600, "onnx": 200, "prototxt": 80, "datasets": 80,
-       "http": 60, "stops": 6}  # fmt: skip
+FEW = {"fallback": 400, "plans": 72, "images": 400, "onnx": 120, "prototxt": 60, "datasets": 60,
+       "http": 40, "stops": 6}  # fmt: skip
 BOTH = 0.02  # so many at least are refused, and so many taken, or an attack tests nothing
 
 

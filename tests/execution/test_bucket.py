@@ -105,3 +105,49 @@ def test_views_of_the_arena_are_made_once_and_see_each_run() -> None:
     lying = all(step.lying for step in views)
     assert lying == any(s.out is not None for s in bound.steps if s.step.op == "conv2d")
     assert len(bound._moving) == len(bound.steps) - (2 if lying else 0)
+
+
+@pytest.mark.instructions
+def test_kernels_that_round_more_than_a_network_bears_are_taken_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Winograd's error is some ten times that of plain sums, which others then make."""
+    build = Builder("rough")
+    spec = TensorSpec(name="x", dtype="float32", shape=(1, 64, 24, 24))
+    weight = build.constant("weight", torch.randn(64, 64, 3, 3) / 24)
+    window = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    x = build.input(spec, dynamic=False)
+    made = build.one("conv2d", [x, weight, None, None], **window)
+    graph, formats = with_layout(build.finish([made], ["y"]), "channels_last")
+    tuner = Tuner(target="cpu", math="ieee", constants={v.name: t for v, t in
+                  graph.constants.items()}, cache=TimingCache(), budget_s=0.0)  # fmt: skip
+    choices = choose_kernels.apply(graph, formats, tuner, silent, "")
+    (at,) = (i for i, c in enumerate(choices) if c.node.op == "conv2d")
+    trials = choices[at].trials
+    winograd = [t for t in trials if t.kernel.endswith("_winograd") and t.refused is None]
+    if not winograd:
+        pytest.skip("no machine code here")
+    others = (t for t in trials if t is not winograd[0])
+    choices[at] = replace(choices[at], trials=(winograd[0], *others))
+    wanted = replace(verify.expected(graph, 1, 1, target="cpu"), noise=0.0)
+    (answer,) = execution.bound(graph, plan_memory.apply(graph, choices, 1), tuner)(
+        [wanted.inputs["x"]]
+    )
+    right = wanted.outputs["y"]
+    error = float((answer.double() - right).abs().max() / right.abs().max())
+
+    def check(choices: list[Choice], allowed: float) -> None:
+        monkeypatch.setitem(verify.TOLERANCES, "fp32", (allowed * error, 0.999))
+        bucket = plan_memory.apply(graph, choices, 1)
+        verify.check(choices, bucket, graph, graph, wanted, tuner, "fp32")
+
+    check(choices, 3.0)
+    for allowed in (1.5, 0.7):
+        with pytest.raises(verify.RoughKernels, match="round more than this network bears") as told:
+            check(choices, allowed)
+        assert [*told.value.kernels] == [winograd[0].kernel]
+    tuner.too_rough.update(dict.fromkeys(told.value.kernels, choose_kernels.TOO_ROUGH))
+    again = choose_kernels.apply(graph, formats, tuner, silent, "")
+    (trial,) = (t for t in again[at].trials if t.kernel == winograd[0].kernel)
+    assert (trial.refused, trial.time_us) == (choose_kernels.TOO_ROUGH, None)
+    check(again, 0.7)

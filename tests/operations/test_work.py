@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,6 +40,14 @@ def test_operations_are_those_that_torch_counts(problem: Problem) -> None:
     with FlopCounterMode(display=False) as counter:
         operation(problem.op).call(inputs, problem.attrs)
     assert problem.flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("shape", "made"), [((5, 3), (3,)), ((5,), ()), ((2, 5, 3), (2, 3))])
+def test_products_of_vectors(shape: tuple[int, ...], made: tuple[int, ...]) -> None:
+    inputs = float32(5), float32(*shape)
+    for attrs in ({}, {"transpose_a": True}):
+        problem = Problem(op="matmul", inputs=inputs, outputs=(float32(*made),), attrs=attrs)
+        assert problem.flops == 2 * 5 * math.prod(made)
 
 
 @pytest.mark.parametrize("projection", [0, 3])

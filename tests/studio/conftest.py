@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -47,19 +46,40 @@ def client(studio: Served) -> Iterator[httpx.Client]:
     client.close()
 
 
-@pytest.fixture
-def chromium(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    """Headless Chromium with a fresh profile; its console and its network are recorded."""
+@pytest.fixture(scope="session")
+def started_chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """One for all tests of a process: to start it and to read the pages' scripts takes seconds."""
     driver, browser = shutil.which("chromedriver"), shutil.which("chromium")
     if driver is None or browser is None:
         missing = "chromedriver" if driver is None else "chromium"
         pytest.skip(f"{missing} is not installed (apt-get install chromium chromium-driver)")
     options = Options()
     options.binary_location = browser
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium') / 'profile'}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chrome = webdriver.Chrome(options=options, service=Service(driver))
     chrome.set_page_load_timeout(60)
     yield chrome
     chrome.quit()
+
+
+@pytest.fixture
+def chromium(started_chromium: webdriver.Chrome) -> webdriver.Chrome:
+    """Headless Chromium in a new tab, with no cookie and nothing stored; its console and its
+    network are recorded from here on.
+    """
+    chrome = started_chromium
+    old = chrome.window_handles
+    chrome.switch_to.new_window("tab")
+    new = chrome.current_window_handle
+    for handle in old:
+        chrome.switch_to.window(handle)
+        chrome.close()
+    chrome.switch_to.window(new)
+    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
+    everything = {"origin": "*", "storageTypes": "all"}  # cookies, too
+    chrome.execute_cdp_cmd("Storage.clearDataForOrigin", everything)
+    for log in ("browser", "performance"):
+        chrome.get_log(log)
+    return chrome

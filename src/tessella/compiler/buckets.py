@@ -25,7 +25,7 @@ def built(
 ) -> tuple[Bucket, list[Candidate]]:
     """The bucket of a graph with concrete shapes, and every trial of every step.
 
-    Where the check finds a kernel wrong, the next best is taken.
+    Where the check finds a kernel wrong, or some too rough for the network, the next best is taken.
 
     Raises:
         CompileError: no kernel fits, or the check fails otherwise.
@@ -37,6 +37,12 @@ def built(
         try:
             check(choices, bucket)
             break
+        except verify.RoughKernels as rough:
+            if not left:
+                raise
+            emit(phase("verify", f"{rough.wrong}, {rough.seen}: others are taken"))
+            tuner.too_rough.update(dict.fromkeys(rough.kernels, choose_kernels.TOO_ROUGH))
+            choices = _chosen(graph, formats, tuner, emit, batch)
         except verify.WrongKernel as wrong:
             if not left or wrong.choice.kernel == "reference":
                 raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tessella.artifacts.program import Bucket
-from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of
+from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of, is_rough
 from tessella.compiler.execution import bound
 from tessella.core.device import torch_device
 from tessella.core.errors import CompileError
@@ -56,6 +56,9 @@ MOST_TOLERANCE = 0.99
 # What float32 alone moves by more is no rounding, but a choice: which rows a top-k takes of ties.
 # Other random inputs may be clearer: so many are tried.
 OTHERWISE, SEEDS = 0.05, 3
+# Of a tolerance, where kernels round more than plain sums do: other samples may be worse. So were
+# three of an Inception-v3 with random weights: 1.5e-4, where one was within 1e-4.
+ROUGH_SHARE = 0.5
 NO_NOISE = 3e-6  # an error of float32 at which another order of sums cannot matter
 LAST_BITS = 4e-6  # of a float32, which sums in another order change
 INDEPENDENT = 1e-4  # of the largest value: what other samples may change of an answer
@@ -399,22 +402,29 @@ def check(
 
     Raises:
         WrongKernel: an output is out of tolerance, and one step's kernel is by itself.
+        RoughKernels: an output is out of tolerance or near it, and some kernels round more than
+            plain sums do.
         CompileError: an output is out of tolerance; names the first step that deviates.
     """
     steps = bound(graph, bucket, tuner)
     inputs = [answers.inputs[v.name].to(torch_device(tuner.target)) for v in graph.inputs]
     with torch.inference_mode(), float32_math(tuner.math):
         outputs = steps(inputs)
-    wrong = [
-        f"output {v.name!r}: {reason}"
-        for v, made in zip(graph.outputs, outputs, strict=True)
-        if (reason := _deviation(v.name, made, answers.outputs[v.name], answers, precision))
-    ]
-    if not wrong:
+    rough = sorted({choice.kernel for choice in choices if is_rough(choice)})
+
+    def deviating(share: float) -> list[str]:
+        pairs = ((v.name, made, answers.outputs[v.name]) for v, made in zip(graph.outputs, outputs))
+        told = ((pair[0], _deviation(*pair, answers, precision, share)) for pair in pairs)
+        return [f"output {name!r}: {reason}" for name, reason in told if reason]
+
+    wrong = deviating(1.0)
+    if not wrong and not (rough and (near := deviating(ROUGH_SHARE))):
         return
-    made = _every_value(steps, graph, inputs, tuner)
-    if culprit := _wrong_kernel(choices, made, tuner):
+    made = _every_value(steps, graph, inputs, tuner) if wrong else {}
+    if wrong and (culprit := _wrong_kernel(choices, made, tuner)):
         raise WrongKernel(*culprit)
+    if rough:
+        raise RoughKernels(rough, "; ".join(wrong or near))
     where = _first_wrong_step(choices, made, reference, answers, precision, tuner.target)
     raise CompileError(
         f"the plan does not compute what the network computes ({precision})",
@@ -445,6 +455,16 @@ def check_interpreted(graph: Graph, answers: Expected, precision: str) -> None:
             seen="; ".join(wrong),
             fix="give some layers another precision (--layer NAME=fp32), or all of them",
         )
+
+
+class RoughKernels(CompileError):
+    """Right by themselves, some kernels round more than the network bears: Inception-v4's random
+    weights, by which float32 is off by 1.9e-4, made 1.06e-3 of Winograd's."""
+
+    def __init__(self, kernels: Sequence[str], seen: str) -> None:
+        wrong = f"kernels {', '.join(kernels)} round more than this network bears"
+        super().__init__(wrong, seen=seen, fix="report it: others should have been taken")
+        self.kernels = kernels
 
 
 class WrongKernel(CompileError):
@@ -523,10 +543,15 @@ def _first_wrong_step(
 
 
 def _deviation(
-    name: str, made: torch.Tensor, right: torch.Tensor, answers: Expected, precision: str
+    name: str,
+    made: torch.Tensor,
+    right: torch.Tensor,
+    answers: Expected,
+    precision: str,
+    share: float = 1.0,
 ) -> str | None:
-    """Why ``made`` is out of tolerance, or None."""
-    tolerance, least_cosine = answers.tolerance(precision), answers.least_cosine(precision)
+    """Why ``made`` is out of tolerance, or out of a share of it, or None."""
+    tolerance, least_cosine = share * answers.tolerance(precision), answers.least_cosine(precision)
     if tuple(made.shape) != tuple(right.shape):
         return f"shape {tuple(made.shape)} instead of {tuple(right.shape)}"
     if torch.isfinite(right).all() and not torch.isfinite(made).all():

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class SearchOptions:
         inspect: also compare with float64, repeat, and read what the kernels take from the GPU;
             and try kernels that have been far behind on problems like this one.
         allowance: of time, that several searches share; ``find`` raises ``OutOfTime`` after it.
+        refused: kernels that take no part, with the reason.
     """
 
     budget_s: float = 0.02
@@ -75,6 +76,7 @@ class SearchOptions:
     cutoff: float = 2.0
     inspect: bool = False
     allowance: Allowance | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def find(
@@ -153,7 +155,7 @@ def _admitted(problem: Problem, target: str, options: SearchOptions) -> list[Ker
 
 
 def _refusal(row: Kernel, problem: Problem, options: SearchOptions) -> str | None:
-    refused = row.refusal(problem)
+    refused = options.refused.get(row.id) or row.refusal(problem)
     if refused or options.algorithms:
         return refused
     if row.unproven:

@@ -100,7 +100,7 @@ def test_many_rows_meet_all_panels_block_by_block(monkeypatch: pytest.MonkeyPatc
     if code.instructions() is None or code.refusal(code.require_instructions().name) is not None:
         pytest.skip("no machine code here")
     monkeypatch.setattr(code, "instructions", lambda: AVX2)
-    monkeypatch.setattr(x86_tiles, "FAR_BYTES", 1)
+    monkeypatch.setattr(x86_tiles, "FAR_BYTES", {AVX2: 1})
     p = problem((100,), 1400, 48, "float32", residual=False, activation="relu")
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(m.shape, generator=generator) for m in p.inputs[:3] if m)

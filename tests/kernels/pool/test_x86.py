@@ -72,7 +72,8 @@ def agrees(p: Problem, seed: int = 0) -> None:
 def test_what_networks_pool(case: str, channels: int, dtype: str) -> None:
     needs_bfloat16(dtype)
     size, window = NETWORKS[case]
-    agrees(asked((1 if size > 60 else 3, channels, size, size), window, dtype))
+    shape = (1, min(channels, 80), size, size) if size > 60 else (3, channels, size, size)
+    agrees(asked(shape, window, dtype))
 
 
 @given(problems(), st.integers(0, 2**31))

@@ -8,13 +8,12 @@ them.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from tests.support.emulators.sparse_on_cpu import COMMON, HEAD
+from tests.support.emulators.sparse_on_cpu import COMMON, library
 
 _HEAD = r"""
 #define __align__(...)
@@ -156,12 +155,9 @@ def run(
         taken.append(f"{{{', '.join(places)}}}")
         ints += group
     code = source.replace("extern __shared__ __align__(128) char memory[];", "")
-    text = HEAD + _HEAD + code + _TAIL.replace("KERNEL", f"{name}({', '.join(taken)})")
-    library = folder / "kernel.so"
-    command = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, "-x", "c++", "-", "-o", library], input=text, text=True, check=True)
+    text = _HEAD + code + _TAIL.replace("KERNEL", f"{name}({', '.join(taken)})")
     pointers = [None if t is None else t.data_ptr() for t in tensors]
-    ctypes.CDLL(library).run(
+    library(text, folder).run(
         grid,
         (ctypes.c_void_p * len(pointers))(*pointers),
         (ctypes.c_float * len(factors))(*factors),

@@ -7,7 +7,6 @@ and products whose left matrix lies in the registers of a group's threads; their
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from tessella.kernels.conv.hopper import pooled
 from tessella.kernels.conv.hopper.pooled_device import Stem, source
 from tessella.operations.problem import Problem
-from tests.support.emulators.sparse_on_cpu import COMMON, HEAD
+from tests.support.emulators.sparse_on_cpu import COMMON, library
 
 _HEAD = r"""
 struct uint4 { unsigned x, y, z, w; };
@@ -141,15 +140,11 @@ def conv_pool(
         + COMMON
         + _MACHINE,
     ).replace("extern __shared__ char memory[];", "")
-    library = folder / "kernel.so"
-    command = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-pthread"]
-    text = HEAD + _HEAD + code + _TAIL
-    subprocess.run([*command, "-x", "c++", "-", "-o", library], input=text, text=True, check=True)
     weight = pooled.pack(operands[1], stem)
     pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (weight, bias, out))
     gamma = ctypes.c_float(float(problem.attr("gamma")))
     box = ctypes.byref(_map(x, stem))
-    ctypes.CDLL(library).run(box, *pointers, gamma, stem.tasks, grid)
+    library(_HEAD + code + _TAIL, folder).run(box, *pointers, gamma, stem.tasks, grid)
     return out
 
 

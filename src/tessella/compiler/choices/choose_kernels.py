@@ -32,6 +32,10 @@ WORKSPACE_BYTES = 1 << 30  # of one step; it lies in the arena, which all steps 
 # In 50 layers of ResNet-50 no kernel won whose first configuration took 1.22 times the best time.
 CUTOFF = 1.3
 
+# in the names of algorithms that round more than plain sums: Winograd's F(4, 3) ten times as much
+ROUGH = ("winograd", "fft")
+TOO_ROUGH = "this network carries its roundings too far"
+
 Slices = dict[str, Slice]  # by value name: those that lie in another value's memory
 
 
@@ -78,6 +82,8 @@ class Tuner:
         measures: whether kernels are timed; else the cost model chooses, for a machine that may not
             be this one.
         refused: by problem and kernel, what was found wrong where nothing is measured.
+        too_rough: kernels that this build takes nowhere, with the reason; what was measured of them
+            stays true.
     """
 
     target: str
@@ -91,6 +97,7 @@ class Tuner:
     joined: list[Slices] = field(default_factory=list)
     measures: bool = True
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
+    too_rough: dict[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> SearchOptions:
@@ -100,6 +107,7 @@ class Tuner:
             max_workspace_bytes=WORKSPACE_BYTES,
             cutoff=CUTOFF,
             allowance=self.allowance,
+            refused=self.too_rough,
         )
 
     def refuse(self, choice: Choice, reason: str) -> None:
@@ -196,7 +204,7 @@ def trials(
             problem,
             target=tuner.target,
             max_workspace_bytes=WORKSPACE_BYTES,
-            refused=tuner.refused.get(problem.key, {}),
+            refused={**tuner.too_rough, **tuner.refused.get(problem.key, {})},
         )
     return find(
         as_measured(problem),
@@ -207,6 +215,12 @@ def trials(
         candidates=candidates,
         evidence=tuner.evidence,
     )
+
+
+def is_rough(choice: Choice) -> bool:
+    """Whether the kernel of a choice rounds more than plain sums do."""
+    algorithm = kernel(choice.kernel).algorithm
+    return any(word in algorithm for word in ROUGH)
 
 
 def views(graph: Graph, formats: Formats, target: str) -> Slices:

@@ -32,10 +32,13 @@ from tessella.operations.tensor_meta import TensorMeta
 WORD = 4  # bytes: one channel of float32, two of bfloat16
 # pixels of a tile, by its vectors: as many as registers allow
 PIXELS = {AVX512: {4: 6, 3: 8, 2: 9, 1: 9}, AVX2: {3: 4, 2: 6, 1: 9}}
-BLOCK_PIXELS = 96  # that one thread takes at a time
+BLOCK_PIXELS = 96  # that one thread takes at a time, at least
+# of what these read, where all panels meet them before the next ones: of a core's second cache half
+BLOCK_IMAGE_BYTES = {AVX512: 2**20, AVX2: 2**18}
 BLOCK_WEIGHT_BYTES = 2**18  # of the weight: they stay in a core's second cache
 FEW_ITEMS = 8
-FAR_BYTES = 2**22  # of an image: more come from memory again, less from the third cache
+# of an image: less is found near when it is read again
+FAR_BYTES = {AVX512: 2**21, AVX2: 2**22}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +257,11 @@ class Tiles(ABC):
         result, residual = self.pitches
         panel_bytes = weight[0].nbytes
         tiles = math.ceil(pixels / self.pixels)
-        least = math.ceil(tiles / (BLOCK_PIXELS // self.pixels))
         each = together = len(weight) // self.panels.groups
         if not self.DEPTHWISE:
             together = max(1, min(together, BLOCK_WEIGHT_BYTES // panel_bytes))
+        most, by_blocks = self._block_pixels(problem, weight, math.ceil(len(weight) / together))
+        least = math.ceil(tiles / (most // self.pixels))
         wanted = max(FEW_ITEMS, 2 * torch.get_num_threads())
         while together > 1 and y.shape[0] * least * math.ceil(len(weight) / together) < wanted:
             together = math.ceil(together / 2)
@@ -286,8 +290,7 @@ class Tiles(ABC):
         table = np.empty((len(panel), len(n), blocks, len(row)), np.int64)
         for number, values in enumerate(row):
             table[..., number] = values
-        is_grouped = self.DEPTHWISE or self.panels.groups > 1
-        if is_grouped or self._by_blocks(problem, weight, *table.shape[:3]):
+        if by_blocks:
             table = table.transpose(1, 2, 0, 3)
         return table.reshape(-1, len(row))
 
@@ -295,16 +298,24 @@ class Tiles(ABC):
         """Of the channels of a pixel that a group reads."""
         return x.shape[1] // self.panels.groups * x.itemsize
 
-    def _by_blocks(
-        self, problem: Problem, weight: torch.Tensor, groups: int, images: int, blocks: int
-    ) -> bool:
-        """Whether a block meets all panels before the next block: where to read all pixels again
-        for each group of panels takes twice as long as to read the weight again for each block.
+    def _block_pixels(
+        self, problem: Problem, weight: torch.Tensor, groups: int
+    ) -> tuple[int, bool]:
+        """The most pixels of a block, and whether it meets all panels before the next block: where
+        to read all pixels again for each group of panels takes twice as long as to read the weight
+        again for each block, which is a large one then.
         """
-        pixels = problem["input"].extent
-        if self.isa != AVX2 or pixels < FAR_BYTES:
-            return False
-        return groups * pixels > 2 * images * blocks * weight.nbytes
+        if self.DEPTHWISE or self.panels.groups > 1:
+            return BLOCK_PIXELS, True
+        x, y = problem["input"], problem.output
+        if groups == 1 or x.extent < FAR_BYTES[self.isa]:
+            return BLOCK_PIXELS, False
+        pixels = math.prod(y.shape[2:])
+        of_pixel = x.extent / (y.shape[0] * pixels)
+        most = max(BLOCK_PIXELS, int(BLOCK_IMAGE_BYTES[self.isa] / of_pixel))
+        blocks = y.shape[0] * math.ceil(pixels / most)
+        again = groups * x.extent > 2 * blocks * weight.nbytes
+        return (most, True) if again else (BLOCK_PIXELS, False)
 
     def _require_inside(
         self,

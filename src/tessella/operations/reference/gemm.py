@@ -152,8 +152,9 @@ def _matmul(shapes: Shapes, result: Shape, attrs: Attributes) -> str | None:
 
 
 def _products(shapes: Shapes, result: Shape, attrs: Attributes) -> int:
-    rows, columns = shapes["input"][-2:]
-    return 2 * math.prod(result) * (rows if attrs.get("transpose_a") else columns)
+    a = shapes["input"]
+    added = a[-2] if len(a) > 1 and attrs.get("transpose_a") else a[-1]
+    return 2 * math.prod(result) * added
 
 
 ROWS = (

@@ -17,7 +17,7 @@ from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.studio import charts, parts, pictures
 from tessella.studio.context import Context
-from tessella.studio.networks import STANDARD, first_networks
+from tessella.studio.networks import STANDARD, every_network, first_networks
 from tessella.studio.path_field import PathField
 from tessella.studio.quick import ask
 from tessella.studio.recipe_form import RecipeForm, flat
@@ -296,11 +296,10 @@ class _Train:
     async def _load_names(self) -> None:
         """Replace the short list of networks by all of the zoo."""
         try:
-            answer = await ask(commands.show_networks().argv, folder=self._context.workspace.root)
+            self._known = await every_network(self._context.workspace.root)
         except TessellaError as error:
             ui.notify(str(error), type="warning")
             return
-        self._known = answer["networks"]
         self._offer()
 
     def _offer(self) -> None:
