@@ -42,7 +42,7 @@ from tessella.data.changes import Changes, Drawn
 from tessella.data.cuts import Cuts, cuts_of
 from tessella.data.filling import Fillers, Wanted
 from tessella.data.joining import drawn_pieces, made_of
-from tessella.data.storing import DECODE_ONCE_BYTES
+from tessella.data.storing import DECODE_ONCE_BYTES as DECODE_ONCE_BYTES  # measurements set it here
 from tessella.device.scaling import Scaling, has_one_pass
 from tessella.tasks import Block, Moves, Piece, still, targets_of
 
