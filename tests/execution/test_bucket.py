@@ -146,6 +146,7 @@ def test_kernels_that_round_more_than_a_network_bears_are_taken_nowhere(
         with pytest.raises(verify.RoughKernels, match="round more than this network bears") as told:
             check(choices, allowed)
         assert [*told.value.kernels] == [winograd[0].kernel]
+        assert told.value.bearable == (allowed > 1)
     tuner.too_rough.update(dict.fromkeys(told.value.kernels, choose_kernels.TOO_ROUGH))
     again = choose_kernels.apply(graph, formats, tuner, silent, "")
     (trial,) = (t for t in again[at].trials if t.kernel == winograd[0].kernel)
