@@ -171,7 +171,7 @@ def test_the_model_that_is_asked_is_shown_until_another_is_chosen() -> None:
     def load(answered: float) -> Load:
         return Load(
             answered=answered, refused=0, failed=0, samples=0, busy=0, of_best=0, waiting=0,
-            whole=Histogram(), stages={}, batches=Histogram(), doors={},
+            whole=Histogram(), stages={}, batches=Histogram(), doors={}, clients={},
         )  # fmt: skip
 
     a, b = ("a", "1"), ("b", "1")

@@ -102,7 +102,7 @@ class Image(nn.Module):
     (32, 24, {}, True),
     (3, 20, {}, True),  # few channels: the direct convolution
     (32, 21, {}, False),  # no tiles of 16 bytes: libraries and portable kernels are left
-    (32, 32, {"groups": 32}, False),
+    (32, 32, {"groups": 32}, True),  # filters of one channel: the portable kernel wins
 ], ids=str)  # fmt: skip
 def test_a_convolution_keeps_its_fast_kernels(
     channels: int, out: int, settings: dict[str, int], widened: bool
