@@ -110,8 +110,7 @@ class Metrics:
         yield pending
         yield from _shadows(models)
         yield from _latencies(models)
-        yield _doors(models)
-        yield _clients(models)
+        yield from _whence(models)
         yield from _batches(models)
         yield from _instances(models)
 
@@ -224,30 +223,25 @@ def _latencies(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
     yield stages
 
 
-def _doors(models: dict[tuple[str, str], Statistics]) -> Metric:
-    """By which doors answered requests came."""
+def _whence(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
+    """By which doors answered requests came, and whose they were."""
     doors = CounterMetricFamily(
         "tessella_requests",
         "requests answered, by door: tensors over HTTP, pictures over HTTP, gRPC",
         labels=("model", "version", "door"),
     )
-    for place, statistics in models.items():
-        for door in DOORS:
-            doors.add_metric((*place, door), statistics.doors[door])
-    return doors
-
-
-def _clients(models: dict[tuple[str, str], Statistics]) -> Metric:
-    """Whose requests were answered."""
     clients = CounterMetricFamily(
         "tessella_client_requests",
         "requests answered, by the client's address",
         labels=("model", "version", "client"),
     )
     for place, statistics in models.items():
+        for door in DOORS:
+            doors.add_metric((*place, door), statistics.doors[door])
         for client, count in statistics.clients.items():
             clients.add_metric((*place, client), count)
-    return clients
+    yield doors
+    yield clients
 
 
 def _batches(models: dict[tuple[str, str], Statistics]) -> Iterator[Metric]:
