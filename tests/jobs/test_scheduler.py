@@ -231,7 +231,8 @@ def test_a_command_that_ignores_the_abort_is_killed_after_the_grace(store, make,
     assert time.monotonic() - begin >= 0.3
 
 
-def test_even_a_stopped_executor_can_be_aborted(store, make):
+def test_even_a_stopped_executor_can_be_aborted(store, make, monkeypatch):
+    monkeypatch.setattr("tessella.jobs.scheduler.RECORD_S", 0.2)
     scheduler = make(grace_s=0.2)
     job = store.submit(spec("sleep", "600"))
     drive(scheduler, until=lambda: store.job(job.id).pid is not None)

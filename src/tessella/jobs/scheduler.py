@@ -28,6 +28,7 @@ from tessella.jobs.store import Store
 from tessella.telemetry.gpus import visible_gpus
 
 MAX_ATTEMPTS = 3
+RECORD_S = 5.0  # an executor's, to write how its killed command ended: over 0.3 on a busy machine
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Scheduler:
         gpus: indices of the GPUs to lease; None: all that this process may see.
         cpu_slots: how many jobs without a GPU run at a time.
         program: what ``argv`` is appended to; this Python's ``tessella`` by default.
-        grace_s: seconds from an abort's SIGTERM to its SIGKILL.
+        grace_s: seconds from an abort's SIGTERM to its command's SIGKILL.
         interval_s: seconds from one look at the queue to the next.
     """
 
@@ -161,7 +162,7 @@ class Scheduler:
         if deadline is None:
             executor.send(signal.SIGTERM)
             self._deadlines[job.id] = now + self.grace_s
-        elif now > deadline + self.grace_s:
+        elif now > deadline + RECORD_S:
             executor.send(signal.SIGKILL)
         elif now > deadline:
             processes.kill_marked(executor.folder)
