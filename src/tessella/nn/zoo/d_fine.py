@@ -20,6 +20,7 @@ from tessella.nn.zoo.detr import (
     boxes_and_scores,
     looking,
     pixels,
+    published,
     require_transformers,
     sides_twice,
     things_of,
@@ -308,35 +309,13 @@ def build(
     )
     if not pretrained:
         return DFine(hub.DFineForObjectDetection(config))
-    return DFine(_published(hub, name, config, channels))
+    network = published(hub.DFineForObjectDetection, config, (name, PUBLISHED[name]), channels)
+    fold_normalization(network.model.backbone.model.embedder.stem1)
+    return DFine(network)
 
 
 def _multiple(side: int) -> int:
     return max(STEP, round(side / STEP) * STEP)
-
-
-def _published(hub: Any, name: str, config: Any, channels: int) -> Any:
-    """The weights that its authors learned from COCO, for pictures normalized as ImageNet's."""
-    import httpx
-
-    if channels != 3:
-        raise UsageError(
-            f"the published weights of {name} are for pictures of three channels",
-            seen=f"{channels} channels",
-            fix="import the pictures in color, or start from random weights",
-        )
-    try:
-        network = hub.DFineForObjectDetection.from_pretrained(
-            PUBLISHED[name], config=config, ignore_mismatched_sizes=True
-        )
-    except (OSError, httpx.HTTPError) as error:
-        raise UsageError(
-            f"the pretrained weights of {name} could not be fetched",
-            seen=str(error).splitlines()[0][:200],
-            fix="go online once (the file is cached), or start from random weights or a checkpoint",
-        ) from error
-    fold_normalization(network.model.backbone.model.embedder.stem1)
-    return network
 
 
 def fold_normalization(stem: Any) -> None:

@@ -82,3 +82,33 @@ def require_transformers(network: str = "D-FINE") -> Any:
             fix="pip install 'tessella[detectors]', or: pip install transformers",
         ) from error
     return transformers
+
+
+def published(kind: Any, config: Any, names: tuple[str, str], channels: int) -> Any:
+    """A network with the weights that its authors learned from COCO, for pictures normalized as
+    ImageNet's.
+
+    Args:
+        kind: the class of ``transformers``.
+        names: of the network, ours and that under which its weights are published.
+
+    Raises:
+        UsageError: the pictures have not three channels, or the weights cannot be fetched.
+    """
+    import httpx  # by which transformers fetches; no other network needs it
+
+    name, place = names
+    if channels != 3:
+        raise UsageError(
+            f"the published weights of {name} are for pictures of three channels",
+            seen=f"{channels} channels",
+            fix="import the pictures in color, or start from random weights",
+        )
+    try:
+        return kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True)
+    except (OSError, httpx.HTTPError) as error:
+        raise UsageError(
+            f"the pretrained weights of {name} could not be fetched",
+            seen=str(error).splitlines()[0][:200],
+            fix="go online once (the file is cached), or start from random weights or a checkpoint",
+        ) from error

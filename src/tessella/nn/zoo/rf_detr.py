@@ -22,6 +22,7 @@ from tessella.nn.zoo.detr import (
     exporting,
     looking,
     pixels,
+    published,
     require_transformers,
     things_of,
 )
@@ -333,27 +334,8 @@ def build(
         attn_implementation="sdpa",
         **DETECTORS[name],
     )
-    made = _published(hub, name, config, channels) if pretrained else None
-    return RfDetr(made or hub.RfDetrForObjectDetection(config), (height, width))
-
-
-def _published(hub: Any, name: str, config: Any, channels: int) -> Any:
-    """The weights that its authors learned from COCO, for pictures normalized as ImageNet's."""
-    import httpx
-
-    if channels != 3:
-        raise UsageError(
-            f"the published weights of {name} are for pictures of three channels",
-            seen=f"{channels} channels",
-            fix="import the pictures in color, or start from random weights",
-        )
-    try:
-        return hub.RfDetrForObjectDetection.from_pretrained(
-            PUBLISHED[name], config=config, ignore_mismatched_sizes=True
-        )
-    except (OSError, httpx.HTTPError) as error:
-        raise UsageError(
-            f"the pretrained weights of {name} could not be fetched",
-            seen=str(error).splitlines()[0][:200],
-            fix="go online once (the file is cached), or start from random weights or a checkpoint",
-        ) from error
+    kind = hub.RfDetrForObjectDetection
+    made = (
+        published(kind, config, (name, PUBLISHED[name]), channels) if pretrained else kind(config)
+    )
+    return RfDetr(made, (height, width))
