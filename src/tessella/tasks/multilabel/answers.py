@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
+from tessella.tasks.classification.answers import drawn, marked, taught, things
 from tessella.tasks.task import Outputs, Query
-from tessella.tasks.thing import Thing
+
+__all__ = [
+    "HEADER", "SLOW", "VERB", "answer", "changes", "drawn", "lines", "marked", "said", "same",
+    "taught", "things", "truth",
+]  # fmt: skip
 
 VERB = "classify"
 SLOW = False
@@ -92,19 +96,3 @@ def changes(one: Outputs, other: Outputs, labels: tuple[str, ...], record: TaskR
 
 def truth(target: tuple[int, ...], labels: tuple[str, ...]) -> str:
     return " + ".join(labels[k] for k in target) or "(none)"
-
-
-def drawn(picture: Pixels, answer: Any) -> None:
-    return None
-
-
-def things(answer: Any) -> tuple[Thing, ...]:
-    return ()
-
-
-def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
-    return ()
-
-
-def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
-    return picture

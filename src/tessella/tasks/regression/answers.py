@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tessella.core.pictures import Pixels
 from tessella.core.task import TaskRecord
+from tessella.tasks.classification.answers import drawn, marked, taught, things
 from tessella.tasks.regression.examples import scale
 from tessella.tasks.task import Outputs, Query
-from tessella.tasks.thing import Thing
+
+__all__ = [
+    "HEADER", "SLOW", "VERB", "answer", "changes", "drawn", "lines", "marked", "said", "same",
+    "taught", "things", "truth",
+]  # fmt: skip
 
 VERB = "predict"
 SLOW = False
@@ -60,19 +64,3 @@ def truth(target: Sequence[float | None], labels: tuple[str, ...]) -> str:
     """The numbers by name. A missing one is NaN, in a stranger's dataset perhaps nothing."""
     known = ("unknown" if v is None or math.isnan(v) else f"{v:.6g}" for v in target)
     return ", ".join(f"{name} {text}" for name, text in zip(labels, known, strict=True))
-
-
-def drawn(picture: Pixels, answer: Any) -> None:
-    return None
-
-
-def things(answer: Any) -> tuple[Thing, ...]:
-    return ()
-
-
-def marked(target: Any, labels: tuple[str, ...]) -> tuple[Thing, ...]:
-    return ()
-
-
-def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
-    return picture

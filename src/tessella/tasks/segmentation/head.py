@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from tessella.artifacts.checkpoint import Answering
-from tessella.tasks.task import Numbers
+from tessella.tasks.classification.head import FINISHES, OUTPUT, TAUGHT, aligned, finish, width
 
-OUTPUT = "scores"
 ANSWERS: Answering = "pixels"
-FINISHES = False
-TAUGHT = False
 
-
-def width(classes: int) -> int:
-    return classes
+__all__ = ["ANSWERS", "FINISHES", "OUTPUT", "TAUGHT", "aligned", "finish", "shape", "width"]
 
 
 def shape(classes: int, size: Sequence[int]) -> tuple[int, ...]:
     return (classes, *size)
-
-
-def finish(outputs: Tensor, numbers: Numbers) -> Tensor:
-    return outputs
-
-
-def aligned(made: Tensor, right: Tensor) -> Tensor:
-    return made
