@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from tessella.core.errors import DataError, ServeError, TessellaError, UnboundInput
+from tessella.core.errors import DataError, ServeError, TessellaError, UnboundInput, first_line
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,11 @@ def test_an_error_comes_back_whole(error: TessellaError) -> None:
         assert vars(again) == vars(error)
         assert again.to_json() == error.to_json()
         assert again.exit_code == error.exit_code
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [("\nno room\nfor 3 GB", "no room"), ("x" * 900, "x" * 200), ("", "MemoryError")],
+)
+def test_of_an_error_one_line_is_told(said: str, line: str) -> None:
+    assert first_line(MemoryError(said)) == line

@@ -17,7 +17,7 @@ from tessella.artifacts.plan import load_outline
 from tessella.cluster.front import ATTEMPTS, SETTINGS, Door
 from tessella.cluster.replica import Deployment, Replica, described
 from tessella.core.architectures import is_gpu
-from tessella.core.errors import ServeError, UsageError
+from tessella.core.errors import ServeError, UsageError, first_line
 from tessella.core.record import to_plain
 from tessella.server.limits import DEFAULT_LIMITS
 from tessella.server.listening import GRACE_S
@@ -129,7 +129,7 @@ def deploy(
     except ConnectionError as error:
         raise UsageError(
             "there is no Ray cluster here",
-            seen=str(error).splitlines()[0],
+            seen=first_line(error),
             fix="ray start --head --disable-usage-stats; or set RAY_ADDRESS",
         ) from error
     try:

@@ -15,7 +15,7 @@ from tessella.artifacts.program import Bucket
 from tessella.compiler.choices.choose_kernels import Choice, Tuner, constants_of, is_rough
 from tessella.compiler.execution import bound
 from tessella.core.device import torch_device
-from tessella.core.errors import CompileError
+from tessella.core.errors import CompileError, first_line
 from tessella.core.events import Emit, phase
 from tessella.device.float32_math import float32_math
 from tessella.execution.bucket import BoundBucket
@@ -177,7 +177,7 @@ def _exact(graph: Graph, inputs: Tensors, target: str, *, asks_finite: bool) -> 
     except (RuntimeError, IndexError, ZeroDivisionError) as error:  # torch's, of one operation
         raise CompileError(
             "the network does not run on the inputs that its plan would be checked with",
-            seen=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            seen=first_line(error),
             fix="give some that it runs on: samples={name: array}",
         ) from error
     for name, answer in outputs.items():

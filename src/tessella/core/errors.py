@@ -25,6 +25,11 @@ from typing import Any
 from tessella.core.legible import legible
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of others says, in at most 200 characters; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class TessellaError(Exception):
     """An error that names what is wrong, what was seen and what to do.
 

@@ -12,7 +12,7 @@ import torch
 
 from tessella.artifacts.program import Bucket, Buffer, Program, Slice, Step, in_place
 from tessella.core.dtype import Math
-from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact
+from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact, first_line
 from tessella.core.memory import is_out_of_memory
 from tessella.device.x86.code import Launch
 from tessella.execution import liveness
@@ -269,11 +269,6 @@ def _require_shapes(step: Step, problem: Problem) -> None:
     made = shapes.made(step.op, problem.inputs, step.attrs)
     if made != [(m.dtype, m.shape) for m in problem.outputs]:
         raise ValueError(f"{step.op} makes {made}")
-
-
-def first_line(error: Exception) -> str:
-    """The message of an error, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def runner(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tessella.core.errors import CompileError, TessellaError
+from tessella.core.errors import CompileError, TessellaError, first_line
 from tessella.graph.graph import Dim, Graph, Shape, Value, attrs_at, shape_at
 from tessella.operations.shapes import ShapeRules
 from tessella.operations.table import operation
@@ -64,7 +64,7 @@ def _inferred(
         shown = ", ".join("None" if v is None else repr(v) for v in inputs)
         raise CompileError(
             f"{op} does not accept its inputs at batch {batch}",
-            seen=f"{op}({shown}), {dict(attrs)}: {_first_line(error)}",
+            seen=f"{op}({shown}), {dict(attrs)}: {first_line(error)}",
             fix="correct these shapes or attributes in the network or its file",
         ) from error
     return tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
@@ -128,7 +128,3 @@ def infer(graph: Graph, batch: int) -> dict[str, Kind]:
         for value, (dtype, shape) in zip(node.outputs, made, strict=True):
             known[value] = Value(value.name, dtype, shape)
     return {v.name: (k.dtype, shape_at(k.shape, batch)) for v, k in known.items()}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from tessella.core.errors import JobError
+from tessella.core.errors import JobError, first_line
 
 BUSY_TIMEOUT_MS = 10_000  # transactions last milliseconds: after this long something is wrong
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -92,7 +92,7 @@ class Database:
         except IntegrityError:
             raise  # not the database's fault: the caller knows what it tried
         except (DBAPIError, sqlite3.Error) as error:
-            seen = str(getattr(error, "orig", error)).strip().splitlines()[0]
+            seen = first_line(getattr(error, "orig", error))
             name = getattr(self, "name", "")
             if "malformed" in seen or "not a database" in seen:
                 raise _damaged(name, seen) from error
@@ -106,7 +106,7 @@ class Database:
             if not hasattr(self, "name"):
                 raise JobError(
                     "the job store's address cannot be used",
-                    seen=str(error).splitlines()[0],
+                    seen=first_line(error),
                     fix="give a path, or a URL such as postgresql+psycopg://user@host/name",
                 ) from error
             raise

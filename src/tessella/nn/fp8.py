@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tessella.core.errors import UsageError
+from tessella.core.errors import UsageError, first_line
 from tessella.nn.zoo import stages
 
 VALUES = torch.float8_e4m3fn  # of activations and weights
@@ -219,5 +219,5 @@ def _refusal(device: torch.device) -> str | None:
     try:
         product((a.to(GRADIENTS), scale), (a, scale), None, torch.bfloat16)
     except RuntimeError as error:  # a torch without it says so in this
-        return str(error).splitlines()[0][:200]
+        return first_line(error)
     return None

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessella.artifacts.files import to_document, write_folder
-from tessella.core.errors import UsageError
+from tessella.core.errors import UsageError, first_line
 from tessella.nn.picture import write_png
 
 VERSION = 1
@@ -353,7 +353,7 @@ def _run(
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             "the network cannot take this input",
-            seen=f"{list(x.shape)}: {str(error).splitlines()[0][:200]}",
+            seen=f"{list(x.shape)}: {first_line(error)}",
             fix="give the shape that the network was made for",
         ) from error
     finally:

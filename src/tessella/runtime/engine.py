@@ -24,7 +24,7 @@ from tessella.core.compiled import CompiledKernels
 from tessella.core.count import numbered
 from tessella.core.device import torch_device, using
 from tessella.core.dtype import Math
-from tessella.core.errors import ArtifactError, InputError, UsageError
+from tessella.core.errors import ArtifactError, InputError, UsageError, first_line
 from tessella.core.memory import is_out_of_memory, without_collecting
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
@@ -32,7 +32,7 @@ from tessella.device.ahead_of_time import PlanKernels, collecting, stored, using
 from tessella.execution.arena import Arena
 from tessella.execution.bucket import BoundBucket
 from tessella.execution.host_memory import keep_freed_memory
-from tessella.execution.steps import Binder, first_line
+from tessella.execution.steps import Binder
 from tessella.operations.tensor_meta import TensorMeta
 from tessella.operations.user_operators import require
 from tessella.runtime.binders import Binders, require_instructions

@@ -20,7 +20,7 @@ import torch
 
 from tessella.artifacts.outline import WRONG
 from tessella.core.device import fingerprint, torch_device
-from tessella.core.errors import CompileError, KernelError
+from tessella.core.errors import CompileError, KernelError, first_line
 from tessella.core.memory import is_out_of_memory
 from tessella.device.launch import preparing
 from tessella.device.packing import forget
@@ -543,13 +543,13 @@ class Search:
         except torch.AcceleratorError as error:
             raise KernelError(
                 f"kernel {row.id} crashed the GPU, which no call survives",
-                seen=f"{config} on {self._problem}: {str(error).splitlines()[0]}",
+                seen=f"{config} on {self._problem}: {first_line(error)}",
                 fix="report it, and leave the kernel out with algorithms=",
             ) from error
         except (KernelError, RuntimeError, ValueError, TypeError, MemoryError) as error:
             if is_out_of_memory(error):
                 self._short_of_memory.add(row.id)
-            return Tried(config=config, refused=f"failed: {str(error).splitlines()[0][:120]}")
+            return Tried(config=config, refused=f"failed: {first_line(error)[:120]}")
 
         needed = row.workspace_bytes(self._problem, config)
         if row.source not in OWN and self._device.type == "cuda":

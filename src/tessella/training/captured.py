@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tessella.artifacts.run import Recipe
-from tessella.core.errors import TrainError
+from tessella.core.errors import TrainError, first_line
 from tessella.core.memory import is_out_of_memory
 from tessella.nn.fused import interruptions
 from tessella.training.feed import gpu_asked
@@ -110,7 +110,7 @@ class Captured:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self.refused = str(error).splitlines()[0][:200]
+            self.refused = first_line(error)
             _forget_recording(images.device, self.refused)
             return None
         self._pool = graph.pool()

@@ -19,7 +19,7 @@ from torch import Tensor
 from tessella.artifacts.checkpoint import Position, save_checkpoint
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Recipe, Run, RunInfo, write_run
-from tessella.core.errors import OutOfMemory, TessellaError, TrainError
+from tessella.core.errors import OutOfMemory, TessellaError, TrainError, first_line
 from tessella.core.events import (
     Emit,
     Event,
@@ -209,7 +209,7 @@ def train_started(
                 raise
             raise TrainError(
                 LOST,
-                seen=str(error).splitlines()[0][:200],
+                seen=first_line(error),
                 fix="read what the other processes said last, then resume",
             ) from error
         info = run.info

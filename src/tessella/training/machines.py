@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tessella.artifacts.run import Recipe
 from tessella.core import errors
-from tessella.core.errors import TessellaError, TrainError, UsageError
+from tessella.core.errors import TessellaError, TrainError, UsageError, first_line
 from tessella.core.events import Emit, Event, phase
 from tessella.core.record import from_plain, parse_json, to_plain
 
@@ -239,7 +239,7 @@ class Meeting:
             port = self._agreed_port()
         except RuntimeError as error:
             self.close()
-            raise self._gone(0, str(error).splitlines()[0][:200]) from None
+            raise self._gone(0, first_line(error)) from None
         except BaseException as error:
             if place.rank == 0 and not isinstance(error, TessellaError):
                 self.fail(TrainError("the first machine did not wait for the others"))
@@ -331,7 +331,7 @@ class Meeting:
         try:
             told = bytes(self._ask(self._store.get, "settings"))
         except RuntimeError as error:
-            raise self._gone(0, str(error).splitlines()[0][:200]) from None
+            raise self._gone(0, first_line(error)) from None
         where, seen = "the first machine's recipe", f"{len(told):,} bytes"
         try:
             if len(told) <= MOST_RECIPE:
@@ -380,7 +380,7 @@ class Meeting:
         try:
             failed = answer.result()
         except RuntimeError as error:
-            raise self._gone(0, str(error).splitlines()[0][:200]) from None
+            raise self._gone(0, first_line(error)) from None
         if failed is not None:
             raise failed
         still = self.place.rank == 0 and now > self._advanced_at + STILL_S
@@ -498,7 +498,7 @@ def _store(place: Place) -> Any:
         first = place.rank == 0
         raise UsageError(
             "the machines cannot meet here",
-            seen=f"{where}: {str(error).splitlines()[0][:200]}",
+            seen=f"{where}: {first_line(error)}",
             fix="choose a free port, and this machine's address as the others reach it"
             if first
             else "look at the first machine's terminal",

@@ -24,7 +24,7 @@ import torch
 
 from tessella.artifacts.run import RunInfo
 from tessella.artifacts.shards import SplitInfo
-from tessella.core.errors import CorruptArtifact
+from tessella.core.errors import CorruptArtifact, first_line
 from tessella.core.memory import is_out_of_memory
 from tessella.core.record import from_plain, parse_json, to_plain
 from tessella.training import captured
@@ -244,8 +244,7 @@ def main() -> int:
             plain = parse_json(asked.read(), where="the order")
         found = measured(from_plain(Order, plain, where="the order"), way)
     except Exception as error:  # whatever it is, the way cannot run
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        found = _failed(way, said[0], passing=is_out_of_memory(error))
+        found = _failed(way, first_line(error), passing=is_out_of_memory(error))
     print(f"\n{json.dumps(to_plain(found))}", flush=True)  # a line of its own
     return 0
 

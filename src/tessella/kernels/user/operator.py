@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tessella.core.errors import KernelError, UsageError
+from tessella.core.errors import KernelError, UsageError, first_line
 from tessella.device import launch
 from tessella.device.launch import Launched
 from tessella.kernels import catalog
@@ -260,7 +260,7 @@ class Operator:
         except (ValueError, RuntimeError) as error:
             raise UsageError(
                 "the function cannot be an operator of torch",
-                seen=f"{self.name}: {str(error).splitlines()[0][:300]}",
+                seen=f"{self.name}: {first_line(error)}",
                 fix="name it namespace::name and annotate each parameter, and out as Tensor or "
                 "tuple[Tensor, …]",
             ) from error

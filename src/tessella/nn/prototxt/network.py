@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tessella.core.errors import UsageError
+from tessella.core.errors import UsageError, first_line
 from tessella.nn.prototxt.definition import (
     DATA_TYPES,
     DEFAULT_INPUT,
@@ -242,10 +242,9 @@ def _output_shape(module: nn.Module, layer: Layer, inputs: list[torch.Size]) -> 
     try:
         shape: torch.Size = torch.func.functional_call(module, weights, xs).shape
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
         raise layer.message.error(
             "the layer cannot take its input",
-            seen=f"{[list(s) for s in inputs]}: {why[:200]}",
+            seen=f"{[list(s) for s in inputs]}: {first_line(error)}",
             fix="use a larger input size, or correct the layers before it",
         ) from error
     module.train()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tessella.core.errors import UsageError
+from tessella.core.errors import UsageError, first_line
 from tessella.operations.reference.detect import deformable_attention
 
 # middle and sides of a box → x0 y0 x1 y1
@@ -109,6 +109,6 @@ def published(kind: Any, config: Any, names: tuple[str, str], channels: int) -> 
     except (OSError, httpx.HTTPError) as error:
         raise UsageError(
             f"the pretrained weights of {name} could not be fetched",
-            seen=str(error).splitlines()[0][:200],
+            seen=first_line(error),
             fix="go online once (the file is cached), or start from random weights or a checkpoint",
         ) from error

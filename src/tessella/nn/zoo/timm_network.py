@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tessella.core.errors import UsageError
+from tessella.core.errors import UsageError, first_line
 
 # What we set ourselves, and what would make timm read (and unpickle) a file of someone's choice.
 RESERVED = ("num_classes", "in_chans", "img_size", "features_only", "checkpoint_path", "cache_dir")
@@ -87,7 +87,7 @@ def build(
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(
             f"timm cannot build {name} like this",
-            seen=f"{_first_line(error)} (input {channels}×{height}×{width}, options {options})",
+            seen=f"{first_line(error)} (input {channels}×{height}×{width}, options {options})",
             fix="change the input size or the options",
         ) from error
     return module
@@ -118,7 +118,7 @@ def pyramid(
     except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError) as error:
         raise UsageError(
             f"timm/{name} cannot be a backbone",
-            seen=_first_line(error),
+            seen=first_line(error),
             fix="take a convolutional one, such as resnet18 or mobilenetv3_large_100",
         ) from error
     info = module.feature_info
@@ -128,10 +128,6 @@ def pyramid(
 def _unfetched(name: str, error: Exception) -> UsageError:
     return UsageError(
         f"the pretrained weights of timm/{name} could not be fetched",
-        seen=_first_line(error),
+        seen=first_line(error),
         fix="go online once (the file is cached), or start from random weights or a checkpoint",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

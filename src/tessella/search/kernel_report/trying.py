@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tessella.artifacts.outline import WRONG
+from tessella.core.errors import first_line
 from tessella.core.memory import is_out_of_memory
 from tessella.device.packing import forget
 from tessella.kernels import catalog
@@ -88,7 +89,7 @@ class Bench:
             with as_in_a_plan(problem, self._target):
                 return self._compared(row, asked, told), len(configs)
         except torch.AcceleratorError as error:
-            raise Gone(str(error).splitlines()[0]) from error
+            raise Gone(first_line(error)) from error
         except Exception as error:  # told in the row, whatever it is
             return replace(told, outcome="failed", why=_said(error)), len(configs)
         finally:
