@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import inspect
 import re
 import tomllib
@@ -36,6 +37,14 @@ TESTS = Path(__file__).parent
 VAGUE = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "base", "new"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_collection() -> Iterator[None]:
+    """A million nodes of trees are kept, and looking through them takes two thirds of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
@@ -45,18 +54,22 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def own_imports(tree: ast.AST) -> list[tuple[ast.stmt, str]]:
-    """Every import of our own code that runs, with the room that it reaches for."""
-    found: list[tuple[ast.stmt, str]] = []
-    for_types = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def functions_of(path: Path) -> list[Function]:
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, Function)]
+
+
+def own_imports(
+    statements: list[ast.stmt], *, hidden: bool = False
+) -> Iterator[tuple[ast.stmt, str, bool]]:
+    """Every import of our own code that runs, the room that it reaches for, and whether it stands
+    in a function.
+    """
+    for node in statements:
+        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -65,30 +78,27 @@ def own_imports(tree: ast.AST) -> list[tuple[ast.stmt, str]]:
                 names = [f"tessella.{a.name}" for a in node.names]
             else:
                 names = [node.module or ""]
-        else:
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
-        found += [(node, n.split(".")[1]) for n in names if n.startswith("tessella.")]
-    return found
+        yield from ((node, n.split(".")[1], hidden) for n in names if n.startswith("tessella."))
+        for block in ("body", "orelse", "handlers", "cases", "finalbody"):
+            inner = hidden or isinstance(node, Function)
+            yield from own_imports(getattr(node, block, []), hidden=inner)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down_and_none_hide_in_functions(path: Path) -> None:
-    room = room_of(path)
-    tree = tree_of(path)
-    inside = {
-        id(child)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.walk(function)
-    }
-    for node, target in own_imports(tree):
-        where = f"{path.relative_to(SOURCE)}:{node.lineno}"
-        assert id(node) not in inside, f"{where} hides an import inside a function"
-        if room in LEVEL and target in LEVEL:
-            assert target == room or LEVEL[target] > LEVEL[room], (
-                f"{where}: {room} may not import {target}"
+def test_imports_point_down_and_none_hide_in_functions() -> None:
+    for path in MODULES:
+        room = room_of(path)
+        for node, target, hidden in own_imports(tree_of(path).body):
+            where = f"{path.relative_to(SOURCE)}:{node.lineno}"
+            assert not hidden, f"{where} hides an import inside a function"
+            if room in LEVEL and target in LEVEL:
+                assert target == room or LEVEL[target] > LEVEL[room], (
+                    f"{where}: {room} may not import {target}"
+                )
+            assert target not in FORBIDDEN.get(room, set()), (
+                f"{where}: {room} must not know {target}"
             )
-        assert target not in FORBIDDEN.get(room, set()), f"{where}: {room} must not know {target}"
 
 
 def test_what_tests_share_lies_in_support() -> None:
@@ -164,11 +174,11 @@ def test_every_verb_has_its_file() -> None:
 COMPILED = re.compile(r"(triton|gluon)\.(jit|constexpr_function)\b")  # code of Triton and Gluon
 
 
-def is_device_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def is_device_code(function: Function) -> bool:
     return any(COMPILED.match(ast.unparse(decorator)) for decorator in function.decorator_list)
 
 
-def missing_annotations(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+def missing_annotations(function: Function) -> list[str]:
     """Its arguments without a type, but for a method's own, and ``return`` for its result."""
     given = function.args
     arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs]
@@ -183,15 +193,13 @@ def test_functions_beside_device_code_are_typed(room: str) -> None:
     untyped = [
         f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}: {', '.join(missing)}"
         for path in sorted((SOURCE / room).rglob("*.py"))
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not is_device_code(node)
-        and (missing := missing_annotations(node))
+        for node in functions_of(path)
+        if not is_device_code(node) and (missing := missing_annotations(node))
     ]
     assert untyped == []
 
 
-def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def parameters_of(function: Function) -> int:
     given = function.args
     named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
     return len([*named, *filter(None, (given.vararg, given.kwarg))])
@@ -214,10 +222,9 @@ def functions_with_parameters() -> Iterator[tuple[str, str, int]]:
     """Functions by their language, with how many parameters each takes."""
     for path in MODULES:
         where = path.relative_to(SOURCE)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                language = "Triton" if is_device_code(node) else "Python"
-                yield language, f"{where}:{node.name}", parameters_of(node)
+        for node in functions_of(path):
+            language = "Triton" if is_device_code(node) else "Python"
+            yield language, f"{where}:{node.name}", parameters_of(node)
     for path in (p for p in SOURCE.rglob("*") if p.suffix in (".cu", ".cuh", ".py")):
         for name, count in cuda_functions(path.read_text()):
             yield "CUDA", f"{path.relative_to(SOURCE)}:{name}", count
@@ -301,15 +308,13 @@ def test_functions_are_read_in_one_look() -> None:
     long = {
         f"{path.relative_to(SOURCE)}:{node.name}": length
         for path in MODULES
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not is_device_code(node)
-        and (length := lines_of_code(node)) > LONGEST
+        for node in functions_of(path)
+        if not is_device_code(node) and (length := lines_of_code(node)) > LONGEST
     }
     assert long == LONGER
 
 
-def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def lines_of_code(function: Function) -> int:
     """Its lines without those of its docstring."""
     first = function.body[0]
     documented = ast.get_docstring(function) is not None
@@ -352,8 +357,8 @@ def test_an_epilogue_is_passed_whole() -> None:
     loose = {
         f"{path.relative_to(SOURCE)}:{node.name}"
         for path in MODULES
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef) and not is_device_code(node)
+        for node in functions_of(path)
+        if not is_device_code(node)
         if len(EPILOGUE & {a.arg for a in (*node.args.args, *node.args.kwonlyargs)}) > 3
     }
     assert loose == set()
