@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tessella.artifacts.dataset import Dataset, DatasetInfo, write_info
+from tessella.artifacts.dataset import Dataset, DatasetInfo, Split, write_info
 from tessella.artifacts.run import Metric, Recipe, Run, Solver
 from tessella.artifacts.shards import Example, SplitWriter
 from tessella.core.preprocess import Preprocess, encode
 from tessella.data.loading import batches
 from tessella.nn import zoo
-from tessella.tasks import column_of, named
+from tessella.tasks import Report, column_of, named
 from tessella.training import loop
+from tessella.training.evaluate import measure, predict_split
 from tessella.training.meter import Meter
 
 CLASSES = ("rows", "columns", "checks")
@@ -146,6 +149,12 @@ def losses_by_hand(run: Run, device: str = "cpu", dtype: Any = None) -> list[flo
         optimizer.step()
         made.append(loss.item())
     return made
+
+
+def evaluate(predict: Callable[[Tensor], Tensor], split: Split, **settings: Any) -> Report:
+    """What is measured of the answers to a split's images, as a training's validation does it."""
+    rows = predict_split(lambda b: predict(b.images), split, PREPROCESS, len(CLASSES), **settings)
+    return measure(rows, split, CLASSES)
 
 
 def tell_late(monkeypatch) -> None:

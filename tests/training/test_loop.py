@@ -21,7 +21,7 @@ from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.quickstart.classification import write_digits
 from tessella.training import loop, trainer
-from tessella.training.evaluate import evaluate, predict_split
+from tessella.training.evaluate import predict_split
 from tessella.training.loop import train
 from tessella.training.prepare import check
 from tessella.training.solver import set_rate
@@ -29,6 +29,7 @@ from tests.support.training import (
     CLASSES,
     PREPROCESS,
     curve,
+    evaluate,
     losses,
     losses_by_hand,
     recipe,
@@ -88,7 +89,7 @@ def test_checkpoints_hold_what_was_measured_on_their_weights(dataset, run):
     checkpoint = run.best()
     module = zoo.load(checkpoint)
     with torch.no_grad():
-        found = evaluate(module, Dataset(dataset).val, PREPROCESS, CLASSES, batch_size=10)
+        found = evaluate(module, Dataset(dataset).val, batch_size=10)
     assert found.accuracy == checkpoint.info.metrics["val/accuracy"]
     assert found.loss == pytest.approx(checkpoint.info.metrics["val/loss"], rel=1e-6)
     assert checkpoint.info.preprocess == PREPROCESS

@@ -19,12 +19,11 @@ from tessella.core.errors import TrainError, UsageError
 from tessella.data.loading import batches
 from tessella.nn import zoo
 from tessella.training.averaging import Average
-from tessella.training.evaluate import evaluate
 from tessella.training.growing import share_of_side
 from tessella.training.loop import train
 from tessella.training.mixing import Mix, drawn_mix, mixed
 from tessella.training.state import seed_step
-from tests.support.training import CLASSES, PREPROCESS, curve, losses, recipe
+from tests.support.training import PREPROCESS, curve, evaluate, losses, recipe
 
 # Three stages: a stem with its norm, a block with norm and dropout, the head.
 NETWORK = """
@@ -167,7 +166,7 @@ def test_the_average_is_validated_and_saved(dataset, settings, start, tmp_path):
     assert losses(run) == pytest.approx(found, rel=1e-5)  # training itself is as without
     for name, value in run.latest().weights().items():
         torch.testing.assert_close(value, average.state_dict()[name])
-    report = evaluate(average, Dataset(dataset).val, PREPROCESS, CLASSES, batch_size=10)
+    report = evaluate(average, Dataset(dataset).val, batch_size=10)
     assert run.latest().info.metrics["val/loss"] == pytest.approx(report.loss, rel=1e-4)
 
 

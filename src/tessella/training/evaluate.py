@@ -17,40 +17,6 @@ from tessella.data.loading import Batch, batches
 from tessella.tasks import Report, of, targets_of
 
 
-def evaluate(
-    predict: Callable[[Tensor], Tensor],
-    split: Split,
-    preprocess: Preprocess,
-    labels: tuple[str, ...],
-    *,
-    batch_size: int = 64,
-    workers: int = 0,
-    emit: Emit = silent,
-) -> Report:
-    """Run ``predict`` over the whole split, in its order, and measure.
-
-    Args:
-        predict: images float32 N×C×H×W on the CPU to answers [N, …] as the split's task has them,
-            on any device: the scores N×K of a classification.
-        labels: the K class names.
-        workers: how many load images, see ``batches``.
-
-    Raises:
-        DataError: the split is empty.
-        TrainError: the outputs have the wrong shape, or one of them is NaN.
-    """
-    rows_NR = predict_split(
-        lambda batch: predict(batch.images),
-        split,
-        preprocess,
-        len(labels),
-        batch_size=batch_size,
-        workers=workers,
-        emit=emit,
-    )
-    return measure(rows_NR, split, labels)
-
-
 def predict_split(
     predict: Callable[[Batch], Tensor],
     split: Split,
