@@ -50,7 +50,6 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
     assert (info.name, info.classes, info.source) == ("pets", ("cat", "dog"), str(source))
     assert info.splits["train"].class_counts == (9, 6)
     assert info.splits["val"].class_counts == (3, 2)
-    assert info.total_counts == [12, 8]
     assert (info.skipped, info.duplicates, info.notes) == ((), (), ())
     for split in (dataset.train, dataset.val):
         for example in split:
@@ -122,7 +121,7 @@ def test_bad_files_are_listed_and_skipped(tmp_path: Path) -> None:
     assert "0 bytes" in reasons["a/zero.png"]
     assert "pixels" in reasons["a/huge.png"]
     assert info.skipped_count == 6
-    assert sum(info.total_counts) == 12
+    assert sum(s.count for s in info.splits.values()) == 12
     assert any("6 files" in e.text for e in events if e.kind == "warning")
     assert not any(str(tmp_path) in reason for reason in reasons.values())
 
@@ -194,7 +193,7 @@ def test_what_is_left_of_an_import_is_not_trusted(tmp_path: Path, killed: Path, 
             pixels = decode(example.content, again.preprocess)
             with Image.open(killed / "s" / example.path) as theirs:
                 assert what == "settings" or np.array_equal(pixels, np.asarray(theirs))
-    assert sum(again.info.total_counts) == 120
+    assert sum(s.count for s in again.info.splits.values()) == 120
 
 
 def test_one_import_into_a_folder_at_a_time(tmp_path: Path) -> None:
@@ -319,7 +318,7 @@ def test_16_bit_and_many_channels(tmp_path: Path) -> None:
         tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig="contig")
     settings = replace(SMALL, size=(6, 7), channels=5, depth=16)
     dataset = import_images(tmp_path / "s", tmp_path / "out", settings)
-    assert sum(dataset.info.total_counts) == 8
+    assert sum(s.count for s in dataset.info.splits.values()) == 8
     for example in (*dataset.train, *dataset.val):
         assert np.array_equal(decode(example.content, dataset.preprocess), kept[example.path])
     assert not [note for note in dataset.info.notes if "16 bits" in note]

@@ -103,7 +103,7 @@ def test_samples_of_other_kinds_are_refused_with_what_to_do(pictures, tmp_path):
         tifffile.imwrite(source / "a" / f"{np.dtype(kind).name}.tif", flat.astype(kind))
     chosen = ImportSettings(size=SIDES, channels=1, depth=16, workers=1)
     dataset = import_images(source, tmp_path / "out", chosen)
-    assert sum(dataset.info.total_counts) == 10
+    assert sum(s.count for s in dataset.info.splits.values()) == 10
     refused = {file.path: str(file) for file in dataset.info.skipped}
     assert sorted(refused) == ["a/float32.tif", "a/int16.tif", "a/uint32.tif"]
     for said in refused.values():

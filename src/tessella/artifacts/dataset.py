@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,6 @@ from tessella.core.task import CLASSIFICATION, TaskRecord
 
 VERSION = 1
 MOST_FILES = 512  # that a split holds open: a process may often have 1,024
-
-SplitName = Literal["train", "val", "test"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +85,6 @@ class DatasetInfo:
                     "each split of a dataset counts each class",
                     seen=f"{len(split.class_counts)} counts in {name}, {len(self.classes)} classes",
                 )
-
-    @property
-    def total_counts(self) -> list[int]:
-        """Number of images of each class over all splits."""
-        return [
-            sum(s.class_counts[c] for s in self.splits.values()) for c in range(len(self.classes))
-        ]
 
 
 class Split:
