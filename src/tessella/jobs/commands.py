@@ -68,12 +68,12 @@ def import_images(
     if name is not None:
         argv += [f"--name={name}"]
     if preprocess.volume is not None:
-        argv += ["--size", _size(*preprocess.sides)]
+        argv += ["--size", size_text(*preprocess.sides)]
         if preprocess.volume.window is not None:
             low, high = preprocess.volume.window
             argv += [f"--window={low!r}:{high!r}"]
     else:
-        argv += ["--size", _size(preprocess.height, preprocess.width)]
+        argv += ["--size", size_text(preprocess.height, preprocess.width)]
         argv += ["--channels", str(preprocess.channels), "--depth", str(preprocess.depth)]
         argv += ["--resize", preprocess.resize]
     if preprocess.crop is not None:
@@ -96,9 +96,7 @@ def import_images(
     return JobSpec(name=name or Path(out).name, kind="import", argv=tuple(argv), resumable=True)
 
 
-def train(
-    recipe: Recipe, out: PathLike, *, name: str | None = None, depends_on: Sequence[str] = ()
-) -> JobSpec:
+def train(recipe: Recipe, out: PathLike, *, name: str | None = None) -> JobSpec:
     """``tessella train``: settings that have an option are shown, others go in a recipe file."""
     argv = ["train", _word(recipe.network), _path(recipe.dataset), "--out", _path(out)]
     argv += ["--epochs", f"{recipe.epochs:g}", "--batch-size", str(recipe.batch_size)]
@@ -116,7 +114,6 @@ def train(
         argv=tuple(argv),
         files=files,
         gpus=recipe.gpus,
-        depends_on=tuple(depends_on),
         resumable=True,
         resume_argv=("--resume",),
     )
@@ -207,14 +204,13 @@ def search(
     )
 
 
-def compile_plan(request: BuildRequest, *, depends_on: Sequence[str] = ()) -> JobSpec:
+def compile_plan(request: BuildRequest) -> JobSpec:
     """``tessella compile``: a checkpoint, or the best one of a run, becomes a plan."""
     return JobSpec(
         name=Path(request.out or plan_name(request.source)).name,
         kind="compile",
         argv=tuple(request.argv()),
         gpus=_gpus_of(request.target or ""),
-        depends_on=tuple(depends_on),
         resumable=True,
     )
 
@@ -251,7 +247,6 @@ def verify(
     split: str = "val",
     target: str = "cpu",
     out: PathLike = f"{JOB_FOLDER}report.json",
-    depends_on: Sequence[str] = (),
 ) -> JobSpec:
     """``tessella verify``: a plan against its checkpoint. ``target``: what it was built for."""
     argv = ["verify", _path(plan), "--against", _path(against), "--data", _path(dataset)]
@@ -261,7 +256,6 @@ def verify(
         kind="verify",
         argv=tuple(argv),
         gpus=_gpus_of(target),
-        depends_on=tuple(depends_on),
         resumable=True,
     )
 
@@ -359,7 +353,7 @@ def show_network(
     """``tessella show network``: a drawing of a network for inputs of ``size``: height and width,
     of volumes slices before them."""
     argv = ["show", "network", _word(network), "--classes", str(classes)]
-    argv += ["--channels", str(channels), "--size", _size(*size), "--svg", _path(svg)]
+    argv += ["--channels", str(channels), "--size", size_text(*size), "--svg", _path(svg)]
     return JobSpec(name=f"draw {network}", kind="show", argv=tuple(argv))
 
 
@@ -410,7 +404,8 @@ def _gpus_of(target: str) -> int:
     return 1 if "sm_" in target else 0  # of one, or of one of several
 
 
-def _size(*sides: int) -> str:
+def size_text(*sides: int) -> str:
+    """Sides as an option has them: ``224``, or ``224x320`` where they differ."""
     return str(sides[0]) if len(set(sides)) == 1 else "x".join(map(str, sides))
 
 

@@ -79,7 +79,7 @@ def adopt(folder: Path) -> Executor | None:
     return next((e for e in executors_in(folder.parent) if e.folder == folder), None)
 
 
-def kill_marked(folder: Path, *, timeout_s: float = 2.0) -> None:
+def kill_marked(folder: Path) -> None:
     """SIGKILL all processes that the job's command started, and wait until they hold nothing."""
     killed = []
     for process in _marked(folder):
@@ -88,8 +88,8 @@ def kill_marked(folder: Path, *, timeout_s: float = 2.0) -> None:
         except psutil.NoSuchProcess:
             continue
         killed.append(process)
-    # the kernel may still be busy for them: a disk that does not answer
-    end = time.monotonic() + timeout_s
+    # two seconds: the kernel may still be busy for them, by a disk that does not answer
+    end = time.monotonic() + 2.0
     while any(_holds_something(process) for process in killed) and time.monotonic() < end:
         time.sleep(0.01)
 

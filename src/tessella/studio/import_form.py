@@ -91,6 +91,7 @@ class Settings:
         """The settings that made a dataset; an old one's description has its shares alone."""
         info, record = dataset.info, dataset.preprocess
         total = sum(s.count for s in info.splits.values()) or 1
+        sides = record.sides if record.volume else (record.height, record.width)
         share = {n: round(s.count / total, 3) for n, s in info.splits.items()}
         split: dict[str, Any] = {"holdout": share.get("val", 0.0), "test": share.get("test", 0.0)}
         if info.settings:
@@ -100,11 +101,11 @@ class Settings:
             source=info.source,
             name=f"{info.name}-2",
             window=record.volume.window if record.volume else None,
-            size=_written(*(record.sides if record.volume else (record.height, record.width))),
+            size=commands.size_text(*sides),
             channels=record.channels,
             depth=record.depth,
             resize=record.resize,
-            crop=_written(*record.crop) if record.crop else "",
+            crop=commands.size_text(*record.crop) if record.crop else "",
             task=info.task.name,
             **split,
         )
@@ -152,10 +153,6 @@ def _usual_size(task: str) -> str:
 
 def _share(label: str, value: float | None) -> ui.number:
     return ui.number(label, value=value, min=0, max=0.9, step=0.05)
-
-
-def _written(*sides: int) -> str:
-    return str(sides[0]) if len(set(sides)) == 1 else "x".join(map(str, sides))
 
 
 class ImportForm:
