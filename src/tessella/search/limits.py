@@ -137,7 +137,7 @@ def _time_us(run: Callable[[], object], device: torch.device, rounding: Math) ->
 Products = dict[str, tuple[Callable[[], object], int]]  # type → (product, size of its cube)
 
 
-def _cpu_products(size: int = 1024, small: int = 256) -> Products:
+def _cpu_products() -> Products:
     """Products by oneDNN, where torch has it: MKL's float32 reaches a fifth on an AMD EPYC.
 
     Without bfloat16 in the processor a product takes a hundred times as long: a small one will do.
@@ -145,7 +145,7 @@ def _cpu_products(size: int = 1024, small: int = 256) -> Products:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
     def product(dtype: torch.dtype, with_onednn: bool) -> tuple[Callable[[], object], int]:
-        sides = size if with_onednn or dtype == torch.float32 else small
+        sides = 1024 if with_onednn or dtype == torch.float32 else 256
         a, b = (torch.randn(sides, sides).to(dtype) for _ in range(2))
         if not with_onednn:
             return lambda: torch.mm(a, b), sides
@@ -159,7 +159,8 @@ def _cpu_products(size: int = 1024, small: int = 256) -> Products:
     }
 
 
-def _gpu_products(device: torch.device, size: int = 8192) -> Products:
+def _gpu_products(device: torch.device) -> Products:
+    size = 8192
     x = torch.zeros(size, size, device=device)
 
     def product(dtype: torch.dtype, size: int = size) -> tuple[Callable[[], object], int]:

@@ -11,6 +11,7 @@ from html import escape
 from tessella.search.report import Report, title
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 540, 70, 310, 60, 70  # right: the labels
+GAP = 16.0  # between labels
 COLOURS = {"tessella": "#0b6e99", "user": "#7a3e9d"}  # libraries are grey
 
 
@@ -89,11 +90,11 @@ def _grid(x, y, low: float, high: float, floor: float, top: float) -> list[str]:
     ]
 
 
-def _spread(heights: list[float], gap: float = 16.0) -> list[float]:
+def _spread(heights: list[float]) -> list[float]:
     """The heights moved apart so that labels do not overlap, in the same order."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = list(heights)
     last = -math.inf
     for index in order:
-        last = placed[index] = max(heights[index], last + gap)
+        last = placed[index] = max(heights[index], last + GAP)
     return placed

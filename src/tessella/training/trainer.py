@@ -251,9 +251,9 @@ class Trainer:
         self._freezing.train()
         return answers
 
-    def answer_blank(self, count: int = 1) -> None:
-        """The network's answer to black images, which nobody wants: it changes nothing."""
-        self.answer(self.blank(count).images)
+    def answer_blank(self) -> None:
+        """The network's answer to a black image, which nobody wants: it changes nothing."""
+        self.answer(self.blank(1).images)
 
     def answer(self, images: Tensor) -> None:
         """The network's answer to images on the device, which nobody wants: it changes nothing."""

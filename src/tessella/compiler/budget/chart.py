@@ -10,6 +10,7 @@ from tessella.compiler.budget.front import Front, Point
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 520, 80, 300, 80, 60  # right: the labels
 LARGEST, SMALLEST = 22.0, 4.0  # radius of the point with the most bytes, and the least radius
+GAP = 18.0  # between labels
 CHOSEN, OTHER, EXACT, LIMIT = "#0b6e99", "#77868d", "#333333", "#b3402a"
 
 
@@ -138,10 +139,10 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
 
 
-def _spread(heights: Sequence[float], gap: float = 18.0) -> list[float]:
+def _spread(heights: Sequence[float]) -> list[float]:
     """The heights moved apart so that labels do not overlap, in the same order."""
     placed, last = list(heights), -math.inf
     for index in sorted(range(len(heights)), key=heights.__getitem__):
-        last = placed[index] = max(heights[index], last + gap)
+        last = placed[index] = max(heights[index], last + GAP)
     over = max(0.0, last - (HEIGHT - BOTTOM))
     return [height - over for height in placed]

@@ -46,13 +46,13 @@ def _numbers(call: Call, name: str, *counts: int) -> torch.Tensor | None:
     return numbers
 
 
-def _scores(call: Call, x: Value, made: int, bias: str = "intercepts") -> Value:
+def _scores(call: Call, x: Value, made: int) -> Value:
     """``x · coefficientsᵀ + intercepts``, behind ``post_transform``."""
     features = int(x.shape[1])  # type: ignore[arg-type]
     weight = _numbers(call, "coefficients", made * features)
     if weight is None:
         raise call.wrong("it has no coefficients")
-    added = _numbers(call, bias, made)
+    added = _numbers(call, "intercepts", made)
     inputs = [x, call.tensor(weight.view(made, features))]
     scores = call.emit("linear", *inputs, None if added is None else call.tensor(added))
     kind = _text(call, "post_transform", "NONE")

@@ -70,9 +70,9 @@ def _of_nothing(call: Call, op: str, x: Value, dim: tuple[int, ...], keep: bool)
     return call.emit("expand", call.tensor(torch.tensor(limit, dtype=dtype)), shape=shape)
 
 
-def _reduce_after(first: str, op: str, last: str | None = None) -> Translator:
-    """A reduction of a function of the elements: sum of squares, of magnitudes, …"""
-    reduce = _reduce(op)
+def _sum_of(first: str, last: str | None = None) -> Translator:
+    """A sum of a function of the elements: of squares, of magnitudes, …"""
+    reduce = _reduce("sum")
 
     def translator(call: Call) -> Result:
         x = call.value(0)
@@ -185,10 +185,10 @@ REDUCE: dict[str, Translator] = table(
     ("ReduceSum", _reduce("sum")),
     ("ReduceMax", _reduce("amax")),
     ("ReduceMin", _reduce("amin")),
-    ("ReduceL1", _reduce_after("abs", "sum")),
-    ("ReduceL2", _reduce_after("square", "sum", "sqrt")),
-    ("ReduceSumSquare", _reduce_after("square", "sum")),
-    ("ReduceLogSum", _reduce_after("", "sum", "log")),
+    ("ReduceL1", _sum_of("abs")),
+    ("ReduceL2", _sum_of("square", "sqrt")),
+    ("ReduceSumSquare", _sum_of("square")),
+    ("ReduceLogSum", _sum_of("", "log")),
     ("ReduceLogSumExp", _log_sum_exp),
     ("ReduceProd", _reduce_product),
     ("ArgMax", _arg("argmax")),

@@ -67,9 +67,9 @@ def _sides(
     return height, width
 
 
-def _require_axis(settings: Message, supported: int) -> None:
-    if (axis := settings.take("axis", int, default=supported)) != supported:
-        raise settings.error("this axis is not supported", seen=axis, fix=f"use axis {supported}")
+def _require_channels(settings: Message) -> None:
+    if (axis := settings.take("axis", int, default=1)) != 1:
+        raise settings.error("this axis is not supported", seen=axis, fix="use axis 1")
 
 
 def _fill(
@@ -119,7 +119,7 @@ def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
     dilations = (settings.take_all("dilation", int) or [1]) * 2
     dilation = (dilations[0], dilations[1])
     group = settings.take("group", int, default=1)
-    _require_axis(settings, 1)
+    _require_channels(settings)
     count, channels = outputs(layer, settings), shapes[0][1]
     if min(kernel + stride + dilation) < 1 or min(pad) < 0:
         raise layer.message.error(
@@ -147,7 +147,7 @@ def convolution(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
 
 
 def inner_product(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
-    _require_axis(settings, 1)
+    _require_channels(settings)
     fan_in, count = math.prod(shapes[0][1:]), outputs(layer, settings)
     require_modest(layer, count, fan_in)
     module = InnerProduct(
@@ -225,7 +225,7 @@ def batch_norm(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
 
 
 def scale(layer: Layer, settings: Message, shapes: Shapes) -> nn.Module:
-    _require_axis(settings, 1)
+    _require_channels(settings)
     if settings.take("num_axes", int, default=1) != 1 or len(shapes) != 1:
         raise layer.message.error("only a scale for each channel, learned, is supported")
     require_modest(layer, shapes[0][1])

@@ -218,9 +218,9 @@ def weights_of_bins(bins: int, up: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([-2 * far, -steps.flip(0), torch.zeros_like(far), steps, 2 * far])
 
 
-def logit(shares: Tensor, least: float = 1e-5) -> Tensor:
+def logit(shares: Tensor) -> Tensor:
     """The inverse of the sigmoid, of numbers that are not quite 0 or 1."""
-    return (shares.clamp(min=least) / (1 - shares).clamp(min=least)).log()
+    return (shares.clamp(min=1e-5) / (1 - shares).clamp(min=1e-5)).log()
 
 
 def sureness(quality: Any, likely_NQ4k: Tensor) -> Tensor:
