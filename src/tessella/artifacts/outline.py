@@ -13,6 +13,7 @@ from tessella.core.architectures import TARGETS, is_gpu
 from tessella.core.compiled import CompiledKernels
 from tessella.core.count import counted, numbered, with_spread
 from tessella.core.device import Fingerprint
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import UsageError
 from tessella.core.preprocess import Preprocess
 from tessella.core.spec import TensorSpec
@@ -226,7 +227,7 @@ class Outline:
     def unrounded(self) -> str:
         """Why no layer computes in the int8 or fp8 that was asked for; empty where one does."""
         manifest, rounding = self.manifest, self.manifest.precision
-        types = {str(tensor.dtype).removeprefix("torch.") for tensor in self.weights.values()}
+        types = {dtype_name(tensor.dtype) for tensor in self.weights.values()}
         if rounding not in SMALL or types & set(SMALL_TYPES):
             return ""
         rest = "fp16" if is_gpu(self.target) else "fp32"

@@ -21,6 +21,7 @@ from tessella.compiler.histogram import METHODS, Histogram
 from tessella.compiler.layers import LAYERS
 from tessella.compiler.rewrites.lower_quantization import moves_elements
 from tessella.core.device import default_target
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import ArtifactError, CompileError, UsageError
 from tessella.device.x86 import code
 from tessella.graph.graph import Graph, Node, Value
@@ -109,7 +110,7 @@ class Calibration:
             tensor = self.inputs.get(value.name)
             if (
                 tensor is None
-                or str(tensor.dtype).removeprefix("torch.") != value.dtype
+                or dtype_name(tensor.dtype) != value.dtype
                 or tuple(tensor.shape[1:]) != tuple(value.shape[1:])
             ):
                 return None

@@ -22,7 +22,7 @@ from tessella.compiler.verify import Expected, Tensors
 from tessella.core.architectures import has, is_gpu
 from tessella.core.compiled import CompiledKernels
 from tessella.core.device import fingerprint, torch_device
-from tessella.core.dtype import plain_precision
+from tessella.core.dtype import dtype_name, plain_precision
 from tessella.core.errors import UsageError
 from tessella.core.events import Emit, silent
 from tessella.core.version import VERSION
@@ -120,7 +120,7 @@ def read_graph(plan: Plan, bucket: Bucket) -> tuple[Graph, Formats]:
     made = {b.name: Value(b.name, b.dtype, b.shape) for b in bucket.buffers}
     given = {s.name: Value(s.name, s.dtype, s.at(bucket.batch)) for s in specs}
     constants = {
-        name: Value(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        name: Value(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in plan.weights.items()
     }
     values = {**made, **given, **constants}

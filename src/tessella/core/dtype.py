@@ -78,3 +78,8 @@ def dtype(name: str) -> DType:
     if name not in DTYPES:
         raise UsageError("unknown element type", seen=name, fix=f"use one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def dtype_name(torchs: object) -> str:
+    """The name here of one of torch's element types, without importing torch."""
+    return str(torchs).removeprefix("torch.")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tessella.artifacts.program import Bucket, Buffer, Program, Slice, Step, in_place
-from tessella.core.dtype import Math
+from tessella.core.dtype import Math, dtype_name
 from tessella.core.errors import ArtifactError, CompileError, CorruptArtifact, first_line
 from tessella.core.memory import is_out_of_memory
 from tessella.device.x86.code import Launch
@@ -254,7 +254,7 @@ def buffer_metas(bucket: Bucket) -> dict[str, TensorMeta]:
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+    return TensorMeta(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
 
 
 def _require_shapes(step: Step, problem: Problem) -> None:

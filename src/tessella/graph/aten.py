@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import CompileError
 from tessella.graph import recurrent
 from tessella.graph.aten_layers import LAYERS
@@ -109,10 +110,6 @@ def _axes(dim: Any, rank: int) -> Any:
 
 def _axis(dim: int, rank: int) -> int:
     return dim % rank if rank else 0
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _user(call: OperatorCall, build: Builder) -> Result:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import CompileError
 from tessella.core.spec import TensorSpec
 from tessella.graph import infer
@@ -77,7 +78,7 @@ class Builder:
     def constant(self, name: str, tensor: torch.Tensor) -> Value:
         """A constant; the name is changed if it is taken."""
         tensor = tensor.detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         value = Value(self.fresh(name), dtype, tuple(tensor.shape))
         self.graph.constants[value] = tensor
         return value
@@ -218,7 +219,7 @@ def _template(arg: Any, tensors: list[Value]) -> Any:
         return {"float": str(arg)}
     for kind in (torch.dtype, torch.memory_format, torch.layout):
         if isinstance(arg, kind):
-            return {kind.__name__: str(arg).removeprefix("torch.")}
+            return {kind.__name__: dtype_name(arg)}
     if isinstance(arg, torch.device):
         return None  # a plan decides where it runs
     if is_attribute(arg):

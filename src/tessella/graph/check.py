@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import CompileError
 from tessella.graph import infer
 from tessella.graph.attributes import is_attribute
@@ -25,7 +26,7 @@ def check(graph: Graph) -> None:
     _names(graph)
     made: set[Value] = {*graph.inputs, *graph.constants}
     for value, tensor in graph.constants.items():
-        kind = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        kind = (dtype_name(tensor.dtype), tuple(tensor.shape))
         if kind != (value.dtype, value.shape):
             raise CompileError(
                 f"constant {value.name!r} is not what its value says",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.graph.names import Names
 from tessella.graph.nodes import Node, Nodes
 from tessella.graph.value import Dim, Shape, Value, attrs_at, shape_at
@@ -124,7 +125,7 @@ class Graph:
 
     def add_constant(self, name: str, tensor: torch.Tensor) -> Value:
         """A new constant under a name like ``name`` that is not taken yet."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         value = Value(self.fresh_name(name), dtype, tuple(tensor.shape))
         self.constants[value] = tensor
         return value

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import CompileError, TessellaError, first_line
 from tessella.graph.graph import Dim, Graph, Shape, Value, attrs_at, shape_at
 from tessella.operations.shapes import ShapeRules
@@ -67,7 +68,7 @@ def _inferred(
             seen=f"{op}({shown}), {dict(attrs)}: {first_line(error)}",
             fix="correct these shapes or attributes in the network or its file",
         ) from error
-    return tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
+    return tuple((dtype_name(t.dtype), tuple(t.shape)) for t in made)
 
 
 def outputs(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tessella.core.dtype import SIXTEEN_BIT
+from tessella.core.dtype import SIXTEEN_BIT, dtype_name
 from tessella.core.errors import CompileError, InputError
 from tessella.core.memory import is_out_of_memory
 from tessella.execution import liveness
@@ -61,7 +61,7 @@ def interpret(
             else _cast(graph.constants[v].to(device), upcast)
             for v in node.inputs
         ]
-        if once and any(t is not None and _name(t.dtype) in SIXTEEN_BIT for t in tensors):
+        if once and any(t is not None and dtype_name(t.dtype) in SIXTEEN_BIT for t in tensors):
             wide = [None if t is None else _cast(t, torch.float64) for t in tensors]
             made = _computed(node, wide, attrs)
             types = (getattr(torch, v.dtype) for v in node.outputs)
@@ -112,7 +112,7 @@ def _batch(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> int:
     )
     for value in graph.inputs:
         tensor = inputs[value.name]
-        dtype = _name(tensor.dtype)
+        dtype = dtype_name(tensor.dtype)
         if (dtype, tuple(tensor.shape)) != (value.dtype, shape_at(value.shape, batch)):
             raise InputError(
                 f"input {value.name!r} does not fit",
@@ -130,7 +130,7 @@ def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
     """Attributes with every element type in them that floats or is complex replaced."""
     if isinstance(attr, dict):
         return {
-            k: _name(_wider(getattr(torch, a), upcast))
+            k: dtype_name(_wider(getattr(torch, a), upcast))
             if k == "dtype" and isinstance(a, str)
             else _upcast_attrs(a, upcast)
             for k, a in attr.items()
@@ -138,10 +138,6 @@ def _upcast_attrs(attr: Any, upcast: torch.dtype) -> Any:
     if isinstance(attr, tuple | list):
         return tuple(_upcast_attrs(a, upcast) for a in attr)
     return attr
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _wider(dtype: torch.dtype, upcast: torch.dtype) -> torch.dtype:

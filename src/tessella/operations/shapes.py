@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from tessella.core.dtype import dtype_name
 from tessella.operations.operation import broadcast
 from tessella.operations.table import operation
 from tessella.operations.tensor_meta import TensorMeta
@@ -30,7 +31,7 @@ def made(op: str, inputs: Sequence[TensorMeta | None], attrs: Mapping[str, Any])
     tensors = [None if m is None else m.empty(META) for m in inputs]
     with ShapeRules():
         results = operation(op).call(tensors, attrs)
-    return [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in results]
+    return [(dtype_name(t.dtype), tuple(t.shape)) for t in results]
 
 
 class ShapeRules(TorchFunctionMode):

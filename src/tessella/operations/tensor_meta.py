@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from tessella.core.dtype import dtype_name
+
 Format = Literal["contiguous", "channels_last", "strided"]
 
 
@@ -134,9 +136,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         memory_format=memory_format("channels_last", tensor.dim())
     ):
         format = "channels_last"
-    return TensorMeta(
-        shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), format=format
-    )
+    return TensorMeta(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), format=format)
 
 
 MEMORY_FORMATS = {

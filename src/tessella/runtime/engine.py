@@ -23,7 +23,7 @@ from tessella.artifacts.program import Bucket, Buffer, same_computation
 from tessella.core.compiled import CompiledKernels
 from tessella.core.count import numbered
 from tessella.core.device import torch_device, using
-from tessella.core.dtype import Math
+from tessella.core.dtype import Math, dtype_name
 from tessella.core.errors import ArtifactError, InputError, UsageError, first_line
 from tessella.core.memory import is_out_of_memory, without_collecting
 from tessella.core.preprocess import Preprocess
@@ -386,7 +386,7 @@ class Engine:
         key = spec.name, array.shape, array.dtype
         strides = self._fits.get(key)
         if strides is None:
-            spec.check(shape=tuple(array.shape), dtype=str(array.dtype).removeprefix("torch."))
+            spec.check(shape=tuple(array.shape), dtype=dtype_name(array.dtype))
             if len(self._fits) == MOST_SHAPES:
                 self._fits.clear()
             strides = self._fits[key] = _plain_strides(array.shape)

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from tessella.core.device import gpu_target
-from tessella.core.dtype import Math
+from tessella.core.dtype import Math, dtype_name
 from tessella.core.errors import CompileError, KernelError, UsageError
 from tessella.device.float32_math import float32_math
 from tessella.device.machine import ALIGNMENT
@@ -364,4 +364,4 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)

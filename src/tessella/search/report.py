@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tessella.core.count import with_spread
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import UsageError
 from tessella.kernels import catalog
 from tessella.kernels.sparse.two_four import LAYERS, TWO_FOUR, is_two_four
@@ -219,7 +220,7 @@ def _problem(
     """The problem of these operands; ``out_dtype`` may be torch's or its name."""
     metas = [None if t is None else meta_of(t) for t in operands]
     if isinstance(out_dtype := arguments.get("out_dtype"), torch.dtype):
-        arguments = {**arguments, "out_dtype": str(out_dtype).removeprefix("torch.")}
+        arguments = {**arguments, "out_dtype": dtype_name(out_dtype)}
     if not constant:
         return PROBLEMS[op](*metas, **arguments)
     if op.endswith("grad"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.core.dtype import DTYPES, DType, dtype
+from tessella.core.dtype import DTYPES, DType, dtype, dtype_name
 from tessella.core.errors import InputError, ServeError
 from tessella.runtime import Engine
 
@@ -44,7 +44,7 @@ def narrow(array: np.ndarray, dtype: DType) -> torch.Tensor:
 
 def widen(tensor: torch.Tensor) -> np.ndarray:
     """A tensor on the CPU as an array; element types that NumPy lacks become float32, exactly."""
-    known = DTYPES[str(tensor.dtype).removeprefix("torch.")].numpy is not None
+    known = DTYPES[dtype_name(tensor.dtype)].numpy is not None
     return (tensor if known else tensor.float()).numpy()
 
 

@@ -15,7 +15,7 @@ from tessella.artifacts.outline import Outline
 from tessella.artifacts.program import Bucket, Step
 from tessella.artifacts.receipt import Receipt
 from tessella.artifacts.run import Run
-from tessella.core.dtype import PRECISIONS
+from tessella.core.dtype import PRECISIONS, dtype_name
 from tessella.core.errors import TessellaError
 from tessella.core.record import digest, parse_json
 from tessella.jobs import commands
@@ -303,7 +303,7 @@ def precision_of(plan: Outline, bucket: Bucket, step: Step) -> str:
     """The precision in which a layer multiplies: that of the values which it reads."""
     types = {b.name: b.dtype for b in bucket.buffers}
     types |= {s.name: s.dtype for s in plan.manifest.inputs}
-    types |= {n: str(t.dtype).removeprefix("torch.") for n, t in plan.weights.items()}
+    types |= {n: dtype_name(t.dtype) for n, t in plan.weights.items()}
     dtype = types.get(step.inputs[0] or "", "")
     if dtype == "float32" and plan.manifest.precision == "tf32":
         return "tf32"

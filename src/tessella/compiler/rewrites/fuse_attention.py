@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.graph.build import drop_unused
 from tessella.graph.graph import Graph, Node, Shape, Value
 
@@ -245,7 +246,7 @@ def _replace(graph: Graph, last: Node, found: _Found) -> bool:
 
 
 def _dtype(tensor: torch.Tensor | None, default: str) -> str:
-    return default if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    return default if tensor is None else dtype_name(tensor.dtype)
 
 
 def _unscaled(graph: Graph, value: Value, reader: Node, scale: float) -> tuple[Value, float]:

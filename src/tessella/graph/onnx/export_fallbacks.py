@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.graph.graph import Node, Value
 from tessella.graph.onnx.export import (
     Export,
@@ -55,7 +56,7 @@ def _compared(op: str) -> Export:
         left, right = _arguments(node)[:2]
         if isinstance(right, Value):
             dtype = torch.promote_types(getattr(torch, left.dtype), getattr(torch, right.dtype))
-            wide = str(dtype).removeprefix("torch.")
+            wide = dtype_name(dtype)
             inputs = [cast(w, v, wide) for v in (left, right)]
         else:
             inputs = [left.name, w.number(right, left)]

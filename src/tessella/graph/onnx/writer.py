@@ -9,6 +9,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
+from tessella.core.dtype import dtype_name
 from tessella.core.version import VERSION
 from tessella.graph.graph import Dim, Graph, Node, Shape, Value
 from tessella.graph.onnx import own
@@ -127,7 +128,7 @@ def _info(value: Value) -> onnx.ValueInfoProto:
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> TensorProto:
-    number = NUMBERS[str(tensor.dtype).removeprefix("torch.")]
+    number = NUMBERS[dtype_name(tensor.dtype)]
     return helper.make_tensor(name, number, tuple(tensor.shape), _bytes(tensor), raw=True)
 
 

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tessella.core.dtype import dtype_name
 from tessella.core.integers import ceil_div
 from tessella.device.launch import launch
 from tessella.kernels.catalog import Call
@@ -102,7 +103,7 @@ def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> T
     y = torch.empty(
         out_size(x, window), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
     )
-    call = _call(tuple(x.shape), str(x.dtype).removeprefix("torch."), bias is not None, window)
+    call = _call(tuple(x.shape), dtype_name(x.dtype), bias is not None, window)
     call(x, weight, *(() if bias is None else (bias,)), out=y)
     return y
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessella.core.dtype import SIXTEEN_BIT
+from tessella.core.dtype import SIXTEEN_BIT, dtype_name
 from tessella.device.machine import gpu
 from tessella.kernels.conv.hopper import implicit_gemm, implicit_gemm_tiles
 from tessella.operations import problems
@@ -35,7 +35,7 @@ def runs(x: Tensor, weight: Tensor, window: tuple[tuple[int, ...], ...], groups:
         return False
     taps = tuple(weight.shape[2:])
     return (
-        str(x.dtype).removeprefix("torch.") in SIXTEEN_BIT
+        dtype_name(x.dtype) in SIXTEEN_BIT
         and groups == 1
         and {*stride, *dilation} == {1}
         and all(t % 2 for t in taps)
@@ -55,7 +55,7 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
     """
     x = x.contiguous(memory_format=torch.channels_last_3d)
     weight = weight.contiguous()
-    call, nbytes = _bound(tuple(x.shape), tuple(weight.shape), str(x.dtype).removeprefix("torch."))
+    call, nbytes = _bound(tuple(x.shape), tuple(weight.shape), dtype_name(x.dtype))
     out = out_of(x, weight)
     space = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
     call(x, weight, out=out, workspace=space)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import CompileError
 from tessella.kernels.catalog import Call
 from tessella.kernels.pointwise import elementwise
@@ -126,7 +127,7 @@ def _metas(problem: Problem, instructions: Sequence[Instruction]) -> list[Tensor
     return [
         TensorMeta(
             shape=tuple(v.shape),
-            dtype=str(v.dtype).removeprefix("torch."),
+            dtype=dtype_name(v.dtype),
             format=like.format if tuple(v.shape) == like.shape else "contiguous",
             strides=like.strides if tuple(v.shape) == like.shape else None,
         )

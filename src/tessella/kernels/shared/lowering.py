@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tessella.core.dtype import FLOATS
+from tessella.core.dtype import FLOATS, dtype_name
 from tessella.core.errors import KernelError
 from tessella.operations.epilogue import ACTIVATIONS
 from tessella.operations.operation import broadcast
@@ -166,7 +166,7 @@ def metas_of(instructions: Sequence[Instruction], inputs: Sequence[TensorMeta]) 
 
     def call(op: str, operands: Sequence[Any], attrs: Mapping[str, Any]) -> torch.Tensor:
         made = operation(op).call(operands, attrs)[0]
-        if str(made.dtype).removeprefix("torch.") not in _MAKES.get(op, FLOATS):
+        if dtype_name(made.dtype) not in _MAKES.get(op, FLOATS):
             raise KernelError(f"{op} makes {made.dtype}")
         return made
 
@@ -174,9 +174,7 @@ def metas_of(instructions: Sequence[Instruction], inputs: Sequence[TensorMeta]) 
     operands = [torch.empty(m.shape, dtype=getattr(torch, m.dtype), device=meta) for m in inputs]
     with ShapeRules():
         values = evaluate(instructions, operands, call)
-    return [
-        TensorMeta(shape=tuple(v.shape), dtype=str(v.dtype).removeprefix("torch.")) for v in values
-    ]
+    return [TensorMeta(shape=tuple(v.shape), dtype=dtype_name(v.dtype)) for v in values]
 
 
 def _is_fp8(instructions: Sequence[Instruction], value: int | None, inputs: int) -> bool:

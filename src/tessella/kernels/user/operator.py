@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import KernelError, UsageError, first_line
 from tessella.device import launch
 from tessella.device.launch import Launched
@@ -224,7 +225,7 @@ class Operator:
         if not torch.is_autocast_enabled(value.device.type):
             return value
         dtype = torch.get_autocast_dtype(value.device.type)
-        return value.to(dtype if _name(dtype) in self.dtypes else torch.float32)
+        return value.to(dtype if dtype_name(dtype) in self.dtypes else torch.float32)
 
     def _require(self, args: Sequence[Any]) -> torch.device:
         """The device of all tensors. A kernel that reads another type than it was written for, or
@@ -232,10 +233,10 @@ class Operator:
         """
         tensors = [a for a in args if isinstance(a, Tensor)]
         for tensor in tensors:
-            if tensor.is_floating_point() and _name(tensor.dtype) not in self.dtypes:
+            if tensor.is_floating_point() and dtype_name(tensor.dtype) not in self.dtypes:
                 raise KernelError(
                     f"{self.name} does not take this element type",
-                    seen=_name(tensor.dtype),
+                    seen=dtype_name(tensor.dtype),
                     fix=f"give {' or '.join(self.dtypes)}, or name the type in dtypes= if the "
                     "kernel takes it",
                 )
@@ -396,10 +397,6 @@ def target_of(device: torch.device) -> str:
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return "sm_90"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _through(

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tessella.core.dtype import dtype_name
+
 QUOTIENTS = ("aten::div", "aten::divide", "aten::floor_divide")
 REMAINDERS = ("aten::remainder", "aten::fmod")
 
@@ -35,7 +37,7 @@ def guarded(operator: torch._ops.OpOverload, inputs: Sequence[Any]) -> Callable[
 
 
 def _has_fractions(tensor: Any) -> bool:
-    kind = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    kind = "" if tensor is None else dtype_name(tensor.dtype)
     return kind.startswith(("float", "bfloat", "complex"))
 
 
