@@ -15,7 +15,7 @@ from torch import nn
 
 from tessella.core.errors import CompileError, UsageError
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.graph import Dim, Graph, capture, capture_at, interpret
+from tessella.graph import Dim, Graph, capture, interpret
 from tests.support.graphs import BATCH, Attention, Residual, image, lenet
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -342,11 +342,11 @@ def test_what_cannot_be_captured_is_said(
 
 
 def test_a_fixed_batch_takes_shapes_that_are_no_line() -> None:
-    graph = capture_at(Calls(halves), image(3, 8, 8), 5)
+    graph = capture(Calls(halves), image(3, 8, 8, batch=5))
     assert graph.outputs[0].shape == (3, 3, 8, 8)
     x = torch.randn(5, 3, 8, 8)
     torch.testing.assert_close(interpret(graph, {"image": x})["output"], halves(x))
-    reshaped = capture_at(Calls(lambda x: x.reshape(2, 96)), image(3, 8, 8), 1)
+    reshaped = capture(Calls(lambda x: x.reshape(2, 96)), image(3, 8, 8, batch=1))
     assert reshaped.inputs[0].shape == (1, 3, 8, 8)
 
 

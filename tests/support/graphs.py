@@ -10,9 +10,11 @@ from tessella.core.spec import DimRange, TensorSpec
 BATCH = DimRange(min=1, opt=2, max=8)
 
 
-def image(*size: int, dtype: str = "float32") -> tuple[TensorSpec, ...]:
-    """One input ``image`` with a dynamic batch."""
-    return (TensorSpec(name="image", dtype=dtype, shape=(BATCH, *size)),)
+def image(
+    *size: int, dtype: str = "float32", batch: DimRange | int = BATCH
+) -> tuple[TensorSpec, ...]:
+    """One input ``image``, where nothing else is said with a dynamic batch."""
+    return (TensorSpec(name="image", dtype=dtype, shape=(batch, *size)),)
 
 
 def lenet() -> nn.Module:

@@ -1,6 +1,6 @@
 """Networks as data: captured from torch or ONNX, checked, shown, interpreted."""
 
-from tessella.graph.capture import capture, capture_at
+from tessella.graph.capture import capture
 from tessella.graph.check import check
 from tessella.graph.graph import Dim, Graph, Node, Value
 from tessella.graph.interpret import interpret
@@ -12,7 +12,6 @@ __all__ = [
     "Node",
     "Value",
     "capture",
-    "capture_at",
     "check",
     "interpret",
     "svg",

@@ -17,10 +17,11 @@ from torch.export import Dim as ExportDim
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from tessella.core.dtype import dtype_name
 from tessella.core.errors import CompileError, TessellaError, UsageError
 from tessella.core.memory import is_out_of_memory
 from tessella.core.spec import DimRange, TensorSpec
-from tessella.graph.aten import TRANSLATORS, dtype_name, translate
+from tessella.graph.aten import TRANSLATORS, translate
 from tessella.graph.build import Builder
 from tessella.graph.check import check
 from tessella.graph.functional import drop_checks, made_functional
@@ -63,7 +64,7 @@ def capture(
 
     Raises:
         CompileError: the module cannot be exported, or its shapes do not follow the batch linearly:
-            then ``capture_at`` captures it for one batch size.
+            then inputs of one batch size can be captured.
     """
     for spec in inputs:
         if any(isinstance(d, DimRange) and d.min != d.max for d in spec.shape[1:]):
@@ -87,19 +88,6 @@ def capture(
     recognize(graph)
     check(graph)
     return graph
-
-
-def capture_at(
-    module: torch.nn.Module,
-    inputs: Sequence[TensorSpec],
-    batch: int,
-    *,
-    name: str = "",
-    outputs: Sequence[str] | None = None,
-) -> Graph:
-    """``capture`` for one batch size: for modules whose shapes do not follow the batch linearly."""
-    fixed = [TensorSpec(name=s.name, dtype=s.dtype, shape=s.at(batch)) for s in inputs]
-    return capture(module, fixed, name=name, outputs=outputs)
 
 
 def _export(
