@@ -39,8 +39,3 @@ class Block:
             whole[tuple(inside)] = part
             part = whole
         return np.ascontiguousarray(np.flip(part, self.mirrored) if self.mirrored else part)
-
-
-def centre(shape: Sides, sides: Sides) -> Block:
-    """The middle of a volume of this shape."""
-    return Block(first=tuple((n - s) // 2 for n, s in zip(shape, sides, strict=True)), sides=sides)

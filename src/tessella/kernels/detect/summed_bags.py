@@ -17,7 +17,6 @@ from tessella.kernels.catalog import Call
 from tessella.operations.problem import Problem
 
 CORNERS = 4
-Floats = npt.NDArray[np.float32]
 
 
 def fits(problem: Problem) -> str | None:
