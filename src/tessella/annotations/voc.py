@@ -95,7 +95,7 @@ def read(folder: Path, *, labels: tuple[str, ...] | None = None) -> Annotations:
 
 
 def roots_of(folder: Path) -> list[Path]:
-    """The folder with ``Annotations``: this one, or those in it, such as VOC2007 and VOC2012."""
+    """The folders that hold ``Annotations``: ``folder`` itself, or the years in it, as VOC2007."""
     if (folder / "Annotations").is_dir():
         return [folder]
     return sorted(p.parent for p in folder.glob("*/Annotations") if p.is_dir())

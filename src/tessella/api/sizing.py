@@ -38,7 +38,7 @@ class Sizing:
 
     @property
     def command(self) -> str:
-        """The command that serves it so."""
+        """The command line that serves the plan with these settings."""
         return shlex.join(("tessella", *self.words))
 
 

@@ -338,7 +338,7 @@ def _programs(
 def _shares(
     stored: Mapping[str, T], names: Sequence[Mapping[str, str]], where: str
 ) -> list[dict[str, T]]:
-    """The tensors of each program by its own names, where it calls them so: all are somebody's."""
+    """The tensors of each program by the program's own names; every tensor has to be named."""
     used = {name for own in names for name in own.values()}
     if used != set(stored):
         raise CorruptArtifact(

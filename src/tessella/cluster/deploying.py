@@ -209,7 +209,7 @@ def _application(deployment: Deployment, scale: Scale) -> Any:
 
 
 def _url(door: Door) -> str:
-    """Where the proxies are, once one has said that it is ours.
+    """The address of Serve's proxies, after one of them has answered as a proxy of ours.
 
     Raises:
         UsageError: Serve ran before, with other proxies.

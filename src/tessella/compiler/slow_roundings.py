@@ -66,7 +66,7 @@ class _Model:
         self._known: dict[str, float] = {}
 
     def cost(self, assignment: Assignment) -> tuple[float, dict[str, float]]:
-        """All steps together, and those that only round, by the value that they read."""
+        """The time of all steps, and of each step that only rounds, by the value that it reads."""
         request = self._request.assigned(self._exact, assignment)
         lowered = run(self._exact, request, after="optimize", until="mark")
         graph, formats = with_layout(lowered, "channels_last")

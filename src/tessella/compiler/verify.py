@@ -374,7 +374,7 @@ def _require_independent_samples(
 
 
 def _changed_answers(made: Tensors, before: Tensors, align: Align) -> list[str]:
-    """The outputs whose first sample is another one, or that have other rows."""
+    """The outputs whose first sample has changed, or whose number of rows has."""
     return [
         name
         for name, answer in before.items()

@@ -299,7 +299,7 @@ def _groups(seen: _Looks, dataset: Dataset) -> list[list[int]]:
 
 
 def _alike(looks: npt.NDArray[np.float32]) -> Iterator[tuple[int, int]]:
-    """Pairs of images whose looks say that one was made of the other."""
+    """Pairs of images so alike that one seems to be a copy of the other."""
     if not 1 < len(looks) <= MOST_LOOKS:
         return
     for start in range(0, len(looks), BLOCK):

@@ -25,7 +25,7 @@ class Moments:
 
     @property
     def sums(self) -> Sums:
-        """What was added, as ``add`` takes it."""
+        """The sums so far, in the form that ``add`` takes."""
         return self._count, self._sums, self._squares
 
     def add(self, sums_of_some: Sums) -> None:

@@ -103,7 +103,7 @@ class _Making:
             self._write()
 
     def part(self) -> Part:
-        """All of it, with its shard closed."""
+        """The facts about all examples of this part, after its shard is closed."""
         if self._rows:
             self._write()
         return Part(

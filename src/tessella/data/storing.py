@@ -1,4 +1,4 @@
-"""How an import stores pictures where its user leaves that to it."""
+"""The choice of a format for stored pictures, where the user has named none."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def collected() -> Collected | None:
 
 @contextmanager
 def using_kernels(kernels: Store | None) -> Iterator[None]:
-    """Inside, ``launch`` starts these where it finds what it needs among them.
+    """Within this context ``launch`` starts a kernel from ``kernels``, where it is in there.
 
     A kernel cache also gets what it lacks. A launch by it takes longer than by Triton's launcher:
     it is for what is captured or timed in graphs.

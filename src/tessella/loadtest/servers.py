@@ -35,7 +35,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A server that runs, and what is sent to it; ``sizing.Served`` describes its methods.
+    """A running server and the request that it is sent; for methods see ``sizing.Served``.
 
     Attributes:
         slo_s: what comes later is of no use; it decides how many connections there are, and when

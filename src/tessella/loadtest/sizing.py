@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one setting answered at one rate.
+    """The answers of a server with one setting to one rate of requests.
 
     Attributes:
         rate: requests a second that were offered, at random times; None is one client that sends
@@ -92,7 +92,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to look for, and where.
+    """The goal of a search for settings, and the settings among which to search.
 
     Attributes:
         p99_ms: within which 99 % of all requests are to be answered.
@@ -138,7 +138,7 @@ class Served(Protocol):
 
     @property
     def max_batch(self) -> int:
-        """The most samples that it joins."""
+        """The most samples that the server joins to a batch."""
         ...
 
     def alone(self, seconds: float) -> Outcome:

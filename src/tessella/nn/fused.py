@@ -102,7 +102,7 @@ def interruptions() -> int:
 
 
 def _calls() -> ModuleType:
-    """What graphs call; it needs Triton."""
+    """The functions that rewritten graphs call, imported late: they need Triton."""
     return importlib.import_module("tessella.nn.fused_calls")
 
 
@@ -202,7 +202,7 @@ def _norm_of(node: fx.Node) -> Found | None:
 
 
 def _fuse_at(graph: fx.Graph, norm: fx.Node, found: Found) -> tuple[fx.Node, list[fx.Node]]:
-    """One call for a batch norm and what follows it alone, and the nodes that it replaces."""
+    """Insert one call for a batch norm and its followers; returns it and the nodes it replaces."""
     chain, second, residual, activation = [norm], None, None, None
     follower = _only_user(norm)
     other = None if follower is None else _added(follower, norm)

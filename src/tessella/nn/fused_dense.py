@@ -81,7 +81,7 @@ def fuse_dense(graph: fx.Graph) -> None:
 
 
 def _calls() -> ModuleType:
-    """What graphs call; it needs Triton."""
+    """The functions that rewritten graphs call, imported late: they need Triton."""
     return importlib.import_module("tessella.nn.fused_dense_calls")
 
 
@@ -291,7 +291,7 @@ def _sum_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
 
 
 def _storage(node: fx.Node) -> int | None:
-    """What a node's value lies in, where it is known."""
+    """The storage of a node's value, None where it was not recorded."""
     seen = node.meta.get("example_value")
     return seen.untyped_storage()._cdata if isinstance(seen, Tensor) else None
 

@@ -281,7 +281,7 @@ def summary(module: nn.Module, input_shape: tuple[int, ...]) -> Summary:
 
 
 def _view(layer: nn.Module, name: str, call: int, output: Any, known: KnownViews) -> LayerView:
-    """What one layer made, without pictures."""
+    """A call of a layer: its output's shape and statistics, without pictures."""
     if name not in known.statistics:
         known.statistics[name] = {k: statistics(p) for k, p in layer.named_parameters()}
     return LayerView(
@@ -319,7 +319,7 @@ def _drawn(
 
 
 def _draw(tensor: Any, file: Path) -> bool:
-    """Draw a tensor that has values; whether it is one."""
+    """Draw a tensor; False where it is no tensor, or has no element."""
     if not isinstance(tensor, Tensor) or not tensor.numel():
         return False
     write_png(tensor, file)

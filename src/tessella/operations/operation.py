@@ -197,7 +197,7 @@ def differs(shapes: Shapes, name: str, right: Shape) -> str | None:
 
 
 def first_of(*found: str | None) -> str | None:
-    """The first reason that is one."""
+    """The first reason that is not None."""
     return next((reason for reason in found if reason is not None), None)
 
 

@@ -82,7 +82,7 @@ def _sizes(values: Any, count: int, least: int) -> list[int] | None:
 
 
 def _same(x: Any, *numbers: Any, **named: Any) -> Tensor | None:
-    """The rule of operations that make one tensor like the one that they read."""
+    """The shape rule of operations whose result has the shape and element type of the input."""
     if _floats(x) and _plain(*numbers, *named.values()):
         return _empty(x, x.shape)
     return None
@@ -235,7 +235,7 @@ def _reduction(x: Any, dim: Any, keepdim: Any = False, dtype: Any = None) -> Ten
 
 
 def _along(x: Any, dim: Any = None, dtype: Any = None) -> Tensor | None:
-    """The rule of operations along an axis that make one tensor like the one that they read."""
+    """The shape rule of operations along an axis whose result is like the input."""
     known = _floats(x) and dtype is None and _axes(x, [dim]) is not None
     return _empty(x, x.shape) if known else None
 

@@ -116,7 +116,7 @@ class TensorMeta:
         return pitch if self.strides == whole.dense_strides else None
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what this says, its strides included."""
+        """Whether a tensor has this shape, element type and memory format."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != getattr(torch, self.dtype):
             return False
         if self.strides is not None:

@@ -34,7 +34,7 @@ class Numbers:
         self._flat, self._filled = torch.empty(0), 0
 
     def first(self, count: int) -> torch.Tensor:
-        """So many of them, which nobody may change."""
+        """The first ``count`` numbers, in memory that is shared: nobody may write there."""
         if count > len(self._flat):
             self._flat, self._filled = torch.empty(0), 0  # let go before asking for more
             room = 4 * (count + count // 2)  # of which the system gives what is written

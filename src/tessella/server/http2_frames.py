@@ -38,7 +38,7 @@ END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 1, 1, 4, 8, 32
 
 
 class Setting(IntEnum):
-    """What one side tells the other."""
+    """The numbers of a connection's settings, as RFC 9113 has them."""
 
     TABLE_SIZE, ENABLE_PUSH, MOST_STREAMS, FIRST_WINDOW, FRAME_BYTES, HEAD_BYTES = range(1, 7)
 

@@ -217,7 +217,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens, for example ``http://127.0.0.1:8000``."""
+        """The address of the server, for example ``http://127.0.0.1:8000``."""
         return self._server.url
 
     @property

@@ -22,7 +22,7 @@ RATE_WINDOW = 40  # progress events from which the remaining time is estimated
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """The events that one read brought.
+    """The events of a log that one call of ``Feed.read`` has found.
 
     Attributes:
         points: new points by metric.

@@ -222,7 +222,7 @@ class ImportForm:
         parts.button("Import", self._start, icon="download_for_offline")
 
     def _more(self) -> None:
-        """What most imports leave as it is."""
+        """The fields that most imports leave as they are."""
         start = self._values
         own = "A folder or file of its own, such as val.json; empty: a part is held out"
         named_by = "A text file, a line each: of pictures without labels, those to draw on them"

@@ -44,7 +44,7 @@ class ChangedAnswer:
 
     @property
     def told(self) -> str:
-        """What changed, in the task's words where it has some."""
+        """The change in the task's words, or the answers before and after."""
         return self.change or f"{self.before} → {self.after}"
 
 

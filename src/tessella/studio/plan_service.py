@@ -74,7 +74,7 @@ class Service:
         return commands.serve({self._name(): self._ref}, port=port, gpus=gpus)
 
     def _serving(self) -> Job | None:
-        """The job that serves this plan now."""
+        """The running job that serves this plan."""
         ending = f"={self._ref}"
         return next(
             (j for j in self._context.store.jobs()

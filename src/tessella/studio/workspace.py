@@ -116,7 +116,7 @@ class Workspace:
         return self.free_path(path).name if plain and path.exists() else plain
 
     def free_path(self, path: Path) -> Path:
-        """A path like this one that nothing has yet: ``runs/flowers-2``."""
+        """A path beside ``path`` that is free: ``runs/flowers-2``."""
         ends = (f"-{number}" for number in count(2))
         free = (path.with_name(f"{path.stem}{end}{path.suffix}") for end in ends)
         return next(p for p in free if not p.exists())

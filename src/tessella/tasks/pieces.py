@@ -42,7 +42,7 @@ class Piece:
 
 
 def joined(pieces: Sequence[Piece], pictures: Sequence[Pixels], *, nearest: bool = False) -> Pixels:
-    """One picture, HWC, of pieces that together cover it.
+    """A picture, HWC, put together from pieces that cover it.
 
     Args:
         pictures: the fitted picture of each piece, HWC, all of one shape, which is the result's.

@@ -1,4 +1,4 @@
-"""Something in a picture, where it is."""
+"""A thing at its place in a picture: box, name, colour and outlines."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Captured:
         self.refused: str | None = None
 
     def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
-        """One pass; its gradients replace those of the one before."""
+        """One pass forward and backward, whose gradients replace those of the pass before."""
         sizes, shape = (images.shape, images.dtype), (targets.shape, targets.dtype)
         if sizes != self._images and self.refused is None:
             if self._recorded and images.shape[0] < self._images[0][0]:

@@ -106,7 +106,7 @@ def place_of(nodes: int, node_rank: int | None, rendezvous: str | None) -> Place
 
 
 def started(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """This process's place, where torchrun's variables say that it is one of several.
+    """This process's place by torchrun's variables; None where it trains alone.
 
     Raises:
         UsageError: a variable is missing or no number, or there is no such place.

@@ -38,5 +38,5 @@ def quantized(
 
 
 def roundings(module: nn.Module) -> bytes | None:
-    """The network with its roundings, for a checkpoint, where it has such."""
+    """The graph of a network that trains with roundings, for its checkpoint; None of others."""
     return write_bytes(module.graph()) if isinstance(module, QuantizationAware) else None

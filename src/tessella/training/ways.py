@@ -98,7 +98,7 @@ def called_loss(loss: Loss, way: Way, answers: Answering) -> Loss:
 
 
 def called(module: nn.Module, way: Way) -> nn.Module:
-    """What a step calls instead of ``module``, whose weights stay where they are."""
+    """The module that a step calls instead of ``module``: another form of the same weights."""
     if way == "fused":
         return fused(module)
     if way == "compile":

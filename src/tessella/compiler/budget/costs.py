@@ -56,7 +56,7 @@ class Costs(Protocol):
 
 
 class Measured:
-    """Costs as this machine has them.
+    """The cost of layers in each precision, measured on this machine.
 
     Args:
         exact: the optimized graph.

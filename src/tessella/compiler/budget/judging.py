@@ -51,7 +51,7 @@ class Score(Protocol):
         ...
 
     def flip(self, place: int, before: torch.Tensor, after: torch.Tensor) -> Flip:
-        """What became of one answer."""
+        """How one answer has changed."""
         ...
 
 

@@ -123,7 +123,7 @@ class _Program:
             self._take_if_faster(found, {i for v in values for i in self._concerned(v)})
 
     def measure_joins(self) -> None:
-        """Measure the concatenations that are no longer what they were, as they are now."""
+        """Measure the concatenations whose problem has changed since they were measured."""
         for index, (before, now) in enumerate(zip(self._before, self.choices, strict=True)):
             if now.node.op == "cat" and now.problem != before.problem:
                 tried = trials(now.node, now.problem, self._tuner)

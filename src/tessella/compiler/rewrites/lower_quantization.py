@@ -59,7 +59,7 @@ class Scheme:
 
     @property
     def factor(self) -> float:
-        """The scale, where it is one number."""
+        """The scale as a number; a scale for each channel is no number."""
         return float(self.scale)
 
 
@@ -217,7 +217,7 @@ def _sink_one(graph: Graph, node: Node, makers: list[Node], axis: int) -> Collec
 
 
 def _merge(graph: Graph, node: Node) -> Collection[Value]:
-    """Equal nodes on one value are one."""
+    """Drop a node that equals an earlier node on the same value."""
     scheme = scheme_of(graph, node, node.op) if node.op in ("quantize", "dequantize") else None
     if scheme is None or node.output in graph.outputs:
         return ()
@@ -289,7 +289,7 @@ def _is_rounded(graph: Graph, value: Value, scheme: Scheme) -> bool:
 
 
 def _from_quantized(graph: Graph) -> set[Value]:
-    """The values that are computed from quantized ones, so that they may be stored quantized."""
+    """The values that are computed from quantized values, and so may be stored quantized."""
     found: set[Value] = set()
     for node in graph.nodes:
         if moves_elements(node):

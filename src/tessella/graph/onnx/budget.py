@@ -37,7 +37,7 @@ _EXTERNAL_TIMES = 4  # that a byte of external data may be read: tensors may sha
 
 
 class Budget:
-    """What is left of it while one file is read.
+    """The operations, elements and work that the rest of one file may still take.
 
     Args:
         elements: of all tensors that the file holds.

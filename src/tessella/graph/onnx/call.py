@@ -1,4 +1,4 @@
-"""One ONNX node as its translation sees it."""
+"""A node of an ONNX file, with the values that its inputs have in our graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operation on its way out: what the exports share."""
+"""The parts that all exports of operations to ONNX share."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def add_metadata(model: onnx.ModelProto, metadata: Metadata) -> None:
 
 
 def read_metadata(path: str | Path) -> Metadata:
-    """What a file says; nothing where it says nothing.
+    """The record that an export has left in a file; an empty one of a file of others.
 
     Raises:
         CompileError: it is no ONNX file, or what it says is no such record.

@@ -85,7 +85,7 @@ def _reshape(call: Call) -> Result:
 
 
 def _resolved(call: Call, x: Value, shape: list[int | Dim]) -> tuple[int | Dim, ...]:
-    """The shape with −1 worked out, so that it can say that it follows the batch."""
+    """The shape with a number, or a ``Dim`` that follows the batch, in place of −1."""
     if -1 not in shape:
         return tuple(shape)
     known = [d for d in shape if isinstance(d, int) and d != -1]

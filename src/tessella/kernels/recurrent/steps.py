@@ -160,7 +160,7 @@ def _rnn(problem: Problem, given: Weights, onednn: bool) -> tuple[Cell, Tensor |
 
 
 def _sum(given: Weights) -> Tensor | None:
-    """Both biases: where nothing stands between them, they are one."""
+    """The sum of both biases, for cells that only ever add them together."""
     if given.bias_ih is None or given.bias_hh is None:
         return None
     return given.bias_ih + given.bias_hh

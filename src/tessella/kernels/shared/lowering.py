@@ -235,7 +235,7 @@ def _prepared(
 
 
 def _vector(shape: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-    """A vector's shape where it broadcasts along an axis with these after it; one number is [1]."""
+    """The shape in which a vector broadcasts along an axis before ``after``; a number has [1]."""
     return (1,) if math.prod(shape) == 1 else (*shape, *after)
 
 

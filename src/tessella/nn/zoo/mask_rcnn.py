@@ -191,7 +191,7 @@ def _drawn(heads: Any, regions_PCSS: Tensor) -> Tensor:
 
 
 def _apart() -> Any:
-    """One operation where a graph is captured; elsewhere what it consists of."""
+    """Suppression of boxes: one operation where a graph is captured, else its reference."""
     return torch.ops.tessella.nms if torch.compiler.is_exporting() else nms
 
 

@@ -90,7 +90,7 @@ class Process:
         return Ended(why=why, in_time=False, is_stuck=not self.end())
 
     def _ended(self) -> Ended:
-        """What ended a process that has closed its connection."""
+        """Why a process has ended that has closed its connection."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(GRACE_S)
         words, is_stuck = self._last_words(), not self.end()

@@ -169,7 +169,7 @@ class _Device:
                 self._waiting += [replace(case, place=i, rank=_FURTHER) for i in places]
 
     def _struck(self, case: _Case, outcome: Outcome, why: str) -> None:
-        """Note that a case ended its process."""
+        """Record that a case has ended the process that ran it."""
         row = catalog.kernel(case.kernel)
         told = Row(
             kernel=row.id,
@@ -265,7 +265,7 @@ class Survey:
         self._ended = "complete" if done else "out of time"
 
     def report(self) -> KernelReport:
-        """What is known so far."""
+        """The report of all cases that have run so far."""
         devices = [device.report() for device in self._devices]
         targets = dict.fromkeys(d.target for d in devices if d.target is not None)
         if not self._has_gpu:

@@ -1,4 +1,4 @@
-"""One kernel on one problem: its answer beside float64's, its time beside that of torch.
+"""A kernel on a problem: its result beside that in float64, its time beside torch's.
 
 It runs in a process that may end (``child``), so it says what it is about to do.
 """

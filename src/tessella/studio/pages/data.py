@@ -119,7 +119,7 @@ class _Dataset:
             self._again(context)
 
     def _again(self, context: Context) -> None:
-        """The import that makes this dataset once more, beside it."""
+        """The command that imports the same source again, into a dataset beside this one."""
         space = context.workspace
         job = context.job_for(self._dataset.path)
         out = space.ref(space.free_path(self._dataset.path))

@@ -198,7 +198,7 @@ class _Page:
         )
 
     def _file(self) -> Path:
-        """Where the report of these choices lies."""
+        """The file of the report for the chosen checkpoints and split."""
         weights = [
             (self._context.workspace.ref(c.path), c.info.files["model.safetensors"].sha256)
             for c in (self._checkpoint, self._rival) if c is not None

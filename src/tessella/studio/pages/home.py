@@ -45,7 +45,7 @@ def register(context: Context) -> None:
 
 
 def _tagged(context: Context, found: list[Found[T]], tag: str) -> list[Found[T]]:
-    """Those that have a tag; all without one."""
+    """The artifacts that have a tag; with an empty tag, all."""
     return [f for f in found if not tag or tag in context.labels.of(f.ref).tags]
 
 

@@ -97,7 +97,7 @@ def _has(one: Outputs, other: Outputs, record: TaskRecord) -> bool:
 def alike(
     one: Outputs, other: Outputs, record: TaskRecord
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Whether boxes that one tells say what those of the other do; and the rows of both."""
+    """Which boxes of two answers agree, [M, N], and the rows of these boxes in each answer."""
     least_K = thresholds(record, one.shape[1] - 4)
     rows, classes, scores = told(one, least_K + CLOSE)
     others, their, theirs = told(other, least_K - CLOSE)

@@ -150,7 +150,7 @@ def areas_between(
     across, up = _stretches(x0, x1, size[1], side), _stretches(y0, y1, size[0], side)
 
     def pixels(cells: npt.NDArray[np.bool_]) -> Floats:
-        """Those between four middles of which all are of these."""
+        """The pixels between the middles of four cells that all belong to the thing."""
         pairs = cells[:, 1:] & cells[:, :-1]
         fours = (pairs[:, :, 1:] & pairs[:, :, :-1]).astype(np.float64)
         return np.asarray(((fours @ across[:, :, None])[:, :, 0] * up).sum(axis=1))
