@@ -132,7 +132,7 @@ def _by_split(files: list[Path]) -> dict[str, Path]:
 
 
 def _joined(readers: Mapping[str, tuple[str, Reader]]) -> Annotations:
-    """What was read of each split, under its name; classes are all that any of them has.
+    """The annotations of all splits together, with every class that one of them has.
 
     Raises:
         DataError: as each of the readers.

@@ -48,7 +48,7 @@ class CompileCall:
         return replace(request, imports=imports).rebuild(*objects)
 
     def with_imports(self, plan: Plan) -> Plan:
-        """The plan, with the modules that it needs in the command that builds it again."""
+        """The plan, whose command for building it again names the modules that it needs."""
         if not any(p.manifest.imports for p in (plan, *plan.others)):
             return plan
         rebuild = self.rebuild(plan)

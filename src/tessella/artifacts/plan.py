@@ -128,7 +128,7 @@ def _contents(programs: Sequence[Plan], members: dict[str, Member]) -> Contents:
 
 
 def _part(cls: type[Shared | Build], record: Shared | Build) -> dict[str, Any]:
-    """The fields of a record that are those of a class that it inherits from."""
+    """The values of those fields of a record that its base class ``cls`` has."""
     return {f.name: getattr(record, f.name) for f in fields(cls)}
 
 

@@ -158,7 +158,7 @@ def _with_length(scope: Scope, headers: Headers, body: bytes | bytearray) -> Sco
 
 
 class _Client:
-    """What comes of a client: the body that was read, in one message, then that it went away.
+    """A client's messages: its whole body in one, and then that it has gone away.
 
     Attributes:
         has_left: it went away, and somebody was told so.

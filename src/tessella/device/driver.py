@@ -282,7 +282,7 @@ class Driver:
             )
 
     def answers(self, name: str, *args: Any) -> bool:
-        """Whether a call finds what it is asked for; False where its arguments name nothing."""
+        """Make a call that may find nothing: False where its arguments are invalid."""
         code = getattr(self._cuda, name)(*args)
         if code == _INVALID_VALUE:
             return False
@@ -313,7 +313,7 @@ def cuda_driver() -> Driver:
 
 @functools.cache
 def brief_driver() -> Driver:
-    """One whose calls keep Python's lock, for those that return at once: a thread that lets go of
-    it waits to have it again, while another one reads requests.
+    """A driver whose calls keep Python's lock, for calls that return at once: a thread that gives
+    the lock away waits to get it back while another one reads requests.
     """
     return Driver(ctypes.PyDLL)

@@ -147,7 +147,7 @@ class Binder:
         out: torch.Tensor | None,
         lying: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """The results of a step whose place is known before it runs; none where it is not."""
+        """The results of a step, where their memory is known before it runs; else none."""
         if out is not None:
             return (out,)
         names = [n for n in step.inputs if n is not None and n not in self.weights]

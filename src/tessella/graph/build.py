@@ -208,7 +208,7 @@ class Builder:
 
 
 def _template(arg: Any, tensors: list[Value]) -> Any:
-    """An argument as ``torch_operators.arguments`` reads it; ``tensors`` is what it numbers."""
+    """An argument as JSON for ``torch_operators.arguments``; its tensors go to ``tensors``."""
     if isinstance(arg, Value):
         if arg not in tensors:
             tensors.append(arg)

@@ -572,7 +572,7 @@ def _repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those that a contiguous tensor of this shape has by default.
+    """The strides that a contiguous tensor of this shape has by default.
 
     An axis of size 1 may have any stride, and torch reads a memory format out of it: a grey
     image cut from NHWC bytes is contiguous, and yet a convolution answers in channels_last.

@@ -145,7 +145,7 @@ class _Drawn:
         return taken if len(taken) == count else Numbers().first(count)  # of a view that reaches on
 
     def lying(self, meta: TensorMeta) -> torch.Tensor:
-        """A slice: the next one of a tensor that has its strides."""
+        """A slice with the strides of ``meta``, the next one of a tensor that is kept for these."""
         strides = meta.strides or ()
         whole, start = self._wholes.get(strides) or (self.next(_whole(meta)), 0)
         if start + meta.extent // meta.itemsize > len(whole):  # they are not of one tensor

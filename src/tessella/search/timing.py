@@ -215,7 +215,7 @@ def _rounds(
 def _still_near(
     samplers: dict[str, Sampler], samples: Mapping[str, Sequence[Sample]]
 ) -> dict[str, Sampler]:
-    """Those that may still be the fastest, where calls are long: a second sample tells it."""
+    """The samplers that may still win, where calls are long enough for two samples to decide."""
     quickest = {name: min(s.time_us for s in samples[name]) for name in samplers}
     best_us = min(quickest.values(), default=0.0)
     if best_us < 1e6 * SURE_S or any(len(samples[name]) < 2 for name in samplers):

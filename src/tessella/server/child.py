@@ -26,7 +26,7 @@ END_S = 10.0  # for one that has nothing to do to end; then it is killed
 
 
 class Child:
-    """Such a process; whoever derives from this starts it by ``start_python``."""
+    """A process that works for this one; a subclass starts it by ``start_python``."""
 
     _process: subprocess.Popen[bytes]
 

@@ -102,8 +102,8 @@ def _instance(before: Instance, now: Instance, seconds: float) -> InstanceLoad:
 
 
 def to_watch(loads: dict[Model, Load], here: Model | None) -> Model:
-    """The model that a page shows where nobody chose one: the busiest; one that is shown already
-    stays while it is asked, or nobody asks any."""
+    """The model that a page shows where nobody chose one: the busiest. The one that is shown stays
+    as long as it is asked, or no other model is."""
     busiest = max(loads, key=lambda model: loads[model].answered)
     if here not in loads:
         return busiest

@@ -251,7 +251,7 @@ class _Ragged:
         return "skip" if self.count <= MAX_ROWS else "error"
 
     def told(self, rows: int, source: Path) -> list[SkippedFile]:
-        """The first of them, and before these their number where there are more.
+        """The first rows that were left out, and before them the number of all.
 
         Args:
             rows: that have as many cells as the header.

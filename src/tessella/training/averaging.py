@@ -59,7 +59,7 @@ def _values(pairs: Iterable[tuple[_Place, _Place]]) -> tuple[list[Tensor], list[
 
 
 def _place_of(module: nn.Module, name: str) -> _Place:
-    """Where a module keeps what its state dictionary has by a name."""
+    """The dictionary that holds a parameter or buffer, and its key there."""
     path, _, last = name.rpartition(".")
     part = module.get_submodule(path)
     places: dict[str, Tensor] = (

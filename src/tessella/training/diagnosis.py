@@ -115,7 +115,7 @@ def _learned_nothing(
 
 
 def _augmentation(augment: Augment) -> str:
-    """What of it is not on yet, and how to set it beside what is; all of it is: more."""
+    """Advice: the augmentations that are off, with the setting that adds them, or stronger ones."""
     off = {name: value for name, value in TRIED.items() if not getattr(augment, name)}
     if not off:
         return "mixup, or stronger augmentation"

@@ -154,8 +154,8 @@ def _take_part(recipe: Recipe, out: Path, place: Place, over: Over | None, emit:
 
 @contextmanager
 def _folder_for_now() -> Iterator[Path]:
-    """A folder that goes with its block; behind an error what processes said stays, which it may
-    name."""
+    """A folder that is removed when its block ends. After an error the logs of processes stay in
+    it, since the error may name them."""
     folder = Path(mkdtemp(prefix="tessella-"))
     failed = False
     try:

@@ -108,7 +108,7 @@ def race(
 
 
 def seconds_of(raced: Raced, steps: int) -> float:
-    """What a way takes for so many steps, its set-up included."""
+    """The seconds that a way takes for ``steps`` steps, set-up included."""
     return (raced.setup_s or 0.0) + steps * (raced.step_s or 0.0)
 
 

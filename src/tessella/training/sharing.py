@@ -90,7 +90,7 @@ def shared(
 
 
 def _files(run: Run) -> dict[str, Path]:
-    """What a training that goes on reads of its folder, by name."""
+    """The files that a resumed training reads, by their place in the run's folder."""
     found = [run.path / WAY_FILE, *(c.path for c in run.checkpoints()[-1:])]
     paths = [p for one in found for p in ([one] if one.is_file() else sorted(one.rglob("*")))]
     return {str(p.relative_to(run.path)): p for p in paths if p.is_file()}

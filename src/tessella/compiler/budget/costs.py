@@ -46,7 +46,7 @@ class Costs(Protocol):
     """Times in microseconds, at the usual batch size."""
 
     def layers_us(self, precision: str, units: Sequence[Unit]) -> Mapping[str, float]:
-        """Each layer where all that can be are in one precision, by its result's name."""
+        """The time of each layer, by its result's name, in the mix ``uniform`` of one precision."""
 
     def total_us(self, mix: Mix) -> float:
         """All steps of a mix's plan, each by itself."""
@@ -130,7 +130,7 @@ class Measured:
 
 
 def uniform(units: Sequence[Unit], precision: str) -> dict[str, str]:
-    """The mix in which all that may be are in one precision; what cannot be sparse is so dense."""
+    """The mix in which every unit that can is in one precision, dense where it cannot be sparse."""
     choices = (precision, plain_precision(precision))
     best = ((unit, next((k for k in choices if k in unit.kinds), None)) for unit in units)
     return {name: kind for unit, kind in best if kind is not None for name in unit.layers}

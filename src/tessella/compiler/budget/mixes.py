@@ -48,7 +48,7 @@ class Unit:
 
 
 def beside(target: str) -> str:
-    """What a quantized layer has around it."""
+    """The precision of the layers around a quantized one."""
     return "fp16" if is_gpu(target) else "fp32"
 
 

@@ -73,7 +73,7 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
 
 
 def kernels(op: str, tuner: Tuner) -> list[Kernel]:
-    """Those that may carry out such a chain on the tuner's target."""
+    """The kernels that may run a chain, as operation ``op``, on the tuner's target."""
     return [
         row
         for row in catalog.candidates(op, tuner.target)

@@ -243,7 +243,7 @@ class _Program:
         return Trial(kernel=row.id, time_us=share * whole_us)
 
     def _problem(self, index: int, slices: Slices) -> Problem:
-        """What the step is asked to do where these values are slices."""
+        """The problem of a step whose values are slices as ``slices`` has them."""
         node, problem = self.choices[index].node, self.choices[index].problem
 
         def meta(value: Value) -> TensorMeta:

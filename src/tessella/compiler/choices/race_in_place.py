@@ -65,7 +65,7 @@ def apply(graph: Graph, choices: Sequence[Choice], tuner: Tuner, emit: Emit) -> 
 
 
 def _heaviest(choices: Sequence[Choice], tuner: Tuner) -> list[list[int]]:
-    """Steps of one problem together: those that weigh most come first."""
+    """The steps by their problem, the groups that take the most time first."""
     if tuner.budget_s <= 0:
         return []
     total_us = sum(c.trials[0].time_us or 0.0 for c in choices)

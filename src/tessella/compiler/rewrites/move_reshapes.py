@@ -121,7 +121,7 @@ def _is_step(node: Node) -> bool:
 
 
 def _cuts(whole: Shape, cut: Shape) -> bool:
-    """Whether one shape is the other with its first axis in two."""
+    """Whether ``cut`` is ``whole`` with its first axis split in two."""
     return len(cut) == len(whole) + 1 and cut[2:] == whole[1:]
 
 

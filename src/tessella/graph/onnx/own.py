@@ -57,7 +57,7 @@ class Operations:
 
 
 def said(node: Node, made: Sequence[onnx.NodeProto], constants: Iterable[onnx.TensorProto]) -> Said:
-    """What a file with these constants says of an operation that became so many operators."""
+    """The record, in an exported file, of an operation that became the operators ``made``."""
     given = {name: node.attrs[name] for name in ATTRIBUTES[node.op]}
     lists = {n: v if isinstance(v, tuple | list) else (v,) for n, v in given.items()}
     return Said(

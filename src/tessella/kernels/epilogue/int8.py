@@ -73,7 +73,7 @@ def _clamps(problem: Problem) -> bool:
 
 
 def _known(problem: Problem, constants: Mapping[int, Tensor]) -> Epilogue[Tensor] | None:
-    """The epilogue with its scale and bias; None where one of them is no constant."""
+    """The epilogue with the tensors of scale and bias; None where one of these is no constant."""
     asked, found = problem.epilogue, {}
     for name in ("scale", "bias"):
         if getattr(asked, name) is not None:

@@ -11,7 +11,7 @@ View = Callable[[torch.Tensor], Any]
 
 
 class Seen:
-    """What two functions make of a tensor that is read, and of one that is written.
+    """NumPy's views of a tensor that is read and of one that is written, kept between calls.
 
     Made again where others come; not for two threads at once.
     """

@@ -17,7 +17,7 @@ from tessella.operations.tensor_meta import TensorMeta
 
 
 class Runs(Protocol):
-    """What a row needs of the operator that it stands for."""
+    """The part of a user's operator that its row in the catalog calls."""
 
     signature: inspect.Signature
     dtypes: tuple[str, ...]
@@ -120,7 +120,7 @@ def _is_optional(parameter: inspect.Parameter) -> bool:
 
 
 def _usual(parameter: inspect.Parameter) -> bool:
-    """Whether the operator says what it is where a problem does not."""
+    """Whether a parameter has a default."""
     return parameter.default is not parameter.empty
 
 

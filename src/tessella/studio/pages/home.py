@@ -133,7 +133,7 @@ def _plans(context: Context, found: list[Found[Outline]]) -> None:
 
 
 def _rest(found: Sequence[object], page: str) -> None:
-    """A link to those that this page has no room for."""
+    """A link to the page that lists all, where there are more than are shown here."""
     if len(found) > SHOWN:
         with parts.link(page, "small"):
             text("span", f"All {len(found):,}")

@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(kw_only=True, eq=False)
 class Joined:
-    """A thing: the piece that shows it whole, or all of those that show parts.
+    """A thing, with the piece that shows it whole or the pieces that show parts of it.
 
     Attributes:
         of: the thing of which this turned out to be a part.
@@ -128,7 +128,7 @@ def merged(found: Iterable[Piece]) -> list[Joined]:
 
 
 def _united(things: list[Joined], new: Joined) -> Joined:
-    """The surest of some things, which are one with a new one."""
+    """Join things that turn out to be one with a new thing; returns the surest."""
     first, *others = things
     whole = next((thing for thing in (*things, new) if not thing.is_cut), None)
     if whole is None:
