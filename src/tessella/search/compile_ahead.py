@@ -154,6 +154,7 @@ def end_compilers() -> None:
 
 def known_launches() -> Path:
     """The folder with an empty file for each launch that was compiled, by its key."""
+    # CPUs come without Triton
     triton = importlib.import_module("triton")
     return Path(triton.knobs.cache.dir) / f"tessella-{triton.__version__}"
 

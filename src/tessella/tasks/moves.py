@@ -36,7 +36,7 @@ class Moves:
 
     def mask(self, mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """A mask [H, W] moved with its picture; every pixel keeps a class that was there."""
-        import cv2
+        import cv2  # not above: a plan is loaded without OpenCV, which holds 15 MB
 
         if self.angle or self.zoom != 1.0:
             height, width = mask.shape
@@ -95,7 +95,7 @@ def _mirrored_outwards(
 
 def turn(height: int, width: int, angle: float, zoom: float) -> npt.NDArray[np.float64]:
     """The matrix [2, 3] of a rotation by ``angle`` degrees and a zoom about the centre."""
-    import cv2
+    import cv2  # not above: a plan is loaded without OpenCV, which holds 15 MB
 
     matrix = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), angle, zoom)
     return np.asarray(matrix, np.float64)

@@ -20,6 +20,7 @@ def anchors(
         generator: torchvision's ``AnchorGenerator``.
         size: height and width of a picture.
     """
+    # not above: torchvision takes as long as torch, and most networks do without
     from torchvision.models.detection.image_list import ImageList
 
     training = backbone.training

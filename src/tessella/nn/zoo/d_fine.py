@@ -189,6 +189,7 @@ class DFine(nn.Module):
 
 def _loss_of(network: Any) -> Any:
     """The network's own loss, by our matcher."""
+    # not above: transformers takes seconds
     from transformers.loss.loss_d_fine import DFineLoss
 
     class Loss(DFineLoss):  # type: ignore[misc]

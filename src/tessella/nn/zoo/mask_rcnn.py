@@ -149,6 +149,7 @@ class MaskRCNN(nn.Module):
 
     def _loss(self, images: Tensor, maps: dict[str, Tensor], targets: Tensor) -> Tensor:
         """The sum of the five losses that torchvision's has."""
+        # not above: torchvision takes as long as torch, and most networks do without
         from torchvision.models.detection.image_list import ImageList
         from torchvision.models.detection.roi_heads import fastrcnn_loss
 
@@ -245,6 +246,7 @@ def build(
         UsageError: a number in the options is none, the backbone is not known, or its weights
             cannot be had.
     """
+    # not above: torchvision takes as long as torch, and most networks do without
     from torchvision.models.detection import anchor_utils, faster_rcnn, mask_rcnn, rpn
 
     name = options.get("backbone", BACKBONE)
@@ -297,6 +299,7 @@ def pyramid(name: Any, channels: int, width: int) -> nn.Module:
     Raises:
         UsageError: there is no such network, or it has no maps of these sizes.
     """
+    # not above: torchvision takes as long as torch, and most networks do without
     from torchvision import models
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
 

@@ -37,6 +37,7 @@ def shown(
     masks_MSS: Tensor, boxes_M4: Tensor, owners_P: Tensor, proposals_P4: Tensor, side: int
 ) -> Tensor:
     """The masks of things in the frames of proposals, [P, side, side]; outside of a box nothing."""
+    # not above: torchvision takes as long as torch, and most networks do without
     from torchvision.ops import roi_align
 
     if not len(owners_P):

@@ -171,6 +171,7 @@ def build(
     Raises:
         UsageError: smallest anchors of less than a pixel, or weights that cannot be had.
     """
+    # not above: torchvision takes as long as torch, and most networks do without
     from torchvision import models
     from torchvision.models.detection import anchor_utils, backbone_utils, retinanet
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7

@@ -152,7 +152,7 @@ def truth(target: dict[str, Any], labels: tuple[str, ...]) -> str:
 
 def drawn(picture: Pixels, answer: Any) -> Pixels:
     """The picture with a frame around each thing, and its class and score above."""
-    import cv2
+    import cv2  # not above: a plan is loaded without OpenCV, which holds 15 MB
 
     made = np.ascontiguousarray(picture)
     made = made.copy() if made is picture else made
@@ -199,7 +199,7 @@ def color_of(index: int) -> tuple[int, int, int]:
 
 def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
     """The picture with a thin frame around each thing; that of a crowd is grey."""
-    import cv2
+    import cv2  # not above: a plan is loaded without OpenCV, which holds 15 MB
 
     made = np.ascontiguousarray(picture).copy()
     height, width = made.shape[:2]

@@ -153,7 +153,7 @@ def marked(target: dict[str, Any], labels: tuple[str, ...]) -> tuple[Thing, ...]
 
 def taught(picture: Pixels, target: Any, labels: tuple[str, ...]) -> Pixels:
     """The picture with detection's frames, and in each the cells of its mask as a veil."""
-    import cv2
+    import cv2  # not above: a plan is loaded without OpenCV, which holds 15 MB
 
     made = np.ascontiguousarray(picture).copy()
     height, width = made.shape[:2]

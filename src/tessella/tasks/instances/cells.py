@@ -188,7 +188,7 @@ def _pixels(low_D: Floats, high_D: Floats, most: int) -> tuple[rle.Counts, rle.C
 
 def outlines(mask: npt.NDArray[np.uint8]) -> tuple[tuple[float, ...], ...]:
     """Outlines x0 y0 x1 y1 … through the middles of a mask's outermost pixels, and of holes."""
-    import cv2
+    import cv2  # not above: a plan is loaded without OpenCV, which holds 15 MB
 
     found, _ = cv2.findContours(np.ascontiguousarray(mask), cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
     return tuple(tuple((c.reshape(-1) + 0.5).tolist()) for c in found if len(c) > 2)

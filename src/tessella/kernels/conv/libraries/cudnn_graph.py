@@ -178,6 +178,7 @@ def _refused(error: Exception) -> KernelError:
 
 @functools.cache
 def _library() -> Any:
+    # an extra, which few machines have
     return importlib.import_module("cudnn")
 
 
