@@ -9,6 +9,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -17,15 +18,21 @@ import torch
 from tessella import api
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Split
-from tessella.artifacts.files import write_atomic
 from tessella.core.device import default_target
 from tessella.core.events import Emit, phase, progress
 from tessella.core.preprocess import encode
-from tessella.core.record import to_plain
 from tessella.data.importing import ImportSettings, import_images
 from tessella.nn import zoo
-from tessella.quickstart.workspace import measure_latency, prepare
+from tessella.quickstart.workspace import measure_latency, prepare, save
 from tessella.server import Server
+
+RECIPE: dict[str, Any] = {
+    "epochs": 20, "batch_size": 32, "val_interval": 2, "snapshot_interval": 5,
+    "solver": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05},
+    "policy": {"name": "cosine", "warmup": 0.05},
+    "augment": {"rotation": 15.0, "scale": 0.1},
+    "label_smoothing": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +77,7 @@ def quickstart(workspace: Path, *, emit: Emit) -> Report:
 
     emit(phase("train", "training lenet"))
     train_started = time.perf_counter()
-    run = api.train(
-        "lenet",
-        dataset,
-        out=workspace / "runs" / "digits",
-        epochs=20,
-        batch_size=32,
-        solver={"name": "adamw", "lr": 1e-3, "weight_decay": 0.05},
-        policy={"name": "cosine", "warmup": 0.05},
-        augment={"rotation": 15.0, "scale": 0.1},
-        label_smoothing=0.0,
-        val_interval=2,
-        snapshot_interval=5,
-        emit=emit,
-    )
+    run = api.train("lenet", dataset, out=workspace / "runs" / "digits", emit=emit, **RECIPE)
     train_seconds = time.perf_counter() - train_started
     best = run.best("val/accuracy")
 
@@ -95,9 +89,7 @@ def quickstart(workspace: Path, *, emit: Emit) -> Report:
 
     emit(phase("verify", "comparing plan and checkpoint on the validation split"))
     verification = api.verify(plan_path, against=best, data=dataset, emit=emit)
-    write_atomic(
-        workspace / "verification.json", json.dumps(to_plain(verification), indent=1).encode()
-    )
+    save(workspace / "verification.json", verification)
 
     emit(phase("serve", "serving the plan and classifying the validation split over HTTP"))
     files = [workspace / "digits" / example.path for example in dataset.val]
@@ -121,7 +113,7 @@ def quickstart(workspace: Path, *, emit: Emit) -> Report:
         images=len(truth),
         target=default_target(),
     )
-    write_atomic(workspace / "report.json", json.dumps(to_plain(report), indent=1).encode())
+    save(workspace / "report.json", report)
     return report
 
 

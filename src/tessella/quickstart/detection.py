@@ -5,7 +5,6 @@ Everything here goes through the public API and the public HTTP protocol, as in 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.files import write_atomic
 from tessella.core.events import Emit
-from tessella.core.record import to_plain
 from tessella.quickstart.annotated import HELD_OUT, Answers, Measured, go
+from tessella.quickstart.workspace import save
 from tessella.tasks import targets_of
 from tessella.tasks.detection.examples import BoxSets, overlap
 
@@ -72,7 +70,7 @@ def quickstart(
         right=right,
         **vars(gone.measured),
     )
-    write_atomic(workspace / "report.json", json.dumps(to_plain(report), indent=1).encode())
+    save(workspace / "report.json", report)
     return report
 
 

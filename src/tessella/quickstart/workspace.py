@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tessella import api
+from tessella.artifacts.files import write_atomic
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import UsageError
+from tessella.core.record import to_plain
 from tessella.search.timing import latency
 
 MARKER = ".tessella-quickstart"
@@ -29,6 +33,11 @@ def prepare(workspace: Path) -> None:
             shutil.rmtree(workspace / name, ignore_errors=True)
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / MARKER).touch()
+
+
+def save(path: Path, record: Any) -> None:
+    """Write a record as JSON."""
+    write_atomic(path, json.dumps(to_plain(record), indent=1).encode())
 
 
 def measure_latency(module: torch.nn.Module, plan: Path) -> tuple[float, float]:

@@ -132,8 +132,7 @@ def search(
         data, shown = data.parted()
         emit(phase("calibrate", f"{len(shown)} samples; {len(data)} others judge"))
         small = tuple(k for k in kinds if k in KINDS)
-        batches = list(shown.batches(CHUNK))
-        calibration = calibrate(sampled, batches, kinds=small, target=target)
+        calibration = calibrate(sampled, list(shown.batches(CHUNK)), kinds=small, target=target)
     with ExitStack() as stack:
         cache = measuring.cache
         if cache is None:  # times are shared by all plans of the search
