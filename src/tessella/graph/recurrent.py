@@ -215,48 +215,27 @@ def _pad(
     return (x.transpose(0, 1) if batch_first else x), lengths.lengths
 
 
-def _packed_layers(
-    kind: str,
-    data: Tensor,
-    lengths: _Lengths,
-    hx: Any,
-    params: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, ...]:
+def _packed_layers(kind: str, data: Tensor, lengths: _Lengths, *rest: Any) -> tuple[Tensor, ...]:
+    """The layers of packed rows; ``rest`` as that of ``_layers``."""
     x = data.reshape(lengths.steps, lengths.samples, data.shape[1])
-    settings = (has_biases, num_layers, dropout, train, bidirectional)
-    output, *states = _layers(kind, x, hx, params, lengths.lengths, *settings)
+    output, *states = _layers(kind, x, lengths.lengths, *rest)
     return PACKED(output), *states
 
 
-def _padded_layers(
-    kind: str,
-    input: Tensor,
-    hx: Any,
-    params: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
+def _padded_layers(kind: str, input: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The layers of a padded sequence; ``rest`` as that of ``_layers``, then ``batch_first``."""
+    *settings, batch_first = rest
     x = input.transpose(0, 1) if batch_first else input
-    settings = (has_biases, num_layers, dropout, train, bidirectional)
-    output, *states = _layers(kind, x, hx, params, None, *settings)
+    output, *states = _layers(kind, x, None, *settings)
     return (output.transpose(0, 1) if batch_first else output), *states
 
 
 def _layers(
     kind: str,
     x: Tensor,
+    lengths: Tensor | None,
     hx: Any,
     params: list[Tensor],
-    lengths: Tensor | None,
     has_biases: bool,
     num_layers: int,
     dropout: float,
