@@ -155,7 +155,7 @@ class BoundBucket:
         return SettledSteps([*together], slots, self._outputs, moves, asks_torch)
 
     def stepwise(self, inputs: Sequence[torch.Tensor]) -> Iterator[Made]:
-        """Run the steps one by one; yields a step and its results, which later ones may overwrite."""
+        """Run step after step; yields each and its results, which later steps may overwrite."""
         return self._one_by_one(self._filled(inputs))
 
     def _filled(self, inputs: Sequence[torch.Tensor]) -> Slots:

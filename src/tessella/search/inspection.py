@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from tessella.device.machine import gpu_target
 from tessella.operations.epilogue import store
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
+from tessella.operations.user_operators import as_tuple
 from tessella.search.buffers import POISON, whole, wrote_beside
 from tessella.search.timing import Run
 from tessella.search.tuning import Inspection
@@ -100,7 +100,7 @@ def deviation(
     """
     if out is not None:
         _poison(out, kept)
-    made = _results(run())
+    made = as_tuple(run())
     if out is not None and sliced and wrote_beside(out):
         return math.inf
     if images is not None:
@@ -128,9 +128,9 @@ def inspect(
     if out is not None:
         _poison(out, kept)
     with watching() as launches:
-        first = [result.clone() for result in _results(run())]
+        first = [result.clone() for result in as_tuple(run())]
     beside = out is not None and sliced and wrote_beside(out)
-    again = _results(run())
+    again = as_tuple(run())
     errors = [_error(made, right) for made, right in zip(first, exact, strict=True)]
     compiled = [one for one in launches if one.compiled is not None]
     main = max(compiled, key=lambda one: math.prod(one.grid), default=None)
@@ -185,10 +185,6 @@ def tolerance(problem: Problem) -> float:
         dtypes.add("tf32")
     rounding = max((ROUNDING.get(meta.dtype, 0.0) for meta in problem.outputs), default=0.0)
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) + rounding
-
-
-def _results(made: Any) -> tuple[torch.Tensor, ...]:
-    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
 
 
 def _error(made: torch.Tensor, exact: torch.Tensor) -> float:

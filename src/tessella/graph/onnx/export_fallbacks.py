@@ -17,6 +17,7 @@ from tessella.graph.onnx.export import (
     padded,
     reduced,
     refused,
+    same,
     static,
 )
 from tessella.graph.onnx.types import NUMBERS
@@ -42,11 +43,6 @@ def _arguments(node: Node) -> list[Any]:
 def _or_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
     """The arguments that are given, and the defaults of those behind them."""
     return [*given, *defaults[len(given) :]]
-
-
-def _same(op: str, **attrs: Any) -> Export:
-    """One operator of the same tensors."""
-    return lambda w, node: w.add(op, names(node), out=node.output.name, **attrs)
 
 
 def _compared(op: str) -> Export:
@@ -275,7 +271,7 @@ _COMPARED = {
 }  # fmt: skip
 
 FALLBACKS: dict[str, Export] = {
-    **{f"aten::{torch_name}": _same(name) for torch_name, name in _BY_NAME.items()},
+    **{f"aten::{torch_name}": same(name) for torch_name, name in _BY_NAME.items()},
     **{
         f"aten::{torch_name}.{kind}": _compared(name)
         for torch_name, name in _COMPARED.items()
