@@ -11,13 +11,6 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    QuantFormat,
-    QuantType,
-    quantize_static,
-)
-from sklearn.datasets import load_digits
 from torch import nn
 
 import tessella as ts
@@ -36,7 +29,9 @@ from tessella.graph.quantization_aware import QuantizationAware, _Rounded
 from tessella.kernels.shared import onednn
 from tessella.training import sparsity
 from tests.support.cli import in_process
+from tests.support.digits import shuffled as digits
 from tests.support.networks import network
+from tests.support.static_int8 import answers_in_int8
 from tests.support.training import recipe, write_dataset
 
 pytestmark = pytest.mark.instructions
@@ -64,13 +59,6 @@ def separable(channels: int, made: int, stride: int) -> list[nn.Module]:
         nn.BatchNorm2d(channels), nn.ReLU(),
         nn.Conv2d(channels, made, 1, bias=False), nn.BatchNorm2d(made), nn.ReLU(),
     ]  # fmt: skip
-
-
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    return images[order], torch.tensor(data.target)[order]
 
 
 def learn(net: nn.Module, epochs: int, rate: float) -> None:
@@ -125,17 +113,6 @@ def uneven() -> nn.Module:
             net[place + 1].bias.mul_(factor)
             net[place + 3].weight.div_(factor[:, None, None, None])
     return net
-
-
-class _Images(CalibrationDataReader):
-    """ONNX Runtime's way to be shown batches."""
-
-    def __init__(self) -> None:
-        self._left = iter(digits()[0][:300].split(50))
-
-    def get_next(self) -> dict[str, Any] | None:
-        batch = next(self._left, None)
-        return None if batch is None else {"image": batch.numpy()}
 
 
 def rounding(net: nn.Module, target: str = "cpu", **settings: object) -> QuantizationAware:
@@ -249,20 +226,9 @@ def test_it_brings_back_what_rounding_afterwards_loses(
     of 8 bits 585, 424, 519 and 559, of 7 on such a processor 422, 472 and 549.
     """
     after = right(evaluated(rounding(uneven, precisions=every_layer(uneven))))
-    write(opened(uneven, ANY, inputs=[IMAGE], trust_code=False).graph, tmp_path / "net.onnx")
-    quantize_static(
-        tmp_path / "net.onnx",
-        tmp_path / "int8.onnx",
-        _Images(),
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        weight_type=QuantType.QInt8,
-        activation_type=QuantType.QUInt8,
-        reduce_range=onednn.saturates(),
-    )
-    session = onnxruntime.InferenceSession(tmp_path / "int8.onnx")
-    given = {"image": digits()[0][TRAIN:].numpy()}
-    theirs = right(torch.from_numpy(session.run(None, given)[0]))
+    graph = opened(uneven, ANY, inputs=[IMAGE], trust_code=False).graph
+    images = digits()[0]
+    theirs = right(answers_in_int8(graph, images[:300].split(50), images[TRAIN:], tmp_path))
     trained, best = right(evaluated(recovered)), right(evaluated(uneven))
     # ONNX Runtime loses less where the processor has VNNI, which TESSELLA_ISA does not take from it
     exact = bool(flags() & {"avx512_vnni", "avx_vnni"})

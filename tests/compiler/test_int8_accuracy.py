@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    QuantFormat,
-    QuantType,
-    quantize_static,
-)
-from sklearn.datasets import load_digits
 from torch import nn
 
 from tessella import compiler, runtime
@@ -24,9 +15,9 @@ from tessella.core.spec import DimRange, TensorSpec
 from tessella.device.x86 import code
 from tessella.graph import capture
 from tessella.graph.graph import Graph
-from tessella.graph.onnx import write
-from tessella.kernels.shared import onednn
+from tests.support.digits import shuffled
 from tests.support.networks import plan
+from tests.support.static_int8 import answers_in_int8
 
 pytestmark = pytest.mark.instructions
 
@@ -67,11 +58,7 @@ class Inverted(nn.Module):
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [1797, 1, 8, 8] around zero, and labels, shuffled."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    return images[order], torch.tensor(data.target)[order]
+    return shuffled()
 
 
 @pytest.fixture(scope="module")
@@ -161,39 +148,13 @@ def test_depthwise_layers_and_excitations_lose_less_than_half_a_point(
         assert noise[0] > 1.2 * noise[1]
 
 
-class _Images(CalibrationDataReader):
-    """ONNX Runtime's way to be shown batches."""
-
-    def __init__(self, batches: list[torch.Tensor]) -> None:
-        self._left = iter(batches)
-
-    def get_next(self) -> dict[str, Any] | None:
-        batch = next(self._left, None)
-        return None if batch is None else {"image": batch.numpy()}
-
-
 def test_it_is_as_accurate_as_onnx_runtimes_static_int8(
     digits: tuple[torch.Tensor, torch.Tensor], trained: tuple[nn.Module, Graph], tmp_path: Path
 ) -> None:
-    """The same network, the same 300 images to calibrate with, the other 597 to judge by.
-
-    ONNX Runtime is given 7 bits for weights where its products saturate too (``reduce_range``).
-    """
+    """The same network, the same 300 images to calibrate with, the other 597 to judge by."""
     (images, labels), (_, graph) = digits, trained
     shown = list(images[:CALIBRATION].split(50))
-    write(graph, tmp_path / "net.onnx")
-    quantize_static(
-        tmp_path / "net.onnx",
-        tmp_path / "int8.onnx",
-        _Images(shown),
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        weight_type=QuantType.QInt8,
-        activation_type=QuantType.QUInt8,
-        reduce_range=onednn.saturates(),
-    )
-    session = onnxruntime.InferenceSession(tmp_path / "int8.onnx")
-    theirs = torch.from_numpy(session.run(None, {"image": images[TRAIN:].numpy()})[0])
+    theirs = answers_in_int8(graph, shown, images[TRAIN:], tmp_path)
     calibration = compiler.calibrate(graph, [{"image": batch} for batch in shown])
     made = plan(graph, (64, 64, 64), precision="int8", calibration=calibration)
     ours = runtime.load(made)(image=images[TRAIN:])["scores"]

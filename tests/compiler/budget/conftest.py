@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 
 from tessella.compiler.budget import Labelled, mixes, of_tensors
-from tests.support.digits import TRAIN, Net
+from tests.support.digits import TRAIN, Net, shuffled
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -24,10 +23,7 @@ def bfloat16_is_offered() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    return images[order], torch.tensor(data.target)[order]
+    return shuffled()
 
 
 @pytest.fixture(scope="package")
