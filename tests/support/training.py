@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessella.artifacts.dataset import Dataset, DatasetInfo, Split, write_info
 from tessella.artifacts.run import Metric, Recipe, Run, Solver
 from tessella.artifacts.shards import Example, SplitWriter
+from tessella.core.events import read_events
 from tessella.core.preprocess import Preprocess, encode
 from tessella.data.loading import batches
 from tessella.nn import zoo
@@ -168,3 +170,36 @@ def tell_late(monkeypatch) -> None:
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(loop, "Meter", Late)
+
+
+def told_ways(run: Run) -> list[str]:
+    """What a training has said of the way of its steps."""
+    events, _ = read_events(run.path / "events.jsonl")
+    return [e.text for e in events if e.kind == "phase" and e.name == "way"]
+
+
+def in_two_processes(part: Callable[[int, Path], None], folder: Path) -> None:
+    """Run ``part(rank, folder)`` in a process for each of two ranks, to a good end.
+
+    They are not forked from here: threads of autograd that another test began outlive no fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tessella.training.loop"])
+    processes = [context.Process(target=part, args=(rank, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def cramp(monkeypatch) -> None:
+    """Let convolutions of more than three images find no memory."""
+    forward = nn.Conv2d.forward
+
+    def cramped(self, x):
+        if len(x) > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", cramped)

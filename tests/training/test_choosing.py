@@ -14,7 +14,7 @@ from torch import nn
 from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Augment, Run
 from tessella.core.errors import ArtifactError
-from tessella.core.events import read_events, silent
+from tessella.core.events import silent
 from tessella.core.record import to_plain
 from tessella.nn import zoo
 from tessella.training import choosing, worker
@@ -33,7 +33,7 @@ from tessella.training.parallel import alone
 from tessella.training.prepare import begin, describe_run
 from tessella.training.race import Raced
 from tessella.training.ways import Choice
-from tests.support.training import recipe
+from tests.support.training import recipe, told_ways
 
 TIMES = (
     Raced(way="eager", step_s=0.02, setup_s=1.0),
@@ -55,11 +55,6 @@ def raced(monkeypatch) -> list[float]:
     monkeypatch.setattr(choosing, "race", race)
     monkeypatch.setenv("CXX", sys.executable)
     return budgets
-
-
-def told_ways(run: Run) -> list[str]:
-    events, _ = read_events(run.path / "events.jsonl")
-    return [e.text for e in events if e.kind == "phase" and e.name == "way"]
 
 
 def way_for(settings, folder, steps: int, told=silent) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from tessella.training import exchange
 from tessella.training.exchange import Exchange
+from tests.support.training import in_two_processes
 
 
 def network(seed: int) -> nn.Module:
@@ -59,15 +59,7 @@ def part(rank: int, folder: Path) -> None:
 
 
 def test_gradients_are_those_of_both_batches(tmp_path):
-    # not from here: threads of autograd that another test began outlive no fork
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tessella.training.loop"])
-    processes = [context.Process(target=part, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200)
-    assert [process.exitcode for process in processes] == [0, 0]
+    in_two_processes(part, tmp_path)
     (state, ours, buckets), (same, others, _) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
     assert buckets > 2
     module = network(seed=0).eval()

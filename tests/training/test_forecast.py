@@ -30,7 +30,7 @@ from tessella.training.race import Raced
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.trainer import Trainer
 from tests.support.cli import in_process
-from tests.support.training import recipe, write_dataset
+from tests.support.training import cramp, recipe, write_dataset
 
 
 def really_kept(module: nn.Module, images: torch.Tensor) -> int:
@@ -192,14 +192,7 @@ def test_a_batch_that_fits(tmp_path, monkeypatch):
 
 def test_a_step_is_tried_as_a_gpu_would(dataset, monkeypatch):
     """What does not fit comes out as torch says it, so that half of it is tried next."""
-    forward = nn.Conv2d.forward
-
-    def cramped(self, x):
-        if len(x) > 3:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
-        return forward(self, x)
-
-    monkeypatch.setattr(nn.Conv2d, "forward", cramped)
+    cramp(monkeypatch)
     info = describe_run(recipe(dataset, augment=Augment(mixup=0.2), ema=0.9))
     trained = Dataset(dataset).train.info
 

@@ -28,6 +28,7 @@ from tessella.training.solver import set_rate
 from tests.support.training import (
     CLASSES,
     PREPROCESS,
+    cramp,
     curve,
     evaluate,
     losses,
@@ -281,14 +282,7 @@ def test_a_full_disk_is_a_readable_error(dataset, tmp_path, monkeypatch):
 
 
 def test_out_of_memory_answers_with_a_batch_that_fits(dataset, tmp_path, monkeypatch):
-    forward = nn.Conv2d.forward
-
-    def cramped(self, x):
-        if len(x) > 3:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
-        return forward(self, x)
-
-    monkeypatch.setattr(nn.Conv2d, "forward", cramped)
+    cramp(monkeypatch)
     with pytest.raises(OutOfMemory, match=r"step of 10 images.*--batch-size 2"):
         train(recipe(dataset), tmp_path / "run")
 

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from tessella.artifacts.dataset import Dataset
-from tessella.artifacts.run import Run
-from tessella.core.events import read_events
 from tessella.core.record import from_plain, to_plain
 from tessella.training import parallel, ways
 from tessella.training import race as racing
@@ -24,7 +22,7 @@ from tessella.training.loop import train
 from tessella.training.prepare import describe_run
 from tessella.training.race import Order, Raced, described, fastest, race
 from tessella.training.ways import Choice, refusal, usual_way
-from tests.support.training import losses, recipe, write_dataset
+from tests.support.training import losses, recipe, told_ways, write_dataset
 
 CPU = torch.device("cpu")
 NETWORK = """
@@ -228,11 +226,6 @@ def test_what_is_ready_sooner_wins_a_short_training():
     assert fastest(raced, "fused", 9_000) == "fused"  # 280 and 290 s
     assert fastest(raced, "fused", 10_000) == "fused"  # equal
     assert fastest(raced, "fused", 12_000) == "compile"  # 370 and 350 s
-
-
-def told_ways(run: Run) -> list[str]:
-    events, _ = read_events(run.path / "events.jsonl")
-    return [e.text for e in events if e.kind == "phase" and e.name == "way"]
 
 
 def test_compiled_steps_train_alike(dataset, tiny, tmp_path):

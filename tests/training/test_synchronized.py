@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tessella.training.parallel import World
 from tessella.training.recomputing import _counted_already
 from tessella.training.synchronized import SynchronizedNorm, synchronized
 from tessella.training.ways import refusal
-from tests.support.training import recipe
+from tests.support.training import in_two_processes, recipe
 
 
 def network() -> nn.Module:
@@ -64,15 +63,7 @@ def part(rank: int, folder: Path) -> None:
 
 
 def test_norms_see_all_images_and_gradients_have_few_columns(tmp_path):
-    # not from here: threads of autograd that another test began outlive no fork
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tessella.training.loop"])
-    processes = [context.Process(target=part, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200)
-    assert [process.exitcode for process in processes] == [0, 0]
+    in_two_processes(part, tmp_path)
     (one, answers), (other, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     whole = network()
     both = [torch.cat([images(rank), images(rank + 1)]) for rank in (0, 2)]
