@@ -26,7 +26,7 @@ BARE = Recipe(network="resnet18", dataset="x", batch_size=32)
         ("unet", "unet"), ("unet3d", "unet3d"), ("segformer", "normalized"),
         ("retinanet_r18", "detector"), ("mask_rcnn", "detector"), ("d_fine_n", "d_fine_n"),
         ("d_fine_s", "detector"),
-        ("rf_detr_s", "detector"), ("centernet", "normalized"),
+        ("rf_detr_s", "rf_detr"), ("centernet", "normalized"),
         ("timm/eva02_base_patch14_224", "transformer"), ("timm/vitamin_small", "normalized"),
     ],
 )  # fmt: skip
@@ -57,6 +57,8 @@ def test_the_rate_grows_with_the_batch_and_shrinks_for_learned_weights():
         assert defaults("d_fine_n", batch_size=batch).solver.lr == pytest.approx(8.5e-4)
     assert defaults("d_fine_n", batch_size=4).solver.lr == pytest.approx(4.2e-4)
     assert defaults("d_fine_n", batch_size=8, solver="sgd").solver.lr > 5e-3
+    for batch in (16, 64):  # with three times as much RF-DETR stops learning
+        assert defaults("rf_detr_s", batch_size=batch).solver.lr == pytest.approx(2.8e-4)
     few, many = (defaults("unet", batch_size=n).solver.lr for n in (2, 128))
     assert few == RANDOM["unet"].lr  # of thousands of answers even in two images
     assert many == pytest.approx(2 * few)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +153,34 @@ def test_a_program_may_round_on_its_way() -> None:
     assert not torch.allclose(made.double(), exact[0], rtol=1e-3)
     assert deviates(problem, [made], exact) is None
     assert deviates(problem, [made + 6], exact)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "numbers", "right", "wrong"),
+    [
+        ("topk", (3,), [2, 1, 2, 0, 1], ([0, 2, 1], [2, 0, 4]),
+         ([0, 0, 1], [0, 2, 3], [1, 0, 2], [0, 2, 5], [0, 2, -1])),
+        ("topk", (3,), [math.nan, math.inf, math.inf, 1], ([0, 1, 2], [0, 2, 1]), ([1, 0, 2],)),
+        ("sort", (-1, True), [0, 1, 0], ([1, 0, 2], [1, 2, 0]), ([1, 0, 0], [0, 1, 2])),
+        ("max.dim", (1, True), [2, 1, 2], ([0], [2]), ([1], [3])),
+        ("min.dim", (1,), [-1, -1, 2], (0, 1), (2, -1)),
+    ],
+)  # fmt: skip
+def test_of_equal_numbers_any_may_be_told_but_each_once(
+    target: str, args: tuple[Any, ...], numbers: list[float], right: Any, wrong: Any
+) -> None:
+    x = torch.tensor([numbers]).half()
+    name, _, overload = target.partition(".")
+    values, places = getattr(getattr(torch.ops.aten, name), overload or "default")(x, *args)
+    problem = Problem(
+        op="fallback",
+        inputs=(meta_of(x),),
+        outputs=(meta_of(values), meta_of(places)),
+        attrs={"target": f"aten::{target}", "args": ({"input": 0}, *args), "kwargs": {}},
+    )
+    exact = exact_answers(problem, {}, [x])
+    for told in (places, *(torch.tensor([at]) for at in right)):
+        assert deviates(problem, [values, told], exact) is None
+    for told in wrong:
+        assert "deviates" in str(deviates(problem, [values, torch.tensor([told])], exact))
+    assert "deviates" in str(deviates(problem, [-1 - values, places], exact))

@@ -22,7 +22,7 @@ from tessella.execution.bucket import BoundBucket
 from tessella.graph.graph import Dim, Graph
 from tessella.graph.interpret import interpret
 from tessella.graph.value import shape_at
-from tessella.search.inspection import deviates, exact_answers
+from tessella.search.inspection import Exact, Places, deviates, exact_answers
 from tessella.tasks.finished import Align, as_it_is
 
 Tensors = dict[str, torch.Tensor]
@@ -504,9 +504,9 @@ def _wrong_kernel(
     return None
 
 
-def _overflows(made: torch.Tensor, exact: torch.Tensor) -> bool:
+def _overflows(made: torch.Tensor, exact: Exact) -> bool:
     """Whether exact numbers, which are finite, are too large for the result's element type."""
-    if not made.is_floating_point() or not exact.numel():
+    if isinstance(exact, Places) or not made.is_floating_point() or not exact.numel():
         return False
     return bool(exact[exact.isfinite()].abs().gt(torch.finfo(made.dtype).max).any())
 

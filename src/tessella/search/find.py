@@ -35,6 +35,7 @@ from tessella.search.evidence import NEAR, Candidate, Evidence, Shortlist
 from tessella.search.fewer_images import with_fewer_images
 from tessella.search.inputs import expose_errors, joined, place, sample_inputs, touch
 from tessella.search.inspection import (
+    Exact,
     deviation,
     exact_answers,
     inspect,
@@ -564,7 +565,7 @@ class Search:
         )
 
     @functools.cached_property
-    def _exact(self) -> tuple[torch.Tensor, ...]:
+    def _exact(self) -> tuple[Exact, ...]:
         return exact_answers(self._problem, self._constants, self._inputs or ())
 
     def _inspect(self, candidate: _Runnable) -> Inspection:
@@ -578,7 +579,7 @@ class Search:
         return {"sliced": sliced, "kept": [(self._inputs or ())[i] for i in self._problem.in_place]}
 
     @functools.cached_property
-    def _some_exact(self) -> tuple[torch.Tensor, ...]:
+    def _some_exact(self) -> tuple[Exact, ...]:
         return exact_answers(self._problem, self._constants, self._inputs or (), self._some)
 
     @functools.cached_property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +15,7 @@ from tessella.device.machine import gpu_target
 from tessella.operations.epilogue import store
 from tessella.operations.problem import Problem
 from tessella.operations.table import operation
+from tessella.operations.torch_operators.arguments import arguments
 from tessella.operations.user_operators import as_tuple
 from tessella.search.buffers import POISON, whole, wrote_beside
 from tessella.search.timing import Run
@@ -34,6 +37,37 @@ FEWEST_TIES, TIES = 2, 1e-2
 # half a step of fp8 beside the largest value: what writing a result costs, beyond what it deviates
 # (6.25 % in e4m3, for which right kernels were refused while 5 % were allowed in all)
 ROUNDING = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+# Operators whose second result is where the numbers of the first lie, by the place of their axis
+# among the arguments.
+RANKING = {"aten::topk": 2, "aten::sort": 1, "aten::max.dim": 1, "aten::min.dim": 1}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the numbers of a ranking lie. Of equal numbers any may be told, each once.
+
+    Attributes:
+        ranked: the numbers that are ranked, float64.
+        axis: along which they are.
+        told: the numbers that belong to the places.
+    """
+
+    ranked: torch.Tensor
+    axis: int
+    told: torch.Tensor
+
+    def error(self, made: torch.Tensor) -> float:
+        """0, or 1 of places of other numbers, outside the axis or told twice."""
+        at = made.reshape(self.told.shape)
+        inside = (at >= 0) & (at < self.ranked.shape[self.axis])
+        twice = at.sort(self.axis).values.diff(dim=self.axis) == 0
+        if not bool(inside.all()) or bool(twice.any()):
+            return 1.0
+        found = self.ranked.gather(self.axis, at)
+        return 0.0 if found.allclose(self.told, rtol=0, atol=0, equal_nan=True) else 1.0
+
+
+Exact: TypeAlias = torch.Tensor | Places  # a result as it should be
 
 
 def exact_answers(
@@ -41,9 +75,9 @@ def exact_answers(
     constants: Mapping[int, torch.Tensor],
     inputs: Sequence[torch.Tensor],
     images: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Exact, ...]:
     """The results in float64; as they would be stored where they are integers, and no larger than
-    fp8 holds.
+    fp8 holds; of a ranking the numbers at its places.
 
     Args:
         images: those of ``some_images``; None for all.
@@ -59,7 +93,22 @@ def exact_answers(
         operands = [t if t is None or not t.is_floating_point() else t.double() for t in operands]
     made = operation(problem.op).call(operands, problem.attrs)
     dtypes = (getattr(torch, meta.dtype) for meta in problem.outputs)
-    return tuple(_stored(exact, dtype) for exact, dtype in zip(made, dtypes, strict=True))
+    stored = tuple(_stored(exact, dtype) for exact, dtype in zip(made, dtypes, strict=True))
+    target = problem.attrs.get("target") if problem.op == "fallback" else None
+    if target not in RANKING:
+        return stored
+    return stored[0], _places(made[1], operands, RANKING[target], problem.attrs)
+
+
+def _places(
+    at: torch.Tensor, operands: Sequence[Any], place: int, attrs: Mapping[str, Any]
+) -> Places:
+    """What a ranking's places are compared by. Those of ``max.dim`` may lack the axis."""
+    args, kwargs = arguments(attrs["args"], attrs["kwargs"], operands)
+    ranked = args[0]
+    axis = kwargs.get("dim", args[place] if place < len(args) else -1) % max(1, ranked.dim())
+    at = at if at.dim() == ranked.dim() else at.unsqueeze(axis)
+    return Places(ranked=ranked, axis=axis, told=ranked.gather(axis, at))
 
 
 def _stored(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +135,7 @@ def exactly(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def deviation(
     run: Run,
-    exact: Sequence[torch.Tensor],
+    exact: Sequence[Exact],
     out: torch.Tensor | None,
     *,
     sliced: bool,
@@ -110,7 +159,7 @@ def deviation(
 
 def inspect(
     run: Run,
-    exact: Sequence[torch.Tensor],
+    exact: Sequence[Exact],
     out: torch.Tensor | None,
     *,
     sliced: bool,
@@ -152,9 +201,7 @@ def _poison(out: torch.Tensor, kept: Sequence[torch.Tensor]) -> None:
         part.copy_(own)
 
 
-def deviates(
-    problem: Problem, made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
-) -> str | None:
+def deviates(problem: Problem, made: Sequence[torch.Tensor], exact: Sequence[Exact]) -> str | None:
     """How far results are from the exact ones, where that is more than the problem allows."""
     return too_far(_largest([_error(m, r) for m, r in zip(made, exact, strict=True)]), problem)
 
@@ -187,11 +234,13 @@ def tolerance(problem: Problem) -> float:
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) + rounding
 
 
-def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
+def _error(made: torch.Tensor, exact: Exact) -> float:
     """The largest difference over the largest value; where few ties differ, over int8's.
 
     NaN where a value that should be finite, infinite or NaN is not: a constant mask has infinities.
     """
+    if isinstance(exact, Places):
+        return exact.error(made)
     finite = exact.isfinite()
     if not bool(finite.all()):
         if not bool(made.double()[~finite].isclose(exact[~finite], equal_nan=True).all()):

@@ -331,6 +331,7 @@ def build(
         num_labels=classes,
         num_queries=min(QUERIES, (height // PATCH) * (width // PATCH)),
         decoder_n_points=2,
+        dropout=0.0,  # as its authors train it; Hugging Face's own is 0.1
         attn_implementation="sdpa",
         **DETECTORS[name],
     )

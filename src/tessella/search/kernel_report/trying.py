@@ -23,7 +23,7 @@ from tessella.operations.problem import Problem
 from tessella.operations.table import operation
 from tessella.operations.user_operators import as_tuple
 from tessella.search.find import bind
-from tessella.search.inspection import deviates, exact_answers, inspect, tolerance, wrong
+from tessella.search.inspection import Exact, deviates, exact_answers, inspect, tolerance, wrong
 from tessella.search.kernel_report.problems import draw, problems_of
 from tessella.search.kernel_report.record import Row
 from tessella.search.timing import Run, Timing, measure
@@ -46,7 +46,7 @@ class Subject:
     problem: Problem
     constants: dict[int, torch.Tensor]
     inputs: list[torch.Tensor]
-    exact: tuple[torch.Tensor, ...]
+    exact: tuple[Exact, ...]
 
 
 class Bench:
