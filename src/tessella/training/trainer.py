@@ -301,7 +301,7 @@ class Trainer:
                     self._parallel = self._world.wrap(self._called, compress=compress)
                 return
             if self._world.size > 1:
-                self._exchange = Exchange(self.module)
+                self._exchange = Exchange(self.module, bucket_bytes=self._world.bucket_bytes)
             self._captured = Captured(self._averaged(self._pass), self.module.parameters())
 
     def _averaged(self, work: Callable[..., Tensor]) -> Callable[..., Tensor]:
