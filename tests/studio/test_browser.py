@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from selenium.webdriver.common.by import By
 
 from tessella.artifacts.run import Run
 from tessella.core.events import EventLog, metric
+from tessella.jobs import commands
 from tessella.jobs.job import JobSpec
 from tessella.jobs.store import Store
 from tessella.studio.workspace import best_checkpoint
@@ -120,6 +122,34 @@ def test_a_run_that_goes_back_to_a_checkpoint_is_drawn_again(studio, chromium):
     log(metric(20, 1.05, loss=0.7, lr=0.001))
     until(lambda: series(chromium).get("loss") == 21, what="a shorter curve")
     log.close()
+
+
+def test_a_run_whose_dataset_was_moved_goes_on_with_it_where_it_lies_now(studio, chromium):
+    path = studio.root / "runs" / "moved"
+    make_run(path, dataset="datasets/before", epochs=2, steps=2, done=False)
+    spec = commands.train(Run(path).recipe, "runs/moved", name="long")
+    store = Store(studio.root / "jobs.db")
+    stopped = store.submit(replace(spec, priority=3))
+    store.abort(stopped.id)
+    enter(chromium, studio, "/train?run=runs/moved")
+    see(chromium, "tessella train lenet datasets/digits")
+    go(chromium, studio, "/monitor?run=runs/moved")
+    press(chromium, "Resume")
+    job = until(lambda: next((j for j in store.jobs() if j.status == "waiting"), None))
+    assert job.argv[:5] == ("train", "lenet", "datasets/digits", "--out", "runs/moved")
+    assert job.argv[-1] == "--resume"
+    assert (job.name, job.priority) == ("long", 3)
+    store.abort(job.id)
+    see(chromium, "aborted")
+    press(chromium, "Resume")  # its command names the new place
+    until(lambda: store.job(job.id).status == "waiting")
+    for one in (job, stopped):
+        if not store.job(one.id).ended:
+            store.abort(one.id)
+        store.delete(one.id)
+        store.purge(one.id)
+    store.close()
+    shutil.rmtree(path)
 
 
 def test_the_trash_asks_and_a_job_that_waits_offers_no_second_copy(studio, chromium):

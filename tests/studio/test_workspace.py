@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from tessella.artifacts.run import Run
 from tessella.core.errors import UsageError
 from tessella.studio.context import Context
 from tessella.studio.labels import Label, Labels
@@ -69,6 +70,14 @@ def test_a_taken_name_is_told(space):
 def test_a_dataset_is_found_by_its_content(space):
     assert space.find_dataset("ab" * 32) is not None
     assert space.find_dataset("cd" * 32) is None
+
+
+def test_a_run_finds_its_dataset_where_it_was_moved(space, tmp_path):
+    assert space.dataset_of(space.run("runs/first")) == "datasets/digits"
+    make_run(tmp_path / "run", dataset="datasets/before", epochs=1, steps=2)
+    assert space.dataset_of(Run(tmp_path / "run")) == "datasets/digits"
+    with pytest.raises(UsageError, match="known by its content"):
+        Workspace(tmp_path / "empty").dataset_of(Run(tmp_path / "run"))
 
 
 def test_the_studio_needs_no_torch():

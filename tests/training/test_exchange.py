@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tessella.training import exchange
 from tessella.training.exchange import Exchange
 from tests.support.training import in_two_processes
 
@@ -40,17 +39,14 @@ def images(rank: int, step: int) -> torch.Tensor:
 def part(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    exchange.BUCKET_BYTES, exchange.LAST_BYTES = 1000, 100
     module = network(seed=rank).eval()  # a norm in training would see its own part of the batch
-    averaging = Exchange(module)
-    work, found = averaging.around(passed), []
-    for step in range(3):
-        for parameter in module.parameters():
-            parameter.grad = None
-        work(module, images(rank, step))
-        found.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
-        found[-1] = {n: g.clone() for n, g in found[-1].items()}
-    torch.save((module.state_dict(), found, len(averaging._buckets)), folder / f"{rank}.pt")
+    whole = Exchange(module)  # a bucket of each element type, one after the other
+    averaged = gradients(whole, module, rank)
+    whole.close()
+    averaging = Exchange(module, bucket_bytes=200)
+    found = gradients(averaging, module, rank)
+    counts = len(whole._buckets), len(averaging._buckets)
+    torch.save((module.state_dict(), found, averaged, counts), folder / f"{rank}.pt")
     averaging.close()
     module.zero_grad()
     passed(module, images(rank, 0))  # alone again
@@ -58,10 +54,22 @@ def part(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def gradients(averaging: Exchange, module: nn.Module, rank: int) -> list[dict[str, torch.Tensor]]:
+    work, found = averaging.around(passed), []
+    for step in range(3):
+        for parameter in module.parameters():
+            parameter.grad = None
+        work(module, images(rank, step))
+        found.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+        found[-1] = {n: g.clone() for n, g in found[-1].items()}
+    return found
+
+
 def test_gradients_are_those_of_both_batches(tmp_path):
     in_two_processes(part, tmp_path)
-    (state, ours, buckets), (same, others, _) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
-    assert buckets > 2
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    (state, ours, whole, counts), (same, others, _, _) = parts
+    assert counts == (3, 6)
     module = network(seed=0).eval()
     assert all(torch.equal(state[n], same[n]) for n in state)
     assert all(torch.equal(state[n], value) for n, value in module.state_dict().items())
@@ -73,6 +81,7 @@ def test_gradients_are_those_of_both_batches(tmp_path):
         assert "unused.weight" not in expected
         for name, gradient in expected.items():
             assert torch.equal(ours[step][name], others[step][name])
+            assert torch.equal(ours[step][name], whole[step][name])
             rel = 2e-2 if gradient.dtype == torch.bfloat16 else 1e-2
             torch.testing.assert_close(ours[step][name], gradient, rtol=rel, atol=rel / 100)
             assert ours[step][name].stride() == gradient.stride()

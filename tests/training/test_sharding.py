@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessella.artifacts.run import Recipe, Run
+from tessella.artifacts.run import Recipe, Run, Solver
 from tessella.core.errors import UsageError
 from tessella.core.events import Event, silent
 from tessella.nn.zoo import build
@@ -28,7 +28,8 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
 
     def forward(self, x):
         return x + self.norm(self.convolution(x)).relu()
@@ -109,7 +110,7 @@ def test_norms_of_all_processes_in_blocks_that_are_computed_again(tmp_path):
     data = write_dataset(tmp_path / "data", train=36, val=6)
     (tmp_path / "normed.py").write_text(NORMED)
     settings = {"network": f"{tmp_path / 'normed.py'}:Normed", "batch_size": 12, "epochs": 2.0}
-    settings["recompute"] = True
+    settings |= {"recompute": True, "solver": Solver(lr=0.01, centralize=True)}
     two = recipe(data, gpus=2, shard=True, sync_norms=True, **settings)
     run, _ = begin(two, tmp_path / "two", resume=False)
     assert together(run.path)[0] == [0, 0]

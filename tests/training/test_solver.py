@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import nn, optim
 
+from tessella.artifacts.dataset import Dataset
 from tessella.artifacts.run import Solver
 from tessella.core.errors import TrainError, UsageError
+from tessella.training.parallel import alone
+from tessella.training.prepare import describe_run
 from tessella.training.solver import optimizer_for, set_rate
+from tessella.training.trainer import Trainer
+from tests.support.training import recipe
 
 # Each solver as torch.optim spells it, for lr 0.02, momentum 0.8 and weight decay 0.1.
 REFERENCES = {
@@ -65,6 +70,43 @@ def test_reduces_the_loss(name):
     rate = 1.0 if name == "adadelta" else 0.01
     curve = descend(module, optimizer_for(module, Solver(name=name, lr=rate)), 60)
     assert curve[-1] < 0.8 * curve[0]
+
+
+def test_filters_lose_the_means_of_their_gradients_and_other_weights_do_not():
+    def stepped(*, centralize: bool) -> tuple[nn.Module, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3),
+            nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.ConvTranspose2d(4, 4, 3, bias=False),
+            nn.Conv2d(4, 4, 1, bias=False), nn.Flatten(), nn.Linear(64, 3, bias=False),
+        )  # fmt: skip
+        before = [p.detach().clone() for p in module.parameters()]
+        solver = Solver(name="sgd", lr=1.0, momentum=0, weight_decay=0, centralize=centralize)
+        optimizer = optimizer_for(module, solver)
+        module(torch.randn(5, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+        return module, [p.detach() - b for p, b in zip(module.parameters(), before, strict=True)]
+
+    module, plain = stepped(centralize=False)
+    for name, change, ours in zip(
+        dict(module.named_parameters()), plain, stepped(centralize=True)[1], strict=True
+    ):
+        if name in ("0.weight", "5.weight"):
+            mean = change.flatten(1).mean(1)[:, None, None, None]
+            assert mean.abs().max() > 1e-3
+            torch.testing.assert_close(ours, change - mean, rtol=1e-4, atol=1e-5)
+        else:
+            torch.testing.assert_close(ours, change, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("centralize", [False, True])
+def test_filters_that_are_drawn_begin_without_their_means(dataset, centralize):
+    settings = recipe(dataset, network="resnet18", solver=Solver(centralize=centralize))
+    info = describe_run(settings)
+    module = Trainer(info, Dataset(settings.dataset).train.info, alone()).module
+    means = module.layer1[0].conv1.weight.flatten(1).mean(1).abs()
+    assert (means.max() < 1e-7) == centralize
+    assert module.fc.weight.mean().abs() > 1e-7
 
 
 def test_rate_applies_to_all_parameters():

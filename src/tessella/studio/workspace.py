@@ -190,6 +190,27 @@ class Workspace:
                 return found.path
         return None
 
+    def dataset_of(self, run: Run) -> str:
+        """The dataset of a run as its recipe names it or, where that was moved, its ref by now.
+
+        Raises:
+            UsageError: no dataset of the workspace has the content that the run learns from.
+        """
+        named, content = run.recipe.dataset, run.info.dataset_hash
+        try:
+            if open_dataset(self.root / named).info.content_hash == content:
+                return named
+        except TessellaError:
+            pass  # it was moved, or what lies there now cannot be read
+        path = self.find_dataset(content)
+        if path is None:
+            raise UsageError(
+                "the dataset of this run is not where it was, nor is it in this workspace",
+                seen=named,
+                fix="put its folder anywhere into the workspace: it is known by its content",
+            )
+        return self.ref(path)
+
 
 def plain_name(name: str) -> str:
     """A name for an artifact made of any text: letters, digits, dashes."""

@@ -39,13 +39,14 @@ class Exchange:
 
     Args:
         module: whose parameters that learn are meant; no pass of it runs outside of ``around``.
+        bucket_bytes: of gradients that travel together, ``LAST_BYTES`` of the last ones at most.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, bucket_bytes: int | None = None) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
         learn = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = [_bucket(some) for some in [*_cut(learn)][::-1]]
+        self._buckets = [_bucket(p) for p in [*_cut(learn, bucket_bytes or BUCKET_BYTES)][::-1]]
         self._of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [_heard(p, self._arrived) for p in learn]
         self._size = dist.get_world_size()
@@ -106,16 +107,16 @@ def _heard(parameter: nn.Parameter, what: Callable[[Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(what)  # type: ignore[no-untyped-call]
 
 
-def _cut(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _cut(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """As many of one element type as fill a bucket, in the order in which a backward pass makes
     their gradients; the bucket that it fills last comes first."""
     some: list[nn.Parameter] = []
-    nbytes, most = 0, LAST_BYTES
+    nbytes, most = 0, min(LAST_BYTES, bucket_bytes)
     for parameter in parameters:
         own = parameter.numel() * parameter.element_size()
         if some and (nbytes + own > most or parameter.dtype != some[0].dtype):
             yield some[::-1]
-            some, nbytes, most = [], 0, BUCKET_BYTES
+            some, nbytes, most = [], 0, bucket_bytes
         some.append(parameter)
         nbytes += own
     if some:

@@ -51,7 +51,8 @@ class World:
     """This process among the ``size`` that train together.
 
     ``asked`` tells whether this process, of several, was asked to stop; the others may not know.
-    ``local_size`` of them are on this machine.
+    ``local_size`` of them are on this machine. ``bucket_bytes`` of gradients travel together, or
+    where it is None as many as is usual for who exchanges them.
     """
 
     device: torch.device
@@ -59,6 +60,7 @@ class World:
     size: int = 1
     local_size: int = 1
     asked: Callable[[], bool] = never
+    bucket_bytes: int | None = None
 
     def wrap(self, module: nn.Module, *, compress: int = 0) -> nn.Module:
         """The module whose backward pass averages the gradients over all processes.
@@ -69,8 +71,9 @@ class World:
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
+        most = None if self.bucket_bytes is None else self.bucket_bytes / (1 << 20)
         made = nn.parallel.DistributedDataParallel(
-            module, device_ids=ids, gradient_as_bucket_view=True
+            module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=most
         )
         if compress:
             how = power_sgd.PowerSGDState(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from tessella.artifacts.run import Solver
 from tessella.core.errors import TrainError, UsageError
 from tessella.nn.zoo import stages
 
+_FILTERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # What ``Solver.momentum`` means to each: the velocity's decay, Adam's first beta, AdaDelta's rho
 # (as in Caffe). AdaGrad has nothing of the kind. A fused optimizer is one kernel over all weights,
 # and with scaled losses the host does not wait to hear whether a gradient is infinite.
@@ -72,7 +73,26 @@ def optimizer_for(
         # infinite gradient, as that of fp16 does: the second step then has NaN
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    if solver.centralize:
+        filters = [f for f in filters_of(module) if f.requires_grad]
+        optimizer.register_step_pre_hook(
+            lambda *_: center(f.grad for f in filters if f.grad is not None)
+        )
     return optimizer
+
+
+def filters_of(module: nn.Module) -> list[Tensor]:
+    """Weights of convolutions whose filters may sum to zero: the norm behind one, which has no bias
+    therefore, takes no mean from it. Filters of a single channel may have to blur, and are left."""
+    layers = [m for m in module.modules() if isinstance(m, _FILTERS) and m.bias is None]
+    return [m.weight for m in layers if m.groups == 1 and m.weight[0].numel() > 1]
+
+
+@torch.no_grad()
+def center(tensors: Iterable[Tensor]) -> None:
+    """Take its mean from each row of each tensor."""
+    for tensor in tensors:
+        tensor -= tensor.mean(dim=tuple(range(1, tensor.ndim)), keepdim=True)
 
 
 def _factors(module: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:

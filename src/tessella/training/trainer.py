@@ -39,7 +39,7 @@ from tessella.training.profiling import LayerTime, layer_times
 from tessella.training.recomputing import recompute_blocks
 from tessella.training.schedule import Schedule
 from tessella.training.sharding import shard, whole
-from tessella.training.solver import optimizer_for, set_rate
+from tessella.training.solver import center, filters_of, optimizer_for, set_rate
 from tessella.training.state import TrainState, pack, seed_step, unpack
 from tessella.training.synchronized import synchronized
 from tessella.training.ways import Choice, called, called_loss, usual_way
@@ -151,6 +151,8 @@ class Trainer:
         module = zoo.build(self._info.network, pretrained=fetch)
         if recipe.init not in ("random", "pretrained") and start is None:
             self.kept = zoo.init_from(module, Checkpoint(recipe.init))
+        if recipe.init == "random" and recipe.solver.centralize and start is None:
+            center(filters_of(module))
         return module
 
     @property
@@ -301,7 +303,7 @@ class Trainer:
                     self._parallel = self._world.wrap(self._called, compress=compress)
                 return
             if self._world.size > 1:
-                self._exchange = Exchange(self.module)
+                self._exchange = Exchange(self.module, bucket_bytes=self._world.bucket_bytes)
             self._captured = Captured(self._averaged(self._pass), self.module.parameters())
 
     def _averaged(self, work: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -266,14 +266,20 @@ class _Head:
                 ui.notify("Stopping. The last checkpoint stays.")
 
     def _on_resume(self) -> None:
+        if self._path is None:
+            return
         with parts.errors_shown():
-            if self._job is not None:
-                self._context.store.resume(self._job.id)
-            elif self._path is not None:
-                spec = commands.train(
-                    Run(self._path).recipe, self._context.workspace.ref(self._path)
-                )
-                self._context.store.submit(replace(spec, argv=(*spec.argv, *spec.resume_argv)))
+            run, job, space = Run(self._path), self._job, self._context.workspace
+            dataset = space.dataset_of(run)
+            if job is not None and dataset in job.argv:
+                self._context.store.resume(job.id)
+                return
+            spec = commands.train(replace(run.recipe, dataset=dataset), space.ref(self._path))
+            spec = replace(spec, argv=(*spec.argv, *spec.resume_argv))
+            if job is not None:  # its command names a place that the dataset has left
+                kept = {name: getattr(job, name) for name in ("name", "notes", "priority", "group")}
+                spec = replace(spec, **kept)
+            self._context.store.submit(spec)
 
 
 class _Curves:

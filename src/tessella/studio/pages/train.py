@@ -52,8 +52,11 @@ def register(context: Context) -> None:
             except TessellaError as error:
                 parts.refused(error, MISSING)
                 return
-            if not dataset and run and runs[run].recipe.dataset in datasets:
-                dataset = runs[run].recipe.dataset
+            if not dataset and run:  # the run's, which may have been moved
+                info = runs[run].info
+                same = (r for r, d in datasets.items() if d.info.content_hash == info.dataset_hash)
+                named = info.recipe.dataset
+                dataset = named if named in datasets else next(same, "")
             _Train(context, datasets, runs, dataset or next(iter(datasets)), run, epochs)
 
 
