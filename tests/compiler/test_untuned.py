@@ -237,6 +237,7 @@ class Recurrent(nn.Module):
     [
         (nn.Conv2d(32, 32, 3, groups=4), (1, 32, 6, 6), "are grouped or read fewer than 16"),
         (Recurrent(), (1, 4, 16), "no convolution or linear layer"),
+        (nn.Conv3d(32, 32, 3), (1, 32, 4, 4, 4), "over one axis, or three"),
         (nn.Sequential(nn.Conv2d(32, 32, 3, groups=4), nn.Conv2d(32, 8, 1)), (1, 32, 6, 6), ""),
     ],
 )

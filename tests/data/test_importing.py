@@ -520,6 +520,11 @@ def test_the_folders_train_and_val_are_splits(tmp_path: Path) -> None:
     )  # fmt: skip
     assert part.info.name == "flowers"
     assert part.info.settings["val_folder"] == str(tmp_path / "flowers" / "valid")
+    rows = [f"Train/{c}/{i}.png,{c}\n" for i, c in enumerate(["rose", "tulip"] * 10)]
+    for name, wanted in {"labels": "flowers", "spring": "spring"}.items():
+        file = tmp_path / "flowers" / f"{name}.csv"
+        file.write_text("path,label\n" + "".join(rows))
+        assert images(file, size=8, out=tmp_path / name).info.name == wanted
 
 
 def test_equal_pictures_in_a_class_and_in_two_are_told(tmp_path: Path) -> None:

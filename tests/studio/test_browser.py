@@ -36,7 +36,7 @@ from tests.support.training import write_dataset
 
 pytestmark = pytest.mark.browser
 
-SIZES = ((1366, 768), (2560, 1440))
+SIZES = ((1366, 768), (2560, 1440), (420, 900))
 MOST_BYTES_A_POLL = 2_500
 
 

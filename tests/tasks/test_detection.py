@@ -412,7 +412,7 @@ def test_annotations_without_things_are_refused(way, tmp_path: Path) -> None:
 
 def test_a_resumed_training_is_the_same(way, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "batch_size": 8, "network_options": {"backbone": "test_resnet", "width": 16},
+        "batch_size": 8, "network_options": {"backbone": "timm/test_resnet", "width": 16},
         "val_interval": 0.5, "snapshot_interval": 0.4, "augment": {"flip": True, "scale": 0.2},
         "policy": {"name": "fixed", "warmup": 0.0},
     }  # fmt: skip

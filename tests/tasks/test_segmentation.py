@@ -160,8 +160,9 @@ def test_boxes_without_masks_are_refused(pictures: Path, tmp_path: Path) -> None
     assert any("have a box and no mask" in note for note in notes)
     for thing in plain["annotations"][:40]:
         del thing["segmentation"]
+    plain["annotations"][0]["segmentation"] = {"size": [3, 3], "counts": [9]}
     path.write_text(json.dumps(plain))
-    with pytest.raises(DataError, match="have no masks"):
+    with pytest.raises(DataError, match=r"have no masks.*1 problem in.*a mask of"):
         import_images(path, tmp_path / "none", SETTINGS)
 
 

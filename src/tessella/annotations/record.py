@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tessella.core.count import counted
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thing:
@@ -78,4 +80,5 @@ class Annotations:
         if not self.problems:
             return ()
         first = "; ".join(f"{p.path}: {p.what}" for p in self.problems[:shown])
-        return (f"{len(self.problems):,} problems in the annotations; the first: {first}",)
+        number = counted(len(self.problems), "problem")
+        return (f"{number} in the annotations; the first: {first}",)

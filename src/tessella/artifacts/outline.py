@@ -27,6 +27,7 @@ SMALL = ("int8", "fp8")  # precisions in which layers compute that fit, and the 
 SMALL_TYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of their weights
 WRONG = "wrong: "  # how the reason of a candidate begins whose answers were not the problem's
 ROUNDED = ("conv2d", "linear")  # how the names of steps begin that could be
+NEVER_ROUNDED = ("conv1d", "conv3d")
 NOISY_SHARE = 0.1  # of the steps' time: a plan of which so much was disturbed is called noisy
 
 
@@ -237,6 +238,8 @@ class Outline:
         elif any(s.op.startswith(ROUNDED) for s in self.program.buckets[-1].steps):
             why = "its convolutions and linear layers are grouped or read fewer than 16 channels"
             same += f"; --layer NAME={rounding} rounds one of them all the same"
+        elif any(s.op.startswith(NEVER_ROUNDED) for s in self.program.buckets[-1].steps):
+            why = "convolutions over one axis, or three, have no kernels for it"
         else:
             why = "it has no convolution or linear layer with weights of its own"
         return f"no layer computes in {rounding}: {why}; {same}"

@@ -46,7 +46,7 @@ def verify(
             (f"{report.score} of the checkpoint", report.checkpoint_score),
             (f"{report.score} of the plan", report.plan_score),
             ("agreement", report.agreement),
-            ("largest difference of a score", report.max_abs_diff),
+            ("largest difference of a number", report.max_abs_diff),
             *((f"flipped: {f.path}", f"{f.checkpoint} → {f.plan}") for f in report.flips[:20]),
         ]
         shown = grid(

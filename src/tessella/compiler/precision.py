@@ -17,6 +17,10 @@ from tessella.kernels.sparse.two_four import FOUR
 
 PICTURE_CHANNELS = 8  # fewer are a picture's
 FEWEST_CHANNELS = 16  # of a layer's input: a product of fewer leaves tensor cores empty
+NAMES = (
+    "use the name of its result without %, which tessella show --passes --graph tells"
+    " (in Python compiler.layers)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +148,7 @@ def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str
             raise UsageError(
                 "no operation of the optimized network has this name",
                 seen=name,
-                fix="use names of compiler.layers",
+                fix=NAMES,
             )
         if precision not in PRECISIONS or precision == "tf32":
             raise UsageError(
@@ -156,7 +160,7 @@ def _require_known(graph: Graph, precisions: Mapping[str, str], can: Mapping[str
             raise UsageError(
                 "only convolutions and linear layers with constant weights can be int8 or fp8",
                 seen=name,
-                fix="use names of compiler.layers",
+                fix=NAMES,
             )
 
 

@@ -52,6 +52,10 @@ MAX_SKIPPED = 1000
 PROGRESS_SECONDS = 0.1
 SIDE, SIDE_OF_VOLUMES = 256, 128  # of what is stored of a picture, and seen of a volume
 VOLUMES_AT_ONCE = 4  # that are read: each may take gigabytes
+# what tools call a file of labels, whatever is in it: of flowers/data.yaml the folder names the set
+_PLAIN_NAMES = {
+    "_annotations.coco", "annotations", "data", "dataset", "instances_default", "labels", "result",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,8 @@ class ImportSettings:
             Equal pixels, but other files: who wants one ``content_hash`` on every machine names the
             store. Where nine times the pixels stay, mean and std are those of about a thousand
             pictures, evenly spread.
-        name: of the dataset; the source's if None.
+        name: of the dataset; the source's if None, or its folder's, where it is called data.yaml,
+            labels.csv or the like.
         window: of volumes: see ``core.preprocess.Volume``.
         workers: processes that read images; one a core if None. The dataset does not depend on it.
     """
@@ -280,6 +285,9 @@ def _name(source: Path, settings: ImportSettings) -> str:
     if settings.name:
         return settings.name
     there = source.resolve()
+    if there.is_file() and there.stem.lower() in _PLAIN_NAMES:
+        there = there.parent
+        there = there.parent if there.name.lower() == "annotations" else there
     if there.stem.lower() in SPLITS["train"]:  # flowers/train holds flowers
         there = there.parent
     return (there.name if there.is_dir() else there.stem) or "images"

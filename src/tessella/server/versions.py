@@ -83,7 +83,8 @@ def plans_of(folder: Path) -> dict[str, Path]:
         raise ArtifactError(
             "there is no plan in this folder",
             seen=folder,
-            fix=f"put plans into it as VERSION/{MEMBER}, for example 1/{MEMBER}",
+            fix=f"put plans into it as VERSION/{MEMBER}, for example 1/{MEMBER}; of a run or a "
+            "checkpoint tessella compile makes one",
         )
     return found
 

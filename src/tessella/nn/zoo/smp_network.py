@@ -54,7 +54,7 @@ def build(
             fix="pip install 'tessella[segmentation]'",
         ) from error
     kind, usual = NETWORKS[name]
-    backbone = str(options.get("backbone", usual))
+    backbone = str(options.get("backbone", usual)).removeprefix("timm/")
     encoder = backbone
     if backbone not in library.encoders.encoders:
         timm_network.require_known(backbone)  # any other name would be fetched from a hub

@@ -98,6 +98,9 @@ def pyramid(
 ) -> tuple[nn.Module, list[tuple[int, int]]]:
     """A network of timm without its head, which returns the features of every size it has.
 
+    Args:
+        name: as timm has it, or with ``timm/`` before it, as networks are called elsewhere.
+
     Returns:
         The module, and of each of its results, fine to coarse, how many times smaller than the
         picture it is, and its channels.
@@ -108,6 +111,7 @@ def pyramid(
     import httpx
     import timm
 
+    name = name.removeprefix("timm/")
     require_known(name)
     try:
         module = timm.create_model(

@@ -17,6 +17,7 @@ import pyarrow.compute
 from tessella.annotations import coco, rle
 from tessella.annotations.record import Picture
 from tessella.artifacts.dataset import SkippedFile
+from tessella.core.count import counted
 from tessella.core.errors import DataError
 from tessella.core.preprocess import Preprocess
 from tessella.tasks.detection import examples as boxes
@@ -57,7 +58,7 @@ def find(request: Request) -> Found:
     if things and lost == len(things):
         raise DataError(
             "the annotations have no masks",
-            seen=f"{lost:,} boxes in {request.source}",
+            seen="; ".join((f"{counted(lost, 'box', 'boxes')} in {request.source}", *found.notes)),
             fix="give outlines or run lengths, or learn boxes alone: --task detection",
         )
     found = _without_crowded(found)

@@ -23,6 +23,7 @@ from tessella.annotations import coco, read_annotations, rle
 from tessella.annotations.files import read_bytes, read_text, size_of
 from tessella.annotations.record import Picture
 from tessella.artifacts.dataset import SkippedFile
+from tessella.core.count import counted
 from tessella.core.errors import DataError
 from tessella.core.pictures import MAX_PIXELS, read_pixels
 from tessella.core.preprocess import Preprocess, placement
@@ -190,7 +191,7 @@ def _annotated(request: Request) -> Found:
     if lost == len(things) and not found.bare:
         raise DataError(
             "the annotations have no masks",
-            seen=f"{lost:,} boxes in {request.source}",
+            seen="; ".join((f"{counted(lost, 'box', 'boxes')} in {request.source}", *found.said())),
             fix="give outlines or run lengths, or a folder with images and masks",
         )
     note = f"{lost:,} things have a box and no mask: nothing is learned in these boxes"
