@@ -43,12 +43,12 @@ class Looking(selectors.DefaultSelector):
         """Let things come for a while, unless somebody wakes this thread."""
         self._wakes.poll(REST_S)
 
-    def came(self, *, has_files: bool) -> None:
-        """A request has come: see whether the next one is worth looking for. Files are decoded by
-        other threads, which would wait for Python's lock meanwhile.
+    def came(self, count: int = 1, *, has_files: bool) -> None:
+        """So many requests have come: see whether the next one is worth looking for. Files are
+        decoded by other threads, which would wait for Python's lock meanwhile.
         """
         now_ns = perf_counter_ns()
-        is_lone = not has_files and now_ns - self._last_ns > LONE_NS
+        is_lone = count == 1 and not has_files and now_ns - self._last_ns > LONE_NS
         self._last_ns = now_ns
         self._until_ns = now_ns + self._spin_ns if is_lone else 0
 
