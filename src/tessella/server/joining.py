@@ -10,7 +10,6 @@ import torch
 
 from tessella.server.waiting import Arrays, Piece
 
-
 SMALL_BYTES = 1 << 14  # of a part: NumPy needs 0.7 µs for each, to join their bytes 0.2
 
 
