@@ -517,7 +517,14 @@ class Batcher(Infers):
         begin_ns = perf_counter_ns()
         first = pieces[0][0].arrays
         joined = {
-            n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
+            n: self._join(
+                n,
+                [
+                    r.arrays[n] if end - start == r.batch else r.arrays[n][start:end]
+                    for r, start, end in pieces
+                ],
+            )
+            for n in first
         }
         asks_effort = self._in_loop and not self._only_lone and self._is_effort_due(pieces)
         joined_ns, worked_ns = perf_counter_ns(), thread_time_ns() if asks_effort else 0

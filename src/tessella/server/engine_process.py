@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
 import selectors
 import signal
@@ -29,15 +28,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from tessella.core.errors import ServeError
 from tessella.core.record import to_plain
 from tessella.server import tickets
 from tessella.server.app import App
 from tessella.server.batcher import Batcher
 from tessella.server.file_tickets import FileTickets
-from tessella.server.lane import Lane, aligned, numpy_type, places_of
+from tessella.server.lane import MOST_LAYOUTS, Lane, Layouts, Part, aligned
 from tessella.server.listening import keep_what_is_loaded
 from tessella.server.looking import REST_S, SPIN_NS, Looking
 from tessella.server.repository import Model, Repository
@@ -50,7 +47,6 @@ log = logging.getLogger(__name__)
 GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
-MOST_LAYOUTS = 256  # of an acceptor's tickets that are remembered
 LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
@@ -343,13 +339,12 @@ class _Layout:
     """Where the inputs of a ticket lie: the same in all of a model and of these sizes.
 
     Attributes:
-        places: name, offset in the ticket's place, shape, element type and bytes.
         nbytes: where the outputs begin.
         shapes: as ``Request.shapes``.
         is_copied: a GPU copies them from where they lie.
     """
 
-    places: list[tuple[str, int, tuple[int, ...], np.dtype, int]]
+    places: list[Part]
     nbytes: int
     shapes: tuple[tuple[int, ...], ...]
     is_copied: bool
@@ -361,12 +356,10 @@ class _Layout:
         Raises:
             InputError, ServeError: these are no sizes of its inputs.
         """
-        found, nbytes = places_of(model.signature.inputs.values(), sizes, 0)
-        places = []
-        for spec, offset, shape in found:
-            spec.check(shape=shape, dtype=spec.dtype)
-            element = numpy_type(spec)
-            places.append((spec.name, offset, shape, element, math.prod(shape) * element.itemsize))
+        specs = model.signature.inputs
+        places, nbytes = Layouts(specs.values()).of(sizes)
+        for name, _, shape, *_ in places:
+            specs[name].check(shape=shape, dtype=specs[name].dtype)
         shapes = tuple(shape[1:] for _, _, shape, _, _ in sorted(places, key=lambda p: p[0]))
         return cls(places=places, nbytes=nbytes, shapes=shapes, is_copied=model.overlaps)
 

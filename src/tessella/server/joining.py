@@ -53,7 +53,7 @@ def join(name: str, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def samples_of(pieces: list[Piece]) -> int:
-    return sum(end - start for _, start, end in pieces)
+    return sum([end - start for _, start, end in pieces])
 
 
 def split(outputs: Mapping[str, np.ndarray], pieces: list[Piece]) -> list[Arrays]:

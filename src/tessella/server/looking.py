@@ -12,9 +12,9 @@ from time import perf_counter_ns
 # How long after a lone request a thread looks for the next one before it sleeps, where cores are
 # idle: to wake it takes 20 to 70 µs. Requests that come faster than that are not lone.
 SPIN_NS, LONE_NS = 10**6, 10**5
-# A thread that loses its core for so long between two looks shares it with others, and has spent its
-# part of it on looking: for a while it sleeps between requests. With four programs to a core, one
-# client of a LeNet had 314 answers a second before and 433 since.
+# A thread that loses its core for so long between two looks shares it with others, and has spent
+# its part of it on looking: for a while it sleeps between requests. With four programs to a core,
+# one client of a LeNet had 314 answers a second before and 433 since.
 LOST_NS, SLEEPS_NS = 10**6, 5 * 10**8
 # How long a thread leaves tickets unread while the decoders have enough to do. To look for each
 # one is two calls of the system, after each of which it waits for Python's lock.

@@ -111,7 +111,8 @@ class InferRequest:
         timeout_us: when an answer is of no use any more; None is never.
         priority: one of ``PRIORITIES``; the lowest runs first.
         texts: the JSON of its answer, by the model's version and the shapes of the outputs: filled
-            by ``responses`` where nothing else decides it, for all requests of a head.
+            by ``responses`` where nothing else decides it, for all requests of a head. None where
+            an output goes to shared memory, among others.
     """
 
     id: str | None

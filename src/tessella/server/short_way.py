@@ -266,7 +266,9 @@ class Quick(ABC):
         self._model = model.__enter__()
         try:
             request = self._parsed(model)
-            if not isinstance(request, InferRequest) or request.place_bytes > BRIEF_BYTES:
+            if not isinstance(request, InferRequest) or (
+                request.texts is None and request.place_bytes > BRIEF_BYTES
+            ):
                 model.__exit__()
                 return False
             self._request = request
