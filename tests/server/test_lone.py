@@ -19,7 +19,7 @@ from tessella.core.errors import ServeError
 from tessella.runtime.overlapped import runs_of
 from tessella.server.acceptor import LONE_NS, _Engine, _Lone
 from tessella.server.counts import Counts
-from tessella.server.looking import REST_S, SPIN_NS, Awake, Looking
+from tessella.server.looking import LOST_NS, REST_S, SLEEPS_NS, SPIN_NS, Awake, Cores, Looking
 from tests.support.wires import Wire
 
 
@@ -70,6 +70,7 @@ def test_an_event_loop_stays_awake_while_its_client_is_alone(
         asked(awake, loop)
         awake.came()  # other threads may work for it
 
+    monkeypatch.setattr("tessella.server.looking.LOST_NS", 10**12)  # whatever runs beside
     for spins in (False, True):
         for begin, spin_s, stays in (
             (Awake.stay, 600, True),
@@ -86,6 +87,7 @@ def test_an_event_loop_stays_awake_while_its_client_is_alone(
 def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tessella.server.looking.LOST_NS", 10**12)  # whatever runs beside
     ours, theirs = socket.socketpair()
     wakes, wake = socket.socketpair()
     looking = Looking(100 * SPIN_NS, wakes)
@@ -124,6 +126,37 @@ def test_the_engines_thread_looks_for_the_next_lone_request_and_then_sleeps(
     looking.rest()
     for end in (looking, ours, theirs, wakes, wake):
         end.close()
+
+
+def test_who_loses_its_core_while_it_looks_sleeps_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores = Cores()
+    assert cores.are_idle(1)
+    assert all(cores.are_still_idle(1 + n * LOST_NS) for n in range(1, 5))
+    lost_ns = 2 + 5 * LOST_NS
+    assert not cores.are_still_idle(lost_ns)
+    assert not cores.are_idle(lost_ns + SLEEPS_NS - 1)
+    assert cores.are_idle(lost_ns + SLEEPS_NS)
+    assert cores.are_idle(lost_ns + 9 * SLEEPS_NS), "work between two looks is no loss"
+
+    async def stays(blocked_s: float) -> list[bool]:
+        """Whether a loop is awake behind something that holds it up, and can be again at once."""
+        loop, awake, found = asyncio.get_running_loop(), Awake(lambda: True, spins=True), []
+        awake.stay(loop)
+        await asyncio.sleep(0)
+        time.sleep(blocked_s)
+        for _ in range(2):
+            await asyncio.sleep(0)
+            found.append(awake.is_on)
+            awake.stay(loop)
+        return found
+
+    monkeypatch.setattr("tessella.server.looking.SPIN_NS", 600 * 10**9)
+    monkeypatch.setattr("tessella.server.looking.SLEEPS_NS", 600 * 10**9)
+    assert asyncio.run(stays(2e-9 * LOST_NS)) == [False, False]
+    monkeypatch.setattr("tessella.server.looking.LOST_NS", 10**12)
+    assert asyncio.run(stays(2e-9 * LOST_NS)) == [True, True]
 
 
 def test_processes_see_each_others_counts() -> None:

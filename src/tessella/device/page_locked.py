@@ -41,7 +41,10 @@ class PageLocked:
             KernelError: it is locked already, for memory that lay there before: the GPU would read
                 that.
         """
-        for number in range(start // self._chunk_bytes, -(-end // self._chunk_bytes)):
+        first, last = start // self._chunk_bytes, (end - 1) // self._chunk_bytes
+        if first == last in self._locked:  # as nearly always
+            return
+        for number in range(first, last + 1):
             if number not in self._locked and (context := cuda_driver().context()):
                 self._locked[number] = self._lock(number)
                 self._context = context

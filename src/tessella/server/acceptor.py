@@ -34,11 +34,11 @@ from tessella.server.engine_process import GREETING
 from tessella.server.lane import (
     ALIGNMENT,
     Lane,
+    Layouts,
     Places,
     aligned,
     make_memory,
     numpy_type,
-    places_of,
 )
 from tessella.server.looking import Awake
 from tessella.server.protocol import Signature, signature
@@ -255,6 +255,7 @@ class RemoteModel(Infers, InfersFiles):
         self.statistics = statistics
         self.batcher = self
         self._engine = engine
+        self.inputs, self.outputs = Layouts(known.inputs.values()), Layouts(known.outputs.values())
         self._output_bytes = sum(_most_bytes(spec) for spec in known.outputs.values())
 
     def __enter__(self) -> RemoteModel:
@@ -468,12 +469,11 @@ class _Engine(asyncio.Protocol):
         if self.lost.is_set():
             raise _no_engine()
         known = flight.model.signature.inputs
-        sizes = tuple(d for name in known for d in arrays[name].shape)
-        layout, inputs_end = places_of(known.values(), sizes, 0)
+        sizes = tuple([d for name in known for d in arrays[name].shape])
+        layout, inputs_end = flight.model.inputs.of(sizes)
         start = self._place(flight, inputs_end, sizes[0])
-        for spec, offset, shape in layout:
-            target = self._lane.array(start + offset, shape, numpy_type(spec))
-            np.copyto(target, arrays[spec.name])
+        for name, offset, shape, element, nbytes in layout:
+            np.copyto(self._lane.array(start + offset, shape, element, nbytes), arrays[name])
         self._send(flight, deadline_ns, priority, sizes)
 
     def start_files(
@@ -522,12 +522,12 @@ class _Engine(asyncio.Protocol):
         flight.stages.copy += copy_ns
         flight.stages.compute += compute_ns
         if not flight.answer.done():
-            outputs = flight.model.signature.outputs.values()
-            layout, _ = places_of(outputs, sizes, flight.outputs_at)
+            array, first = self._lane.array, flight.outputs_at
+            layout, _ = flight.model.outputs.of(sizes)
             flight.answer.set_result(
                 {  # copies: the place goes to the next request
-                    spec.name: self._lane.array(start, shape, numpy_type(spec)).copy()
-                    for spec, start, shape in layout
+                    name: array(first + offset, shape, element, nbytes).copy()
+                    for name, offset, shape, element, nbytes in layout
                 }
             )
         self._places.give_back(*flight.place)

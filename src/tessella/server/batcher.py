@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns, thread_time_ns
 from typing import Literal
@@ -140,19 +140,48 @@ class Batcher(Infers):
         Raises:
             ServeError: 503, too many requests wait; 429, there is no time for this one.
         """
-        request.since_ns = now_ns = perf_counter_ns()
-        request.batch = len(next(iter(request.arrays.values())))
-        refused = list[Request]()
+        if refused := self._admit((request,)):
+            deliver([other for other in refused if other is not request])
+            if request.error is not None:
+                raise request.error
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """As ``submit``, for requests that came together: those that are refused are given back
+        with their errors.
+
+        Raises:
+            ServeError: 503, the model was unloaded; then none of them was taken.
+        """
+        deliver(self._admit(requests))
+
+    def _admit(self, requests: Sequence[Request]) -> list[Request]:
+        """Let requests wait; those that are refused, of these or of others, with their errors.
+
+        Raises:
+            ServeError: as ``submit_all``.
+        """
+        refused: list[Request] = []
+        now_ns = perf_counter_ns()
         with self._lock:
             if self._release is not None:
                 raise unloaded()
-            if request.deadline_ns is not None:
-                self._require_time(request, now_ns)
-            if self._waiting.members >= self._max_waiting:
-                refused = self._give_place(request)
-            self._push(request, now_ns)
+            waiting = self._waiting
+            for request in requests:
+                request.since_ns = now_ns
+                for array in request.arrays.values():
+                    request.batch = len(array)
+                    break
+                if request.deadline_ns is not None or waiting.members >= self._max_waiting:
+                    try:
+                        refused += self._make_room(request, now_ns)
+                    except ServeError as error:
+                        request.error = error
+                        refused.append(request)
+                        continue
+                waiting.push(request, now_ns)
+            self._statistics.waiting = waiting.members
             self._wake()
-        deliver(refused)
+        return refused
 
     async def drain(self, unused: asyncio.Event) -> None:
         """Wait until nobody waits for an answer, as ``unused`` says; before ``close``."""
@@ -223,6 +252,18 @@ class Batcher(Infers):
         self._waiting.push(request, now_ns)
         self._statistics.waiting = self._waiting.members
 
+    def _make_room(self, request: Request, now_ns: int) -> list[Request]:
+        """See that a request can wait; those that are refused for it.
+
+        Raises:
+            ServeError: as ``submit``.
+        """
+        if request.deadline_ns is not None:
+            self._require_time(request, now_ns)
+        if self._waiting.members >= self._max_waiting:
+            return self._give_place(request)
+        return []
+
     def _give_place(self, request: Request) -> list[Request]:
         """Take out a request that gives its place to this one.
 
@@ -277,17 +318,18 @@ class Batcher(Infers):
         late: list[Request] = []
         samples = 0
         now_ns = perf_counter_ns()
-        while self._waiting:
-            request = self._waiting.first
+        waiting = self._waiting
+        while waiting:
+            request = waiting.first
             left = request.batch - request.begun
-            if request.gave_up():
-                self._waiting.pop(is_computed=False)
+            if request.answer is not None and request.answer.done():  # nobody waits for it
+                waiting.pop(is_computed=False)
                 continue
             if request.deadline_ns is not None and not request.begun:
                 needed_ns = self._pace.expected_ns(left, self._max_batch)
                 if now_ns + needed_ns > request.deadline_ns:
                     request.error = _no_time(request.deadline_ns - now_ns, needed_ns)
-                    late.append(self._waiting.pop(is_computed=False))
+                    late.append(waiting.pop(is_computed=False))
                     continue
             size = left
             if left > self._max_batch or request.begun:
@@ -297,14 +339,14 @@ class Batcher(Infers):
                     break
                 if request.priority == SHADOW_PRIORITY != pieces[0][0].priority:
                     break  # a copy makes no execution of requests longer
-            self._waiting.pop()
+            waiting.pop()
             pieces.append((request, request.begun, request.begun + size))
             request.begun += size
             samples += size
         for request, _, end in pieces:
             if end < request.batch:  # the rest goes behind all that wait by now
                 self._push(request, now_ns)
-        self._statistics.waiting = self._waiting.members
+        self._statistics.waiting = waiting.members
         return pieces, late
 
     def _company_ns(self) -> int:
@@ -432,21 +474,19 @@ class Batcher(Infers):
         self, pieces: list[Piece], answers: list[Arrays], started_ns: int, spent: Computation
     ) -> list[Request]:
         """The requests that have all their outputs with those of an execution."""
-        self._statistics.executed(
-            samples_of(pieces),
-            [
-                started_ns - r.since_ns
-                for r, start, _ in pieces
-                if not start
-                for _ in range(r.members)
-            ],
-            spent,
-        )
+        waited_ns: list[int] = []
+        for request, start, _ in pieces:
+            if not start:
+                waited_ns += [started_ns - request.since_ns] * request.members
+        self._statistics.executed(samples_of(pieces), waited_ns, spent)
+        copied_ns, computed_ns = spent.input_ns + spent.output_ns, spent.infer_ns
         finished = []
         for (request, start, end), answer in zip(pieces, answers, strict=True):
             if request.error is not None:  # another piece of it failed
                 continue
-            request.stages.executed(spent)
+            stages = request.stages
+            stages.copy += copied_ns
+            stages.compute += computed_ns
             if start or end < request.batch:
                 request.parts[start] = self._kept(answer)
                 request.answered += end - start
@@ -477,7 +517,14 @@ class Batcher(Infers):
         begin_ns = perf_counter_ns()
         first = pieces[0][0].arrays
         joined = {
-            n: self._join(n, [r.arrays[n][start:end] for r, start, end in pieces]) for n in first
+            n: self._join(
+                n,
+                [
+                    r.arrays[n] if end - start == r.batch else r.arrays[n][start:end]
+                    for r, start, end in pieces
+                ],
+            )
+            for n in first
         }
         asks_effort = self._in_loop and not self._only_lone and self._is_effort_due(pieces)
         joined_ns, worked_ns = perf_counter_ns(), thread_time_ns() if asks_effort else 0

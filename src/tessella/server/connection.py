@@ -38,11 +38,30 @@ GATHER_S = 0.05
 LAST_S = 0.1  # how long a server that ends waits for a request that may be on its way
 
 
+class Starts:
+    """The lines with which the answers of all connections begin: they are the same for a second."""
+
+    def __init__(self) -> None:
+        self._headers: list[tuple[bytes, bytes]] | None = None
+        self._lines: dict[int, bytes] = {}
+
+    def of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """A status and uvicorn's own headers, of which it makes another list when they change."""
+        if headers is not self._headers:
+            self._headers, self._lines = headers, {}
+        lines = self._lines.get(status)
+        if lines is None:
+            told = [b"%b: %b\r\n" % header for header in headers]
+            lines = self._lines[status] = b"".join([STATUS_LINE[status], *told])
+        return lines
+
+
 class Connection(HttpToolsProtocol):
     """Closes itself on a head that is larger or slower than ``limits`` allow."""
 
     limits = Limits()
     short_way: ShortWay
+    starts: Starts
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,12 +113,17 @@ class Connection(HttpToolsProtocol):
             return
         self._new_head = None
         if self._is_between and self._is_usual and self._is_quiet():
-            end = data.find(END, 0, MOST_HEAD_BYTES) + len(END)
-            if end >= len(END):
-                head = data[:end]
+            known = self.short_way.last  # most requests begin as the one before
+            if known is not None and data.startswith(known.head):
+                head = known.head
+            elif (end := data.find(END, 0, MOST_HEAD_BYTES)) >= 0:
+                head = data[: end + len(END)]
                 known = self.short_way.find(head)
-                if known is not None and len(data) - end <= known.body_bytes:
-                    self._take(known, memoryview(data)[end:])
+            else:
+                head = b""
+            if head:
+                if known is not None and len(data) - len(head) <= known.body_bytes:
+                    self._take(known, memoryview(data)[len(head) :])
                     return
                 self._new_head = head
         self._parse(data)
@@ -287,9 +311,9 @@ class Connection(HttpToolsProtocol):
 
     def _is_quiet(self) -> bool:
         """Whether every request so far has its answer, and the client reads them."""
-        return (
-            self._is_answered() and not self.flow.write_paused and not self.transport.is_closing()
-        )
+        cycle = self.cycle
+        is_answered = cycle is None or cycle.response_complete
+        return is_answered and not self.flow.write_paused and not self.transport.is_closing()
 
     def _is_answered(self) -> bool:
         """Whether every request of the long way so far has its answer."""
@@ -297,7 +321,8 @@ class Connection(HttpToolsProtocol):
 
     def _take(self, known: Known, body: memoryview) -> None:
         """Begin a request of the short way with what has come of its body."""
-        self._stop_deadline()
+        if self._deadline is not None:
+            self._stop_deadline()
         self._reading_head = False
         self.short_way.awake.came()
         self._request = self.short_way.request(known, self._client, self._respond)
@@ -365,8 +390,8 @@ class Connection(HttpToolsProtocol):
         self._request = None
         if self.transport.is_closing():
             return
-        lines = [STATUS_LINE[status]]
-        for name, value in (*self.server_state.default_headers, *headers):
+        lines = [self.starts.of(status, self.server_state.default_headers)]
+        for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         is_late = self._is_last and self.loop.time() >= self._last_s
         ends, is_last = CLOSE in headers, is_late or (self._is_last and not self._behind)
@@ -416,5 +441,5 @@ def _unread_bytes(transport: asyncio.Transport) -> int:
 
 def connection_with(limits: Limits, short_way: ShortWay) -> type[Connection]:
     """The protocol class for these limits; uvicorn makes an instance a connection."""
-    attributes: dict[str, Any] = {"limits": limits, "short_way": short_way}
+    attributes: dict[str, Any] = {"limits": limits, "short_way": short_way, "starts": Starts()}
     return type("LimitedConnection", (Connection,), attributes)

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
 import selectors
 import signal
@@ -23,12 +22,11 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from tessella.core.errors import ServeError
 from tessella.core.record import to_plain
@@ -36,11 +34,11 @@ from tessella.server import tickets
 from tessella.server.app import App
 from tessella.server.batcher import Batcher
 from tessella.server.file_tickets import FileTickets
-from tessella.server.lane import Lane, aligned, numpy_type, places_of
+from tessella.server.lane import MOST_LAYOUTS, Lane, Layouts, Part, aligned
 from tessella.server.listening import keep_what_is_loaded
 from tessella.server.looking import REST_S, SPIN_NS, Looking
-from tessella.server.protocol import Signature
 from tessella.server.repository import Model, Repository
+from tessella.server.statistics import Stages
 from tessella.server.tickets import Ticket
 from tessella.server.versions import split_key
 from tessella.server.waiting import Arrays, Request
@@ -49,7 +47,6 @@ log = logging.getLogger(__name__)
 GREETING = b"lane"
 CLOSE_S = 30
 GREETING_S = 1
-MOST_LAYOUTS = 256  # of an acceptor's tickets that are remembered
 LEAVE_S = 5.0  # how long an acceptor may take to understand that a model is gone
 SEND_S = 1  # then an acceptor that does not read, as it was stopped, is given up
 
@@ -271,6 +268,18 @@ class _Room:
             ServeError: as ``Batcher.submit``.
         """
         model.batcher.submit(request)
+        self._has_work(model)
+
+    def wait_all(self, model: Model, requests: Sequence[Request]) -> None:
+        """As ``wait``, for several; those that are refused are given back.
+
+        Raises:
+            ServeError: as ``Batcher.submit_all``.
+        """
+        model.batcher.submit_all(requests)
+        self._has_work(model)
+
+    def _has_work(self, model: Model) -> None:
         if not model.batcher.has_thread:
             self.busy[model.batcher] = None
 
@@ -330,30 +339,29 @@ class _Layout:
     """Where the inputs of a ticket lie: the same in all of a model and of these sizes.
 
     Attributes:
-        places: name, offset in the ticket's place, shape, element type and bytes.
         nbytes: where the outputs begin.
         shapes: as ``Request.shapes``.
+        is_copied: a GPU copies them from where they lie.
     """
 
-    places: list[tuple[str, int, tuple[int, ...], np.dtype, int]]
+    places: list[Part]
     nbytes: int
     shapes: tuple[tuple[int, ...], ...]
+    is_copied: bool
 
     @classmethod
-    def of(cls, known: Signature, sizes: tuple[int, ...]) -> _Layout:
-        """The layout by a model's inputs.
+    def of(cls, model: Model, sizes: tuple[int, ...]) -> _Layout:
+        """The layout of a model's inputs.
 
         Raises:
             InputError, ServeError: these are no sizes of its inputs.
         """
-        found, nbytes = places_of(known.inputs.values(), sizes, 0)
-        places = []
-        for spec, offset, shape in found:
-            spec.check(shape=shape, dtype=spec.dtype)
-            element = numpy_type(spec)
-            places.append((spec.name, offset, shape, element, math.prod(shape) * element.itemsize))
+        specs = model.signature.inputs
+        places, nbytes = Layouts(specs.values()).of(sizes)
+        for name, _, shape, *_ in places:
+            specs[name].check(shape=shape, dtype=specs[name].dtype)
         shapes = tuple(shape[1:] for _, _, shape, _, _ in sorted(places, key=lambda p: p[0]))
-        return cls(places=places, nbytes=nbytes, shapes=shapes)
+        return cls(places=places, nbytes=nbytes, shapes=shapes, is_copied=model.overlaps)
 
 
 class _Acceptor:
@@ -388,11 +396,16 @@ class _Acceptor:
             data = self._connection.recv(1 << 16)
         except BlockingIOError:
             return True
+        found: list[Ticket] = []
         for letter, content in self._frames.feed(data):
             if letter == b"i":
-                self._start(Ticket.unpack(content))
-            elif letter == b"p":
-                self._start(Ticket.unpack(content, letter))
+                found.append(Ticket.unpack(content))
+                continue
+            if found:  # before what came behind them: a k, say
+                self._start(found)
+                found = []
+            if letter == b"p":
+                self._start_files(Ticket.unpack(content, letter))
             elif letter == b"q":
                 question = self._reply(*tickets.unpack_numbered(content))
                 asyncio.run_coroutine_threadsafe(question, self._room.loop)
@@ -402,6 +415,8 @@ class _Acceptor:
                     known[split_key(key)].add(told)
             elif letter == b"k":
                 self._let_go(self._leaving.pop(tickets.unpack_number(content)))
+        if found:
+            self._start(found)
         return bool(data)
 
     def tell(self, number: int, description: bytes, leaving: list[_Leaving]) -> None:
@@ -440,74 +455,98 @@ class _Acceptor:
         finally:
             self._connection.setblocking(False)
 
-    def _start(self, ticket: Ticket) -> None:
-        self._room.looking.came(has_files=ticket.letter == b"p")
+    def _start_files(self, ticket: Ticket) -> None:
+        self._room.looking.came(has_files=True)
         try:
-            self._submit(ticket)
+            self._room.files.start(self, ticket)
         except Exception as error:
             self.send(tickets.pack_error(ticket.number, error))
 
-    def _submit(self, ticket: Ticket) -> None:
-        if ticket.letter == b"p":
-            self._room.files.start(self, ticket)
-            return
-        kind = ticket.model, ticket.sizes
-        layout = self._layouts.get(kind)
+    def _start(self, found: Sequence[Ticket]) -> None:
+        """Let tickets that came together wait for their engines: what they have in common is done
+        once, as one by one it took half of a ticket's time.
+        """
+        self._room.looking.came(len(found), has_files=False)
+        errors: list[bytes] = []
+        by_model: dict[int, list[Request]] = {}
+        for ticket in found:
+            try:
+                by_model.setdefault(ticket.model, []).append(self._request(ticket))
+            except Exception as error:
+                errors.append(tickets.pack_error(ticket.number, error))
+        for number, requests in by_model.items():
+            wait = partial(self._room.wait_all, requests=requests)
+            try:
+                self._room.with_model(number, wait)
+            except Exception as error:
+                errors += [tickets.pack_error(request.tag[0], error) for request in requests]
+        if errors:
+            self.send(b"".join(errors))
+
+    def _request(self, ticket: Ticket) -> Request:
+        """What a ticket asks for, with its inputs where they lie."""
+        number, model, priority, deadline_ns, start, end, sizes, _, client = ticket
+        layout = self._layouts.get((model, sizes))
         if layout is None:
             if len(self._layouts) == MOST_LAYOUTS:
                 self._layouts.clear()
-            known = self._room.model(ticket.model)
-            layout = self._layouts[kind] = _Layout.of(known.signature, ticket.sizes)
-        arrays = {
-            name: self.lane.array(ticket.start + offset, shape, element, nbytes)
-            for name, offset, shape, element, nbytes in layout.places
-        }
-        self._room.with_model(ticket.model, lambda model: self._wait(model, ticket, arrays, layout))
-
-    def _wait(self, model: Model, ticket: Ticket, arrays: Arrays, layout: _Layout) -> None:
-        """Let a ticket's inputs wait for the engine."""
-        request = Request(
-            arrays=arrays,
+            layout = self._layouts[model, sizes] = _Layout.of(self._room.model(model), sizes)
+        lane = self.lane
+        if layout.is_copied:
+            lane.page_lock(start, end)
+        return Request(
+            arrays={
+                name: lane.array(start + offset, shape, element, nbytes)
+                for name, offset, shape, element, nbytes in layout.places
+            },
             deliver=self._deliver,
-            priority=ticket.priority,
-            deadline_ns=ticket.deadline_ns or None,
-            client=ticket.client,
-            tag=(ticket.number, ticket.start + layout.nbytes, ticket.end),
+            priority=priority,
+            deadline_ns=deadline_ns or None,
+            client=client,
+            tag=(number, start + layout.nbytes, end),
             shapes=layout.shapes,
         )
-        if model.overlaps:
-            self.lane.page_lock(ticket.start, ticket.end)
-        self._room.wait(model, request)
 
     def _answer(self, requests: list[Request]) -> None:
         """Write the outputs behind the inputs and tell it, in the engine's thread."""
         frames = []
+        before, pack = None, tickets.done_packer(Stages(), b"")
         for request in requests:
             number, start, end = request.tag
             try:
                 if request.error is not None:
                     raise request.error
                 assert request.outputs is not None
-                frames.append(self._done(number, request, request.outputs, start, end))
+                shapes = self._write(request.outputs, start, end)
+                spent = request.stages
+                alike = shapes, spent.beside, spent.copy, spent.compute
+                if alike != before:  # those of one execution are alike
+                    before, pack = alike, tickets.done_packer(spent, self._packed(shapes))
+                frames.append(pack(number))
             except Exception as error:
                 frames.append(tickets.pack_error(number, error))
         self.send(b"".join(frames))
 
-    def _done(
-        self, number: int, request: Request, outputs: dict[str, np.ndarray], start: int, end: int
-    ) -> bytes:
-        shapes = tuple([array.shape for array in outputs.values()])
+    def _write(self, outputs: Arrays, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+        """Write outputs to a place; their shapes."""
+        shapes = []
+        for array in outputs.values():
+            nbytes = array.nbytes
+            if start + nbytes > end:
+                raise ServeError("the outputs are larger than the plan says", status=500)
+            shape = array.shape
+            self.lane.array(start, shape, array.dtype, nbytes)[...] = array
+            start = aligned(start + nbytes)
+            shapes.append(shape)
+        return tuple(shapes)
+
+    def _packed(self, shapes: tuple[tuple[int, ...], ...]) -> bytes:
         sizes = self._sizes.get(shapes)
         if sizes is None:
             if len(self._sizes) == MOST_LAYOUTS:
                 self._sizes.clear()
             sizes = self._sizes[shapes] = tickets.pack_sizes(list(itertools.chain(*shapes)))
-        for array in outputs.values():
-            if start + array.nbytes > end:
-                raise ServeError("the outputs are larger than the plan says", status=500)
-            self.lane.array(start, array.shape, array.dtype, array.nbytes)[...] = array
-            start = aligned(start + array.nbytes)
-        return tickets.pack_done(number, request.stages, sizes)
+        return sizes
 
     async def _reply(self, number: int, question: dict[str, Any], body: bytes) -> None:
         """Let the app answer a request that is not for inference."""

@@ -149,7 +149,9 @@ class Waiting(Generic[T]):
         entries = client.entries
         if not entries or request.priority < entries[0][0]:
             client.next = client.next if client.next > self._reached else self._reached
-        entry = request.priority, _turn_ns(request, now_ns), self._numbers, request
+        has_limit = request.deadline_ns is not None
+        turn_ns = _turn_ns(request, now_ns) if has_limit else now_ns + PATIENCE_NS
+        entry = request.priority, turn_ns, self._numbers, request
         heapq.heappush(entries, entry)
         if entries[0] is entry:
             heapq.heappush(self._turns, self._turn(client, entry))
@@ -158,16 +160,18 @@ class Waiting(Generic[T]):
     def pop(self, *, is_computed: bool = True) -> T:
         """Take the request whose turn is next; its client pays for what is computed alone."""
         client = self._first()
-        first = heapq.heappop(client.entries)[-1]
+        entries = client.entries
+        first = heapq.heappop(entries)[-1]
         if is_computed:
-            if client.next > self._reached:
-                self._reached = client.next
+            begin, left = client.next, first.batch - first.begun
+            if begin > self._reached:
+                self._reached = begin
             # what others had with a higher priority meanwhile is not owed to who waited
-            begin = max(client.next, self._reached - self._most)
-            left = first.batch - first.begun
+            elif begin < self._reached - self._most:
+                begin = self._reached - self._most
             client.next = begin + (left if left < self._most else self._most)
-        if client.entries:
-            heapq.heapreplace(self._turns, self._turn(client, client.entries[0]))
+        if entries:
+            heapq.heapreplace(self._turns, self._turn(client, entries[0]))
         else:
             heapq.heappop(self._turns)
         self._went(first, client)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,7 +168,7 @@ class Inference:
         timing = (b"server-timing", watch.stages.header())
         if response.json_bytes is None:
             return Answer(body=response.body, headers=(JSON, timing))
-        length = (b"inference-header-content-length", str(response.json_bytes).encode())
+        length = (b"inference-header-content-length", b"%d" % response.json_bytes)
         return Answer(body=response.body, headers=(OCTETS, length, timing))
 
 
@@ -183,6 +183,10 @@ class Watch:
         client: whose it is, as ``fairness`` numbers them.
         trace: that learns the model and the stages; with it the time is the trace's.
     """
+
+    __slots__ = (
+        "_begun_ns", "_booked_ns", "_door", "_last_ns", "_statistics", "client", "stages", "trace",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -200,7 +204,7 @@ class Watch:
         self._statistics = model.statistics
         if trace is not None:
             begun_ns, trace.model, trace.stages = trace.begun_ns, model, self.stages
-        begun_ns = time.perf_counter_ns() if begun_ns is None else begun_ns
+        begun_ns = perf_counter_ns() if begun_ns is None else begun_ns
         self._begun_ns = self._last_ns = begun_ns
         self._booked_ns = 0
 
@@ -213,8 +217,7 @@ class Watch:
 
     def lap(self, stage: str) -> None:
         """What passed since the last call, less what others have booked of it, was this stage."""
-        now_ns = time.perf_counter_ns()
-        stages = self.stages
+        now_ns, stages = perf_counter_ns(), self.stages
         booked_ns = stages.copy + stages.compute + stages.beside  # by others than this
         passed_ns = now_ns - self._last_ns - booked_ns + self._booked_ns
         setattr(stages, stage, getattr(stages, stage) + passed_ns)
@@ -229,7 +232,7 @@ class Watch:
     @property
     def passed_ns(self) -> int:
         """Since the request began."""
-        return time.perf_counter_ns() - self._begun_ns
+        return perf_counter_ns() - self._begun_ns
 
     def ended(self, error: BaseException | None, ns: int | None = None) -> None:
         """The request has its answer, or this error, now or when so much time had passed."""

@@ -187,15 +187,15 @@ class SharedBatcher(Batcher):
             self._thread = thread
             thread.start()
 
-    def submit(self, request: Request) -> None:
-        """As ``Batcher.submit``.
+    def _admit(self, requests: Sequence[Request]) -> list[Request]:
+        """As ``Batcher._admit``.
 
         Raises:
             ServeError: also 503, no instance runs.
         """
         if len(self._down) == self._count and self._release is None:
             raise _none_runs()
-        super().submit(request)
+        return super()._admit(requests)
 
     async def drain(self, unused: asyncio.Event) -> None:
         """As ``Batcher.drain``; once an instance answers no more, it is killed, and what has no

@@ -10,6 +10,8 @@ import torch
 
 from tessella.server.waiting import Arrays, Piece
 
+SMALL_BYTES = 1 << 14  # of a part: NumPy needs 0.7 µs for each, to join their bytes 0.2
+
 
 class PageLocked:
     """Joins samples in memory from which a GPU copies by itself, the same for every execution.
@@ -38,14 +40,20 @@ class PageLocked:
 
 def join(name: str, parts: list[np.ndarray]) -> np.ndarray:
     """One writable, aligned array: an array from a body may be unaligned and read-only."""
+    first = parts[0]
     if len(parts) > 1:
-        return np.concatenate(parts)
-    (part,) = parts
+        if first.nbytes > SMALL_BYTES or not all(
+            p.dtype == first.dtype and p.flags.c_contiguous for p in parts
+        ):
+            return np.concatenate(parts)
+        joined = np.frombuffer(bytearray().join(parts), first.dtype)
+        return joined.reshape(-1, *first.shape[1:])
+    part = first
     return part if part.flags.carray else np.array(part, order="C")
 
 
 def samples_of(pieces: list[Piece]) -> int:
-    return sum(end - start for _, start, end in pieces)
+    return sum([end - start for _, start, end in pieces])
 
 
 def split(outputs: Mapping[str, np.ndarray], pieces: list[Piece]) -> list[Arrays]:

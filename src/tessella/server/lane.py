@@ -24,7 +24,12 @@ from tessella.device.page_locked import CHUNK_BYTES, PageLocked
 ALIGNMENT = 64  # of tensors: a cache line, and the widest vector register
 BRIEF_BYTES = 1 << 17  # that are copied in some 10 µs
 LEAST_ORDER = 12  # a place has at least a page
+MOST_LAYOUTS = 256  # that are remembered
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+# Name, offset in its place, shape, element type and bytes of a tensor.
+Part = tuple[str, int, tuple[int, ...], np.dtype, int]
 
 
 class _Mapping(mmap.mmap):
@@ -147,6 +152,37 @@ def places_of(
     if position != len(sizes) or len(found) < len(list(specs)):
         raise ServeError("a ticket has other dimensions than its tensors", status=500)
     return found, start
+
+
+class Layouts:
+    """Where tensors lie in a place, by their dimensions: clients send the same again and again.
+
+    Args:
+        specs: of all inputs, or of all outputs.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self._specs = tuple(specs)
+        self._known: dict[tuple[int, ...], tuple[list[Part], int]] = {}
+
+    def of(self, sizes: tuple[int, ...]) -> tuple[list[Part], int]:
+        """The tensors, and where the last one ends; as of ``places_of`` from 0 on.
+
+        Raises:
+            ServeError: as ``places_of``.
+        """
+        known = self._known.get(sizes)
+        if known is None:
+            if len(self._known) == MOST_LAYOUTS:
+                self._known.clear()
+            found, end = places_of(self._specs, sizes, 0)
+            parts = []
+            for spec, offset, shape in found:
+                element = numpy_type(spec)
+                nbytes = math.prod(shape) * element.itemsize
+                parts.append((spec.name, offset, shape, element, nbytes))
+            known = self._known[sizes] = parts, end
+        return known
 
 
 def aligned(nbytes: int) -> int:

@@ -23,6 +23,7 @@ from tessella.server.limits import DEFAULT_LIMITS, Limits
 from tessella.server.shared_memory import Copy, Place, Regions, is_brief
 from tessella.server.strict_json import flag, object_of, objects_of, parse_object
 from tessella.server.tensors import (
+    as_it_comes,
     from_binary,
     from_json,
     parse_shape,
@@ -110,7 +111,8 @@ class InferRequest:
         timeout_us: when an answer is of no use any more; None is never.
         priority: one of ``PRIORITIES``; the lowest runs first.
         texts: the JSON of its answer, by the model's version and the shapes of the outputs: filled
-            by ``responses`` where nothing else decides it, for all requests of a head.
+            by ``responses`` where nothing else decides it, for all requests of a head. None where
+            an output goes to shared memory, among others.
     """
 
     id: str | None
@@ -233,11 +235,13 @@ class _Head:
 
     Attributes:
         parts: name, element type, shape, first byte after the JSON, and bytes of each tensor.
+        kinds: of their arrays, by ``as_it_comes``.
         places: of the tensors in shared memory.
     """
 
     request: InferRequest
     parts: tuple[tuple[str, DType, tuple[int, ...], int, int], ...]
+    kinds: tuple[np.dtype | None, ...]
     nbytes: int
     places: tuple[Place, ...] = ()
 
@@ -247,21 +251,26 @@ class _Head:
 
     def request_with(self, tensors: memoryview) -> InferRequest:
         """The request with its tensors, which follow the JSON."""
+        if len(self.parts) == 1:
+            return self.request_of((tensors,))
         return self.request_of([tensors[start : start + n] for *_, start, n in self.parts])
 
     def request_of(self, tensors: Sequence[memoryview]) -> InferRequest:
         """The request with its tensors; written out, as ``replace`` takes thrice as long."""
-        known = self.request
+        known, arrays = self.request, {}
+        for part, kind, content in zip(self.parts, self.kinds, tensors, strict=True):
+            name, element, shape, _, nbytes = part
+            if kind is not None and len(content) == nbytes:  # as it was when this was learned
+                arrays[name] = np.ndarray(shape, kind, content)
+            else:
+                arrays[name] = from_binary(content, element, shape, name=name)
         return InferRequest(
             id=None,
             outputs=known.outputs,
             labels=known.labels,
             timeout_us=known.timeout_us,
             priority=known.priority,
-            arrays={
-                name: from_binary(content, element, shape, name=name)
-                for (name, element, shape, _, _), content in zip(self.parts, tensors, strict=True)
-            },
+            arrays=arrays,
             texts=known.texts,
         )
 
@@ -305,7 +314,11 @@ def _keep(
     empty = replace(request, arrays={}, texts={} if plain else None)
     nbytes = sum(nbytes for *_, nbytes in parts)
     model.heads[key, limits.body_bytes] = _Head(
-        request=empty, parts=parts, nbytes=nbytes, places=places
+        request=empty,
+        parts=parts,
+        kinds=tuple(None if places else as_it_comes(element) for _, element, *_ in parts),
+        nbytes=nbytes,
+        places=places,
     )
 
 

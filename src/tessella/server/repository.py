@@ -125,8 +125,9 @@ class Model(InfersFiles):
 
     def __enter__(self) -> Model:
         """Keep the engine open for the length of the block."""
+        if not self._users:
+            self._unused.clear()
         self._users += 1
-        self._unused.clear()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -45,7 +45,7 @@ def build_infer(
     if request.texts is not None:
         # A split gives the same head to several versions: each names itself.
         told: tuple[str | tuple[int, ...], ...]
-        told = version, *(outputs[o.name].shape for o in request.outputs)
+        told = version, *[outputs[o.name].shape for o in request.outputs]
         if (known := request.texts.get(told)) is not None:
             tensors = [
                 to_binary(outputs[o.name], dtype(model.outputs[o.name].dtype))

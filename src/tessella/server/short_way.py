@@ -83,6 +83,7 @@ class ShortWay:
 
     Attributes:
         awake: keeps the event loop awake for a lone client.
+        last: the head that was found last.
     """
 
     def __init__(self, inference: Inference, guard: Guard) -> None:
@@ -92,18 +93,15 @@ class ShortWay:
         self._most_bytes = min(MOST_BODY_BYTES, inference.limits.body_bytes)
         # without their lengths; None: their bodies need the long way
         self._heads: dict[bytes, Known | None] = {}
-        self._last: Known | None = None
+        self.last: Known | None = None
 
     def find(self, head: bytes) -> Known | None:
         """What a head says, if one was learned that is the same but for the body's length."""
-        last = self._last
-        if last is not None and last.head == head:
-            return last
         parts = _cut(head)
         known = None if parts is None else self._heads.get(parts[0])
         if parts is None or known is None or parts[1] > self._most_bytes:
             return None
-        self._last = found = replace(known, head=head, body_bytes=parts[1])
+        self.last = found = replace(known, head=head, body_bytes=parts[1])
         return found
 
     def learn(self, head: bytes, url: bytes, scope: Mapping[str, Any]) -> None:
@@ -129,7 +127,7 @@ class ShortWay:
 
     def refuse(self, known: Known) -> None:
         """Let the long way have the requests with this head."""
-        self._last = None
+        self.last = None
         parts = _cut(known.head)
         if parts is not None and parts[0] in self._heads:
             self._heads[parts[0]] = None
@@ -268,7 +266,9 @@ class Quick(ABC):
         self._model = model.__enter__()
         try:
             request = self._parsed(model)
-            if not isinstance(request, InferRequest) or request.place_bytes > BRIEF_BYTES:
+            if not isinstance(request, InferRequest) or (
+                request.texts is None and request.place_bytes > BRIEF_BYTES
+            ):
                 model.__exit__()
                 return False
             self._request = request
@@ -426,7 +426,12 @@ class ShortRequest(Quick):
         )
 
     def _parsed(self, model: ServedModel) -> InferRequest | Unread | None:
-        request = self._way.inference.parse(self.content, self.known.json_length, model)
+        inference, known = self._way.inference, self.known
+        if known.json_length == b"0":  # a tensor alone, as most: what ``parse`` does with it
+            heads, most_bytes = model.signature.heads, inference.limits.body_bytes
+            if (head := heads.get((known.body_bytes, most_bytes))) is not None:
+                return head.request_with(memoryview(self.content))
+        request = inference.parse(self.content, known.json_length, model)
         if isinstance(request, InferRequest) and request.images:
             self._way.refuse(self.known)
             return None

@@ -79,11 +79,6 @@ class Stages:
     def total(self) -> int:
         return self.receive + self.decode + self.queue + self.copy + self.compute + self.answer
 
-    def executed(self, spent: Computation) -> None:
-        """One execution that the request, or a piece of it, was part of."""
-        self.copy += spent.input_ns + spent.output_ns
-        self.compute += spent.infer_ns
-
     def header(self) -> bytes:
         """The value of ``Server-Timing``, in milliseconds."""
         return _TIMING % (

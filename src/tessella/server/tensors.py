@@ -75,6 +75,13 @@ def from_binary(
     return np.ndarray(shape, _LITTLE_ENDIAN[dtype.name], content)
 
 
+def as_it_comes(dtype: DType) -> np.dtype | None:
+    """The type of arrays that ``from_binary`` makes of any bytes of the right number, where it need
+    not look at them.
+    """
+    return None if dtype.numpy is None or dtype.name == "bool" else _LITTLE_ENDIAN[dtype.name]
+
+
 def to_binary(array: np.ndarray, dtype: DType) -> bytes:
     """Row-major little-endian bytes of an output."""
     if dtype.numpy is None:

@@ -25,6 +25,7 @@ from tessella.core.errors import InputError, ServeError, TessellaError
 from tessella.server.statistics import Stages
 
 _HEAD = struct.Struct("<Ic")
+_HEAD_BYTES = _HEAD.size
 _TICKET = struct.Struct("<IIBqQQI")
 _DONE = struct.Struct("<IQQQ")
 _SPENT = struct.Struct("<QQQ")
@@ -46,16 +47,15 @@ class Frames:
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
         """The letter and the content of each frame that is complete now."""
         data = self._rest + data if self._rest else data
-        found, position = [], 0
-        while len(data) - position >= _HEAD.size:
-            nbytes, letter = _HEAD.unpack_from(data, position)
+        found, position, size, unpack = [], 0, len(data), _HEAD.unpack_from
+        while (start := position + _HEAD_BYTES) <= size:
+            nbytes, letter = unpack(data, position)
             if nbytes > MOST_FRAME:
                 raise ServeError("a frame is larger than any may be", status=500, seen=nbytes)
-            end = position + _HEAD.size + nbytes
-            if end > len(data):
+            if start + nbytes > size:
                 break
-            found.append((letter, data[position + _HEAD.size : end]))
-            position = end
+            position = start + nbytes
+            found.append((letter, data[start:position]))
         self._rest = data[position:]
         return found
 
