@@ -5,7 +5,8 @@ the same batches, and ``ts.train`` with nothing set but epochs, batch size and s
 is written SOLVER-RATE-SCHEDULE, with ``-turn`` or ``-colour`` where the images are augmented and
 ``-smooth`` where the labels are smoothed by 0.1:
 ``adamw-2e-3-onecycle``, ``sgd-0.1-cosine``, ``adamw-1e-3-warm0.1-turn``. ``tessella`` is ours,
-``tessella-5e-4`` ours with another rate, ``tessella-5e-4-hard`` without smoothed labels. With
+``tessella-5e-4`` ours with another rate, ``tessella-5e-4-hard`` without smoothed labels,
+``tessella-central`` with ``Solver.centralize``. With
 ``--init textures`` each network has first learned that set by our defaults, and all recipes begin
 with its weights; ``--init textures-4800`` draws so many pictures of it for that.
 Accuracies are of the last step, on images held out; what is already in the file is not run again.
@@ -62,7 +63,7 @@ AUGMENTS = {
 }
 RATE = r"(\d[\d.]*(?:e-\d+)?)"
 RECIPE = re.compile(rf"(\w+)-{RATE}-(\w[\w.]*)(?:-(\w+))?")
-OWN = re.compile(rf"{OURS}(?:-{RATE})?(-hard)?")
+OWN = re.compile(rf"{OURS}(?:-{RATE})?(-hard)?(-central)?")
 ADAMW_DECAY, SGD_DECAY, MOMENTUM = 0.05, 1e-4, 0.9
 SAVE_S = 15.0
 KEPT = 6  # sets by seeds: drawn once in each process
@@ -246,8 +247,9 @@ def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
     """The cell trained by ``ts.train``, with its defaults for everything else."""
     found = OWN.fullmatch(cell.recipe)
     if found is None:
-        raise UsageError("a recipe of ours is tessella[-RATE][-hard]", seen=cell.recipe)
+        raise UsageError("a recipe of ours is tessella[-RATE][-hard][-central]", seen=cell.recipe)
     given: dict[str, Any] = {"label_smoothing": 0.0} if found[2] else {}
+    solver: dict[str, Any] = {"lr": float(found[1])} if found[1] else {}
     since = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run = train(
@@ -257,7 +259,7 @@ def ours(cell: Cell, data: Dataset, learned_before: Path) -> dict[str, Any]:
             epochs=cell.epochs,
             batch_size=cell.batch_size,
             seed=cell.seed,
-            solver={"lr": float(found[1])} if found[1] else {},
+            solver=solver | ({"centralize": True} if found[3] else {}),
             init=str(Run(learned_before).latest().path) if cell.init else "random",
             network_options=options(cell.network, data.preprocess.input_shape[1]),
             val_interval=cell.epochs,
