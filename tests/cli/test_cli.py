@@ -391,6 +391,8 @@ def test_a_plan_with_a_flipped_byte_is_refused(tessella: Tessella, tmp_path: Pat
     answer = tessella("show", path)
     assert answer.code == 4
     assert "truncated or changed" in answer.err
+    network = tessella("show", path.rename(tmp_path / "net.onnx"))
+    assert (network.code, "show --passes" in network.err) == (2, True)
 
 
 def test_networks_and_kernels_are_listed(tessella: Tessella, tmp_path: Path) -> None:
@@ -409,6 +411,13 @@ def test_networks_and_kernels_are_listed(tessella: Tessella, tmp_path: Path) -> 
     )  # fmt: skip
     assert shown.json["parameters"] == sum(r["parameters"] for r in shown.json["rows"])
     assert svg.read_text().startswith("<svg")
+    own = tmp_path / "net.prototxt"
+    own.write_text(
+        'input: "x" input_dim: 1 input_dim: 1 input_dim: 4 input_dim: 5 '
+        'layer { name: "y" type: "InnerProduct" bottom: "x" top: "y" '
+        "inner_product_param { num_output: 3 } }"
+    )
+    assert tessella("show", own, "--classes", "3", "--json").json["parameters"] == 4 * 5 * 3 + 3
     ids = {k["id"] for k in tessella("kernels", "conv2d", "--json").json["kernels"]}
     assert {"conv2d.onednn", "conv2d.cudnn", "reference"} <= ids
 

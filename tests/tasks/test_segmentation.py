@@ -113,7 +113,7 @@ def test_the_whole_way(way, pictures: Path, tessella: Tessella) -> None:
     api.export(run, pictures.parent / "net.onnx")
     again = api.compile(pictures.parent / "net.onnx", batch=1, untuned=True)
     assert again.manifest.task.name == "segmentation"
-    assert api.answer(api.load(again), files[:1])[0][0]["label"] == told[0][0]["label"]
+    assert api.answer(again, files[:1])[0][0]["label"] == told[0][0]["label"]
     assert "share of the picture" in tessella("run", plan, files[0]).out
     assert "IoU" in tessella("run", plan, "--data", dataset.path).out
 

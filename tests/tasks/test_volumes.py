@@ -192,7 +192,7 @@ def test_a_run_a_plan_and_labels_in_files(way, tessella: Tessella, tmp_path: Pat
     assert voxel == 3
     assert sum(one["volume"] for one in whole.answer()) == pytest.approx(SIDE**3 * voxel)
     with pytest.raises(UsageError, match="segment"):
-        api.answer(api.load(plan), files[:1])
+        api.answer(plan, files[:1])
     with Server({"net": plan}) as server, httpx.Client(base_url=server.url) as client:
         refused = client.post("/v2/models/net/segment", content=files[0].read_bytes())
         other = client.post("/v2/models/net/classify", content=files[0].read_bytes())

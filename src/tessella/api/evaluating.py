@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tessella.api.checkpoints import open_checkpoint
-from tessella.api.predicting import Model, name_of, open_model, predictor, task_of
+from tessella.api.predicting import Model, Openable, name_of, opened, predictor, task_of
 from tessella.api.samples import Data, split_of
 from tessella.artifacts.checkpoint import Checkpoint
 from tessella.artifacts.dataset import Dataset, Split
 from tessella.artifacts.files import write_atomic
-from tessella.artifacts.run import Run
 from tessella.core.errors import ArtifactError, UsageError
 from tessella.core.events import Emit, progress, silent, warning
 from tessella.core.preprocess import encode, fitted, to_depth
@@ -151,11 +149,11 @@ class _Answered:
 
 
 def evaluate(
-    model: Model | Run | str | Path,
+    model: Openable,
     data: Data,
     *,
     split: str = "test",
-    against: Model | Run | str | Path | None = None,
+    against: Openable | None = None,
     errors: int = ERRORS,
     threshold: float | None = None,
     overlap: float | None = None,
@@ -183,20 +181,20 @@ def evaluate(
         DataError: its task or classes are others than the model's.
     """
     _check_numbers(level, resamples, errors)
-    opened = _opened(model)
-    task, record = task_of(opened)
-    labels = predictor(opened, trust_code=trust_code)[2]
+    subject = opened(model)
+    task, record = task_of(subject)
+    labels = predictor(subject, trust_code=trust_code)[2]
     _check_places(task, threshold, overlap)
-    rival = None if against is None else _opened(against)
+    rival = None if against is None else opened(against)
     if rival is not None:  # before anything is measured
-        _require_same_question(opened, labels, rival, trust_code)
+        _require_same_question(subject, labels, rival, trust_code)
     samples = split_of(data, split, labels, record)
     if threshold is not None:
         same = {"threshold": (threshold,) * len(labels)}
         record = replace(record, numbers={**record.numbers, **same})
-    _warn(opened, data, split, emit)
+    _warn(subject, data, split, emit)
     _warn_of_few(task, len(samples), emit)
-    own = _answered(opened, samples, trust_code, emit)
+    own = _answered(subject, samples, trust_code, emit)
     truth = targets_of(samples)
     single = task.name == CLASSIFICATION.name
     drawn = _Drawn(samples, task, labels, level, resamples, seed, emit)
@@ -205,7 +203,7 @@ def evaluate(
     calibrated = None
     if single:
         curves = _curves(own, samples, labels)
-        calibrated = _calibrated(opened, own, samples, data, trust_code, emit)
+        calibrated = _calibrated(subject, own, samples, data, trust_code, emit)
     comparison = None
     if rival is not None:
         comparison = drawn.compared(own, _answered(rival, samples, trust_code, emit), rival)
@@ -213,7 +211,7 @@ def evaluate(
     order = np.argsort(-losses_N, kind="stable")[:errors]
     wrong = order[losses_N[order] > 0].tolist()  # where there is no error nothing is to be seen
     return Judgement(
-        model=name_of(opened),
+        model=name_of(subject),
         split=samples.name,
         task=task.name,
         count=len(samples),
@@ -286,12 +284,6 @@ def save_mistakes(judgement: Judgement, data: Data, folder: str | Path) -> Path:
         name = re.sub(r"[^\w.-]+", "-", "-".join(words))[:150].strip("-.")
         write_atomic(folder / f"{name}.png", bytes(content))
     return folder
-
-
-def _opened(model: Model | Run | str | Path) -> Model:
-    if isinstance(model, str | Path):
-        return open_model(model)
-    return open_checkpoint(model) if isinstance(model, Run) else model
 
 
 def _dataset(data: Dataset | str | Path) -> Dataset:

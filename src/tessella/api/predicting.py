@@ -15,6 +15,8 @@ from tessella.api.checkpoints import module_of, open_checkpoint
 from tessella.api.loading import load
 from tessella.api.onnx_network import OnnxNetwork
 from tessella.artifacts.checkpoint import Checkpoint
+from tessella.artifacts.plan import Plan
+from tessella.artifacts.run import Run
 from tessella.core.device import default_target, torch_device
 from tessella.core.errors import ArtifactError, DataError, InputError, TessellaError, UsageError
 from tessella.core.pictures import Pixels, read_pixels
@@ -40,6 +42,7 @@ from tessella.tasks import Query, Task, View, of
 from tessella.tasks.finished import finished
 
 Model = Checkpoint | Engine | OnnxNetwork
+Openable = Model | Plan | Run | str | Path  # what ``opened`` makes a model of
 
 
 def open_model(path: str | Path, *, compiled: bool = True) -> Model:
@@ -57,6 +60,17 @@ def open_model(path: str | Path, *, compiled: bool = True) -> Model:
     if path.suffix == ".onnx" and path.is_file():
         return OnnxNetwork.open(path)
     return load(path, compiled=compiled) if path.is_file() else open_checkpoint(path)
+
+
+def opened(model: Openable) -> Model:
+    """A model as it is; a plan's engine; a run's best checkpoint; or what lies at a path, as
+    ``open_model`` says.
+    """
+    if isinstance(model, str | Path):
+        return open_model(model)
+    if isinstance(model, Plan):
+        return load(model)
+    return open_checkpoint(model) if isinstance(model, Run) else model
 
 
 def predictor(
@@ -182,7 +196,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def answer(
-    model: Model,
+    model: Openable,
     images: Sequence[str | Path],
     *,
     query: Query | None = None,
@@ -206,7 +220,7 @@ def answer(
 
 
 def answer_each(
-    model: Model,
+    model: Openable,
     images: Sequence[str | Path],
     *,
     query: Query | None = None,
@@ -214,6 +228,7 @@ def answer_each(
     trust_code: bool = False,
 ) -> Iterator[tuple[Path, Any]]:
     """Each image file with its answer, or with the error that says why it has none."""
+    model = opened(model)
     predict, record, labels = predictor(model, trust_code=trust_code)
     task, about = task_of(model)
     if record.volume is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessella.api.predicting import Model, predictor, task_of
+from tessella.api.predicting import Openable, opened, predictor, task_of
 from tessella.artifacts.shards import Example
 from tessella.core.errors import DataError, TessellaError, UsageError
 from tessella.core.pictures import Pixels
@@ -49,11 +49,13 @@ class Segmented:
         write_labels(out, self.labels, self.header.spacing, self.file)
 
 
-def segment(model: Model, volume: str | Path | Example, *, trust_code: bool = False) -> Segmented:
+def segment(
+    model: Openable, volume: str | Path | Example, *, trust_code: bool = False
+) -> Segmented:
     """The labels of a volume of any size, by overlapping windows: of a file, or of a dataset
     (``dataset.val[0]``).
 
-    >>> api.segment(api.load("organs.plan"), "scan.nii.gz").save("labels.nii.gz")
+    >>> api.segment("organs.plan", "scan.nii.gz").save("labels.nii.gz")
 
     Raises:
         DataError: no volume that can be read.
@@ -66,9 +68,13 @@ def segment(model: Model, volume: str | Path | Example, *, trust_code: bool = Fa
 
 
 def segment_each(
-    model: Model, volumes: Sequence[str | Path | Example], *, trust_code: bool = False
+    model: Openable,
+    volumes: Sequence[str | Path | Example],
+    *,
+    trust_code: bool = False,
 ) -> Iterator[tuple[Path, Segmented | DataError]]:
     """Each volume's path with its labels, or with the error that says why it has none."""
+    model = opened(model)
     predict, record, classes = predictor(model, trust_code=trust_code)
     if record.volume is None:
         raise UsageError(

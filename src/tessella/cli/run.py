@@ -103,6 +103,8 @@ def run(
         elif images:
             _refuse_places(out, rows)
             files, how = api.pictures(images), _tiles(tile, overlap)
+            if draw is not None:
+                require_place(draw / "0001.png" if len(files) > 1 else draw)
             _answer(out_, opened, files, query, draw, trust_code, how)
         elif data is not None:
             _evaluate(out_, opened, (data, split), (out, rows), trust_code)
@@ -241,7 +243,6 @@ def _draw(model: api.Model, image: Path, told: Any, out: Path) -> None:
             seen=api.task_of(model)[0].title,
             fix="leave out --draw; boxes and masks can be",
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, encode(made))
 
 

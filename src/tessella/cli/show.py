@@ -76,6 +76,8 @@ def show(
             _networks(out_)
         elif what == "network":
             _network(out_, _given(name, "a network's name"), classes, channels, size, svg)
+        elif what.endswith(".prototxt"):
+            _network(out_, what, classes, channels, size, svg)
         elif what == "layers":
             checkpoint = api.open_checkpoint(_given(name, "a checkpoint's path"))
             _layers(out_, checkpoint, image, out, trust_code)
@@ -91,6 +93,10 @@ def _given(name: str | None, expected: str) -> str:
 
 def _path(out: Output, path: Path, target: str | None) -> None:
     """Describe the artifact at ``path``, whose kind its files tell."""
+    if path.suffix == ".onnx" and path.is_file():
+        raise UsageError(
+            "this file is a network, and no plan", seen=path, fix=f"tessella show --passes {path}"
+        )
     if path.is_file():
         plan = load_plan(path, target=target)
         plain = {"plan": str(path), "targets": list(plan.targets), **to_plain(plan.manifest)}
