@@ -103,8 +103,6 @@ def test_the_network_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
         assert zoo.build(record).eval()(torch.zeros(2, 1, size, size)).shape == (2, 3)
         with pytest.raises(UsageError, match="too small"):
             zoo.network("densenet121", classes=3, channels=1, size=size - 1)
-        smaller = standard.build(
-            "densenet121", classes=3, channels=1, options={}, pretrained=False
-        ).eval()
+        smaller = standard.build(record, pretrained=False).eval()
         with pytest.raises(RuntimeError, match="too small"):  # so the row says the truth
             smaller(torch.zeros(1, 1, size - 1, size - 1))

@@ -189,7 +189,7 @@ def run(row: catalog.Kernel, asked: Problem) -> tuple[torch.Tensor, torch.Tensor
     with torch.inference_mode():
         call, out = bind(row, asked, constants, CPU)
         made = call(*inputs, **out)
-    if out:
+    if "out" in out:  # a kernel may have a workspace alone
         assert made.data_ptr() == out["out"].data_ptr()
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True)), "changed an input"
     rest = iter(inputs)

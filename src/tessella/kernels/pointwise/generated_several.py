@@ -7,21 +7,18 @@ from typing import Any
 
 import torch
 
-from tessella.kernels.catalog import Call, Config
+from tessella.kernels.catalog import Call
 from tessella.kernels.pointwise import generated
 from tessella.kernels.pointwise.walk import refusal
 from tessella.operations.problem import Problem
+
+configs = generated.configs
 
 
 def fits(problem: Problem) -> str | None:
     if len(problem.outputs) == 1:
         return "one result has a place already"
     return refusal(problem)
-
-
-def configs(problem: Problem) -> tuple[Config, ...]:
-    """The configurations of the kernel that makes one result."""
-    return generated.configs(problem)
 
 
 def bind(problem: Problem, constants: Mapping[int, torch.Tensor], **config: Any) -> Call:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Level:
     """One reduction along an axis: its place ``i`` is the maximum of a few places of its source.
 
@@ -54,35 +54,17 @@ def levels(*, length: int, kernel: int, stride: int, first: int, count: int) -> 
         return []
     doublings = (kernel - 1).bit_length() - 1
     if (kernel - 1) / stride <= doublings + 1 / stride:
-        return [_level(first, stride, count, range(kernel), 0, length)]
+        return [Level(first, stride, count, range(kernel), 0, length)]
     made: list[Level] = []
     source_first, source_count, size = 0, length, 1
     for _ in range(doublings):
         size *= 2
         begin = max(first, 1 - size)  # before that, such a window lies outside
         end = min(length, first + (count - 1) * stride + kernel - size + 1)
-        made.append(_level(begin, 1, end - begin, (0, size // 2), source_first, source_count))
+        made.append(Level(begin, 1, end - begin, (0, size // 2), source_first, source_count))
         source_first, source_count = begin, end - begin
-    made.append(_level(first, stride, count, (0, kernel - size), source_first, source_count))
+    made.append(Level(first, stride, count, (0, kernel - size), source_first, source_count))
     return made
-
-
-def _level(
-    first: int,
-    step: int,
-    count: int,
-    taps: range | tuple[int, ...],
-    source_first: int,
-    source_count: int,
-) -> Level:
-    return Level(
-        first=first,
-        step=step,
-        count=count,
-        taps=taps,
-        source_first=source_first,
-        source_count=source_count,
-    )
 
 
 def moves(level: Level) -> Iterator[Move]:

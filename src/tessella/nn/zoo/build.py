@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,10 +27,10 @@ from tessella.nn.zoo import (
 from tessella.nn.zoo import dense as pixelwise
 from tessella.nn.zoo.catalog import ANSWERING, BOXES, DENSE, MASKS, STANDARD, VOLUMES, describe
 from tessella.nn.zoo.lenet import LeNet
+from tessella.nn.zoo.timm_network import TIMM
 from tessella.nn.zoo.unet3d import LEVELS, UNet3d
 from tessella.tasks.instances.head import CELLS
 
-TIMM = "timm/"
 _ANSWERS: dict[str, Answering] = {  # by kind
     "dense": "pixels", "boxes": "boxes", "masks": "masks", "volumes": "voxels"
 }  # fmt: skip
@@ -108,51 +109,41 @@ def build(network: Network, *, pretrained: bool = False, trust_code: bool = Fals
             trusted, or its pretrained weights cannot be had.
     """
     _check(network)
+    kind, options = _kind(network.name), cast(dict[str, Any], network.options)
     sizes = {"classes": network.classes, "channels": network.channels}
     area = {"height": network.height, "width": network.width}
-    kind = _kind(network.name)
     if pretrained and kind in ("python", "prototxt", "lenet", "volumes"):
         raise pixelwise.unpublished(network.name)
+    if (of_library := _of_library(network.name, kind)) is not None:
+        return of_library(network, pretrained=pretrained)
     if kind == "volumes":
-        options: dict[str, Any] = network.options
         return UNet3d(**sizes, **options)
     if kind == "lenet":
         return LeNet(**sizes, **area)
-    if network.name in smp_network.NETWORKS:
-        options = network.options
-        return smp_network.build(
-            network.name, **sizes, **area, options=options, pretrained=pretrained
-        )
-    if kind == "dense":
-        options = network.options
-        return pixelwise.build(network.name, **sizes, options=options, pretrained=pretrained)
-    if network.name in d_fine.DETECTORS:
-        return d_fine.build(network.name, **sizes, **area, pretrained=pretrained)
-    if network.name in rf_detr.DETECTORS:
-        return rf_detr.build(network.name, **sizes, **area, pretrained=pretrained)
-    if network.name in retinanet.BACKBONES:
-        options = network.options
-        return retinanet.build(
-            network.name, **sizes, **area, options=options, pretrained=pretrained
-        )
-    if kind == "masks":
-        options = network.options
-        return mask_rcnn.build(**sizes, **area, options=options, pretrained=pretrained)
     if kind == "boxes":
-        return centernet.build(**sizes, options=network.options, pretrained=pretrained)
-    if kind == "standard":
-        options = network.options
-        return standard.build(network.name, **sizes, options=options, pretrained=pretrained)
+        return centernet.CenterNet(
+            classes=network.classes, channels=network.channels, pretrained=pretrained, **options
+        )
     if kind == "prototxt":
         return prototxt.build(network.source or "", **sizes, **area)
     if kind == "python":
         module = user_module.build(network, trust_code=trust_code)
     else:
-        name = network.name.removeprefix(TIMM)
-        options = network.options
-        module = timm_network.build(name, **sizes, **area, options=options, pretrained=pretrained)
+        module = timm_network.build(network, pretrained=pretrained)
     _check_output(module, network)
     return module
+
+
+def _of_library(name: str, kind: str) -> Callable[..., nn.Module] | None:
+    """The function that builds a network of torchvision or another library; None of any other."""
+    for build, names in (
+        (smp_network.build, smp_network.NETWORKS), (d_fine.build, d_fine.DETECTORS),
+        (rf_detr.build, rf_detr.DETECTORS), (retinanet.build, retinanet.BACKBONES),
+    ):  # fmt: skip
+        if name in names:
+            return build
+    by_kind = {"dense": pixelwise.build, "masks": mask_rcnn.build, "standard": standard.build}
+    return by_kind.get(kind)
 
 
 def untrained(name: str, shape: tuple[Any, ...] | None = None) -> tuple[nn.Module, tuple[int, ...]]:

@@ -9,7 +9,6 @@ No anchors, no matching, and no suppression of boxes beyond a maximum over 3 × 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,8 +182,3 @@ def _owners(targets_NM6: Tensor, bells_NMHW: Tensor, near_NMHW: Tensor) -> tuple
     weight = weight / weight.sum(2, keepdim=True).clamp(min=1e-9)
     weight = weight.gather(1, least.indices[:, None])[:, 0]
     return least.indices, weight.masked_fill(least.values.isinf(), 0.0)
-
-
-def build(*, classes: int, channels: int, options: dict[str, Any], pretrained: bool) -> nn.Module:
-    """The network; ``pretrained``: the backbone's weights are timm's."""
-    return CenterNet(classes=classes, channels=channels, pretrained=pretrained, **options)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn.zoo.detr import (
     at,
@@ -276,15 +277,14 @@ class Attention(nn.Module):
         return seen, None
 
 
-def build(
-    name: str, *, classes: int, channels: int, height: int, width: int, pretrained: bool
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network with fresh weights, or with those learned from COCO, the classes' aside.
 
     Raises:
         UsageError: transformers is not installed, sides that are no multiples of ``STEP``, or
             pretrained weights that cannot be had.
     """
+    name, channels, height, width = record.name, record.channels, record.height, record.width
     if height % STEP or width % STEP:
         raise UsageError(
             f"height and width of {name} are multiples of {STEP}",
@@ -301,7 +301,7 @@ def build(
     places = sum((height // stride) * (width // stride) for stride in strides)
     config = hub.DFineConfig(
         backbone_config=backbone,
-        num_labels=classes,
+        num_labels=record.classes,
         num_queries=min(QUERIES, places),
         freeze_backbone_batch_norms=False,  # nothing normalizes a network that starts from nothing
         tie_word_embeddings=False,  # each layer has heads of its own, as published

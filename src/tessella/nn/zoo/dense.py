@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn.zoo import standard
 
@@ -15,22 +16,18 @@ LEVELS, MOST_LEVELS = 5, 8  # of a U-Net
 WIDTH = 32  # channels of its first level
 
 
-def build(
-    name: str, *, classes: int, channels: int, options: dict[str, Any], pretrained: bool
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network: ``[N, channels, H, W]`` to logits ``[N, classes, H, W]``.
 
     Raises:
         UsageError: the pretrained weights cannot be fetched, or nobody publishes any.
     """
-    if name == "unet":
+    if record.name == "unet":
         if pretrained:
-            raise unpublished(name)
-        return UNet(classes=classes, channels=channels, **options)
-    module = standard.build(
-        name, classes=classes, channels=channels, options=options, pretrained=pretrained
-    )
-    return Upsampled(module)
+            raise unpublished(record.name)
+        options: dict[str, Any] = record.options
+        return UNet(classes=record.classes, channels=record.channels, **options)
+    return Upsampled(standard.build(record, pretrained=pretrained))
 
 
 def unpublished(name: str) -> UsageError:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn.zoo import anchors, standard
 from tessella.nn.zoo import boxes as overlap
@@ -231,15 +232,7 @@ def _things(targets: Tensor, sides_4: Tensor) -> list[dict[str, Tensor]]:
     return things
 
 
-def build(
-    *,
-    classes: int,
-    channels: int,
-    height: int,
-    width: int,
-    options: dict[str, Any],
-    pretrained: bool,
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network with fresh weights, or with torchvision's of COCO, the classes' aside.
 
     Raises:
@@ -249,6 +242,8 @@ def build(
     # not above: torchvision takes as long as torch, and most networks do without
     from torchvision.models.detection import anchor_utils, faster_rcnn, mask_rcnn, rpn
 
+    options: dict[str, Any] = record.options
+    classes, channels = record.classes, record.channels
     name = options.get("backbone", BACKBONE)
     usual = {"anchor": ANCHOR, "width": WIDTH, "proposals": CANDIDATES, "detections": MOST}
     anchor, depth, proposals, detections = (
@@ -278,7 +273,8 @@ def build(
                 "the published weights have another width", seen=depth, fix=f"width={WIDTH}"
             )
         standard.load_detector(network, PUBLISHED, name, channels, HEADS)
-    return MaskRCNN(network, channels, (height, width), proposals=proposals, detections=detections)
+    size = record.height, record.width
+    return MaskRCNN(network, channels, size, proposals=proposals, detections=detections)
 
 
 def _whole(name: str, value: Any, most: int | None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn.zoo import anchors, standard
 from tessella.nn.zoo import boxes as overlap
@@ -156,16 +157,7 @@ def _moves(boxes_4: Tensor, anchors_4: Tensor) -> Tensor:
     return torch.cat([(target - middle) / sides, (wanted / sides).log()], -1)
 
 
-def build(
-    name: str,
-    *,
-    classes: int,
-    channels: int,
-    height: int,
-    width: int,
-    options: dict[str, Any],
-    pretrained: bool,
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network with fresh weights, or with torchvision's of COCO, the classes' aside.
 
     Raises:
@@ -176,7 +168,8 @@ def build(
     from torchvision.models.detection import anchor_utils, backbone_utils, retinanet
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-    anchor = options.get("anchor", ANCHOR)
+    name, channels = record.name, record.channels
+    anchor = record.options.get("anchor", ANCHOR)
     if not isinstance(anchor, int) or anchor < 1:
         raise UsageError(
             "the sides of the smallest anchors are whole pixels",
@@ -194,9 +187,9 @@ def build(
         for level in range(LEVELS)
     )
     generator = anchor_utils.AnchorGenerator(sizes, (RATIOS,) * LEVELS)
-    network = retinanet.RetinaNet(backbone, classes, anchor_generator=generator)
+    network = retinanet.RetinaNet(backbone, record.classes, anchor_generator=generator)
     del network.transform  # pictures come resized and normalized
     if pretrained:
         heads = ("head.classification_head.cls_logits.",)
         standard.load_detector(network, PUBLISHED, name, channels, heads)
-    return RetinaNet(network, channels, (height, width))
+    return RetinaNet(network, channels, (record.height, record.width))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn.zoo.detr import (
     at,
@@ -299,15 +300,14 @@ class _Placed:
         return places
 
 
-def build(
-    name: str, *, classes: int, channels: int, height: int, width: int, pretrained: bool
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network with fresh weights, or with those learned from COCO, the classes' aside.
 
     Raises:
         UsageError: transformers is not installed or has no RF-DETR, sides that are not the same or
             no multiples of ``STEP``, or pretrained weights that cannot be had.
     """
+    name, channels, height, width = record.name, record.channels, record.height, record.width
     if height != width or height % STEP:
         side = max(STEP, round(max(height, width) / STEP) * STEP)
         raise UsageError(
@@ -328,7 +328,7 @@ def build(
     )  # fmt: skip
     config = hub.RfDetrConfig(
         backbone_config=backbone,
-        num_labels=classes,
+        num_labels=record.classes,
         num_queries=min(QUERIES, (height // PATCH) * (width // PATCH)),
         decoder_n_points=2,
         dropout=0.0,  # as its authors train it; Hugging Face's own is 0.1

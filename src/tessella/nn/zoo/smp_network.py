@@ -5,11 +5,10 @@ The import of that library takes seconds, so it happens when one of them is buil
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 from tessella.nn.zoo import timm_network
 
@@ -22,22 +21,14 @@ NETWORKS = {
 STEP = 32  # height and width are multiples of the coarsest features' stride
 
 
-def build(
-    name: str,
-    *,
-    classes: int,
-    channels: int,
-    height: int,
-    width: int,
-    options: dict[str, Any],
-    pretrained: bool,
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network: ``[N, channels, H, W]`` to logits ``[N, classes, H, W]``.
 
     Raises:
         UsageError: the library is not installed, sides that are no multiples of ``STEP``, a
             backbone that there is not or that has not the features, or weights that cannot be had.
     """
+    name, height, width = record.name, record.height, record.width
     if height % STEP or width % STEP:
         raise UsageError(
             f"height and width of {name} are multiples of {STEP}",
@@ -54,7 +45,7 @@ def build(
             fix="pip install 'tessella[segmentation]'",
         ) from error
     kind, usual = NETWORKS[name]
-    backbone = str(options.get("backbone", usual)).removeprefix("timm/")
+    backbone = str(record.options.get("backbone", usual)).removeprefix("timm/")
     encoder = backbone
     if backbone not in library.encoders.encoders:
         timm_network.require_known(backbone)  # any other name would be fetched from a hub
@@ -63,11 +54,11 @@ def build(
         module: nn.Module = getattr(library, kind)(
             encoder,
             encoder_weights="imagenet" if pretrained else None,
-            in_channels=channels,
-            classes=classes,
+            in_channels=record.channels,
+            classes=record.classes,
         )
         with torch.no_grad():
-            made = module.eval()(torch.zeros(1, channels, height, width))
+            made = module.eval()(torch.zeros(1, record.channels, height, width))
     except (OSError, httpx.HTTPError) as error:
         raise UsageError(
             f"the pretrained weights of {backbone} could not be fetched",

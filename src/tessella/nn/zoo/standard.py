@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError
 
 Weights = dict[str, Tensor]
@@ -87,9 +88,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def build(
-    name: str, *, classes: int, channels: int, options: dict[str, Any], pretrained: bool
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network with fresh weights, or with torchvision's, the head aside where classes differ.
 
     Raises:
@@ -97,12 +96,14 @@ def build(
     """
     from torchvision import models
 
-    architecture = ARCHITECTURES[name]
-    module: nn.Module = models.get_model(name, num_classes=classes, **architecture.fixed, **options)
-    if channels != 3:
-        replace_first(module, architecture, channels)
+    architecture = ARCHITECTURES[record.name]
+    module: nn.Module = models.get_model(
+        record.name, num_classes=record.classes, **architecture.fixed, **record.options
+    )
+    if record.channels != 3:
+        replace_first(module, architecture, record.channels)
     if pretrained:
-        _load_published(module, architecture, name)
+        _load_published(module, architecture, record.name)
     return module
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from tessella.artifacts.checkpoint import Network
 from tessella.core.errors import UsageError, first_line
+
+TIMM = "timm/"
 
 # What we set ourselves, and what would make timm read (and unpickle) a file of someone's choice.
 RESERVED = ("num_classes", "in_chans", "img_size", "features_only", "checkpoint_path", "cache_dir")
@@ -48,16 +51,7 @@ def default_input(name: str) -> tuple[int, int, int]:
     return (3, 224, 224) if config is None else tuple(config.input_size)
 
 
-def build(
-    name: str,
-    *,
-    classes: int,
-    channels: int,
-    height: int,
-    width: int,
-    options: dict[str, Any],
-    pretrained: bool,
-) -> nn.Module:
+def build(record: Network, *, pretrained: bool) -> nn.Module:
     """The network with fresh weights, or with timm's, the head aside where classes differ.
 
     Raises:
@@ -67,6 +61,7 @@ def build(
     import httpx
     import timm
 
+    name, options = record.name.removeprefix(TIMM), record.options
     require_known(name)
     if bad := [o for o in options if o in RESERVED or o.startswith("pretrained")]:
         raise UsageError(
@@ -74,7 +69,10 @@ def build(
             seen=", ".join(bad),
             fix="leave it out; classes, channels, size and pretrained have arguments of their own",
         )
-    arguments = {"num_classes": classes, "in_chans": channels, "pretrained": pretrained, **options}
+    channels, height, width = record.channels, record.height, record.width
+    arguments: dict[str, Any] = {
+        "num_classes": record.classes, "in_chans": channels, "pretrained": pretrained, **options
+    }  # fmt: skip
     try:
         try:
             module: nn.Module = timm.create_model(name, **arguments, img_size=(height, width))
