@@ -150,7 +150,7 @@ def expected(
     for seed in range(1 if samples else SEEDS):
         inputs = _resized(samples, batch) if samples else _random_inputs(graph, batch, seed)
         outputs = _exact(graph, inputs, target, asks_finite=not samples)
-        single = _interpreted(graph, inputs, target)
+        single = interpreted(graph, inputs, target)
         noise = _noise(graph, inputs, outputs, single, target, align)
         tried.append((noise, inputs, outputs, single))
         if noise <= OTHERWISE:
@@ -206,7 +206,7 @@ def _noise(
     noise = max(_errors(single, outputs, align))
     if noise < NO_NOISE:
         return noise
-    other = _interpreted(graph, _channels_last(inputs), target)
+    other = interpreted(graph, _channels_last(inputs), target)
     return max(noise, *_errors(other, outputs, align))
 
 
@@ -214,7 +214,7 @@ def _errors(made: Tensors, right: Tensors, align: Align) -> list[float]:
     return [_error(align(name, made[name], answer), answer) for name, answer in right.items()]
 
 
-def _interpreted(
+def interpreted(
     graph: Graph, inputs: Tensors, target: str, upcast: torch.dtype | None = None
 ) -> Tensors:
     """``interpret`` on the target's device, its outputs on the CPU."""
@@ -260,23 +260,22 @@ def rounded(
                 fix="calibrate with more data or another method, or give those layers another"
                 " precision (--layer NAME=fp32, precisions={NAME: 'fp32'})",
             )
-    single = _interpreted(graph, answers.inputs, target)
+    single = interpreted(graph, answers.inputs, target)
     noise = _noise(graph, answers.inputs, outputs, single, target, answers.align)
-    moved = _interpreted(_otherwise(graph), _moved(answers.inputs), target)
+    moved = interpreted(_otherwise(graph), _moved(answers.inputs), target)
     most = MOST_NARROW * ROUNDED_TOLERANCE / NOISE_MARGIN  # so that some tolerance is left
     noise = max(noise, min(most, *_errors(moved, outputs, answers.align)))
     return replace(answers, outputs=outputs, noise=noise, is_rounded=True)
 
 
-def deviation_db(graph: Graph, answers: Expected, target: str) -> float:
-    """The power of the answers over that of this graph's deviation from them, in decibels, of the
+def deviation_db(made: Tensors, answers: Expected) -> float:
+    """The power of the answers over that of other outputs' deviation from them, in decibels, of the
     output that deviates most. Integers, what is zero anyway, and what is not finite, are not asked.
     """
     found = [math.inf]
-    for name, made in _interpreted(graph, answers.inputs, target).items():
-        right = answers.outputs[name]
+    for name, right in answers.outputs.items():
         if right.is_floating_point() and right.any() and right.isfinite().all():
-            found.append(_snr_db(answers.align(name, made, right), right))
+            found.append(_snr_db(answers.align(name, made[name], right), right))
     return min(found)
 
 
@@ -290,7 +289,7 @@ def narrowed(answers: Expected, graph: Graph, *, target: str) -> Expected:
     A deep network amplifies rounding: RegNet-Y 400MF with random weights is off by more than a
     hundredth in float16 whoever computes it. Where torch makes NaN or infinity, it is no measure.
     """
-    made = _interpreted(graph, answers.inputs, target)
+    made = interpreted(graph, answers.inputs, target)
     narrow = max(_errors(made, answers.outputs, answers.align), default=0.0)
     return replace(answers, narrow=narrow if math.isfinite(narrow) else 0.0)
 
@@ -345,7 +344,7 @@ def _random_inputs(graph: Graph, batch: int, seed: int) -> Tensors:
 
 
 def _answers(graph: Graph, inputs: Tensors, target: str) -> Tensors:
-    made = _interpreted(graph, inputs, target, upcast=torch.float64)
+    made = interpreted(graph, inputs, target, upcast=torch.float64)
     return {v.name: made[v.name].to(getattr(torch, v.dtype)) for v in graph.outputs}
 
 
@@ -363,7 +362,7 @@ def _require_independent_samples(
     as long.
     """
     others = {n: torch.cat([t[:1], torch.zeros_like(t[1:])]) for n, t in inputs.items()}
-    if _changed_answers(_interpreted(graph, others, target), single, align):
+    if _changed_answers(interpreted(graph, others, target), single, align):
         changed = _changed_answers(_answers(graph, others, target), outputs, align)
         if changed:
             raise CompileError(
@@ -435,7 +434,7 @@ def check(
     )
 
 
-def check_interpreted(graph: Graph, answers: Expected, precision: str) -> None:
+def checkinterpreted(graph: Graph, answers: Expected, precision: str) -> None:
     """Compare a compiled graph with the right answers by the meaning of its steps, on the CPU.
 
     For a machine that is not here: no kernel runs, so what the passes made of the network is
@@ -444,7 +443,7 @@ def check_interpreted(graph: Graph, answers: Expected, precision: str) -> None:
     Raises:
         CompileError: an output is out of tolerance.
     """
-    made = _interpreted(graph, answers.inputs, "cpu")
+    made = interpreted(graph, answers.inputs, "cpu")
     wrong = [
         f"output {v.name!r}: {reason}"
         for v in graph.outputs
