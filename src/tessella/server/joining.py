@@ -46,7 +46,7 @@ def join(name: str, parts: list[np.ndarray]) -> np.ndarray:
             p.dtype == first.dtype and p.flags.c_contiguous for p in parts
         ):
             return np.concatenate(parts)
-        joined = np.frombuffer(bytearray().join(parts), first.dtype)
+        joined = np.frombuffer(bytearray().join(parts), first.dtype)  # type: ignore[arg-type]
         return joined.reshape(-1, *first.shape[1:])
     part = first
     return part if part.flags.carray else np.array(part, order="C")
