@@ -13,8 +13,9 @@ from time import perf_counter_ns
 # idle: to wake it takes 20 to 70 µs. Requests that come faster than that are not lone.
 SPIN_NS, LONE_NS = 10**6, 10**5
 # A thread that loses its core for so long between two looks shares it with others, and has spent
-# its part of it on looking: for a while it sleeps between requests. With four programs to a core,
-# one client of a LeNet had 314 answers a second before and 433 since.
+# its part of it on looking: for a while it sleeps between requests. With three programs to a core,
+# one client of a LeNet had 816 answers a second from a loop that never looked and 500 from one that
+# did now and then; where they took turns by load 9, both had the same.
 LOST_NS, SLEEPS_NS = 10**6, 5 * 10**8
 # How long a thread leaves tickets unread while the decoders have enough to do. To look for each
 # one is two calls of the system, after each of which it waits for Python's lock.
