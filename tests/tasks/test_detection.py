@@ -109,6 +109,7 @@ def test_the_whole_way(way, tessella: Tessella, tmp_path: Path) -> None:
     assert drawn.headers["content-type"] == "image/png"
     drawing = ("--draw", tmp_path / "out.png", "--tile", SIZE, "--overlap", 8)
     assert "score" in tessella("run", plan, file, *drawing).out
+    assert "could not be written" in tessella("run", plan, file, file, *drawing).err  # no folder
     assert "--json" in tessella("run", plan, file, "--out", tmp_path / "told.json").err
     odd = tmp_path / os.fsdecode(b"p\xff1.png")
     shutil.copy(file, odd)

@@ -137,6 +137,8 @@ def _answer(
     """The rows of each image's answer. A file that is no image has its error instead, and the exit
     code is the first error's.
     """
+    if draw is not None:
+        require_place(draw / "0001.png" if len(images) > 1 else draw)
     task, _ = api.task_of(model)
     names_differ = len({path.name for path in images}) == len(images)
     plain: list[dict[str, Any]] = []
@@ -241,7 +243,6 @@ def _draw(model: api.Model, image: Path, told: Any, out: Path) -> None:
             seen=api.task_of(model)[0].title,
             fix="leave out --draw; boxes and masks can be",
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, encode(made))
 
 
