@@ -139,6 +139,8 @@ def _answer(
     """The rows of each image's answer. A file that is no image has its error instead, and the exit
     code is the first error's.
     """
+    if draw is not None:
+        require_place(draw / "0001.png" if len(images) > 1 else draw)
     task, _ = api.task_of(model)
     names_differ = len({path.name for path in images}) == len(images)
     plain: list[dict[str, Any]] = []
