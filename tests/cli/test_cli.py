@@ -254,6 +254,7 @@ def _answers_for_all_that_is_a_picture(tessella, plan, run, blobs, folder):
         (("compile", "nowhere", "--out", "."), 2, "a plan is a file"),
         (("data", "import", "nowhere", "--out", "x"), 3, "To do"),
         (("data", "import", ".", "--out", "x", "--size", "12xy"), 2, "write 224, 224x320 or"),
+        (("data", "import", ".", "--out", "x", "--size", "12x²"), 2, "write 224, 224x320 or"),
         (("data", "import", ".", "--out", "x", "--resize", "stretch"), 2, "fill or half_crop"),
         (("train", "no_such_net", "nowhere", "--out", "x"), 4, "no dataset here"),
         (("show", "network", "resnet51"), 2, "resnet50"),

@@ -12,7 +12,7 @@ from tessella.core.preprocess import ResizeMode
 def parse_size(text: str) -> tuple[int, int]:
     """``224`` or ``224x320`` (height × width) as (height, width)."""
     parts = text.lower().replace("×", "x").split("x")
-    if len(parts) in (1, 2) and all(p.strip().isdigit() for p in parts):
+    if len(parts) in (1, 2) and all(p.strip().isdecimal() for p in parts):
         return int(parts[0]), int(parts[-1])
     raise UsageError(
         "a size is one number or height x width", seen=text, fix="write 224 or 224x320"
@@ -22,7 +22,7 @@ def parse_size(text: str) -> tuple[int, int]:
 def parse_sides(text: str) -> int | tuple[int, ...]:
     """``128``, ``224x320`` (height × width) or ``64x128x128`` (slices × height × width)."""
     parts = text.lower().replace("×", "x").split("x")
-    if len(parts) <= 3 and all(p.strip().isdigit() for p in parts):
+    if len(parts) <= 3 and all(p.strip().isdecimal() for p in parts):
         return int(parts[0]) if len(parts) == 1 else tuple(map(int, parts))
     raise UsageError(
         "a size is one number, height x width, or of volumes slices x height x width",
@@ -53,7 +53,7 @@ def parse_resize(text: str) -> ResizeMode:
 def parse_sizes(text: str) -> tuple[int, ...]:
     """``8`` or ``1,8,32,64``: batch sizes to measure."""
     parts = text.split(",")
-    if all(p.strip().isdigit() and int(p) > 0 for p in parts):
+    if all(p.strip().isdecimal() and int(p) > 0 for p in parts):
         return tuple(int(p) for p in parts)
     raise UsageError("batch sizes are positive numbers", seen=text, fix="write 8 or 1,8,32")
 
