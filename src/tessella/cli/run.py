@@ -103,8 +103,6 @@ def run(
         elif images:
             _refuse_places(out, rows)
             files, how = api.pictures(images), _tiles(tile, overlap)
-            if draw is not None:
-                require_place(draw / "0001.png" if len(files) > 1 else draw)
             _answer(out_, opened, files, query, draw, trust_code, how)
         elif data is not None:
             _evaluate(out_, opened, (data, split), (out, rows), trust_code)

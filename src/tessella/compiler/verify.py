@@ -434,7 +434,7 @@ def check(
     )
 
 
-def checkinterpreted(graph: Graph, answers: Expected, precision: str) -> None:
+def check_interpreted(graph: Graph, answers: Expected, precision: str) -> None:
     """Compare a compiled graph with the right answers by the meaning of its steps, on the CPU.
 
     For a machine that is not here: no kernel runs, so what the passes made of the network is

@@ -563,6 +563,24 @@ def test_rounding_that_breaks_a_network_is_refused() -> None:
         plan(graph, precision="int8", calibration=dataclasses.replace(calibration, thresholds=tiny))
 
 
+def test_a_plan_whose_answers_rounding_makes_noisy_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped to less than half they keep 17 dB, which is no warning; to a third 5."""
+    monkeypatch.setattr("tessella.compiler.verify.LEAST_COSINE", 0.8)
+    torch.manual_seed(0)
+    graph = graph_of(Residual(), 3, 8, 8)
+    calibration = calibrated(graph, 3, 8, 8)
+    for clipped, is_noisy in ((2.5, False), (3.0, True)):
+        told: list[str] = []
+        small = {name: value / clipped for name, value in calibration.thresholds.items()}
+        plan(
+            graph,
+            precision="int8",
+            calibration=dataclasses.replace(calibration, thresholds=small),
+            emit=lambda event, told=told: told.append(f"{event.kind}: {event.text}"),
+        )
+        assert any(t.startswith("warning: rounding to int8 or fp8") for t in told) is is_noisy
+
+
 class Uneven(nn.Module):
     """One channel between ``a`` and ``b`` is many times as large as the others."""
 
