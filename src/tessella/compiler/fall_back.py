@@ -19,7 +19,7 @@ from tessella.operations.tensor_meta import TensorMeta
 # MobileNetV3-L, trained on digits: at 14.8 dB 96.9 % of the classes were float32's, at 19.0 98.5 %
 QUIET_DB = 19.0  # of the answers over what rounding adds to them
 MOST_FOR_QUIET = 4  # of so many layers one
-# At 4.1 dB a MobileNetV3 of two epochs said another class than float32 for a quarter of its pictures
+# At 4.1 dB a MobileNetV3 of two epochs said another class for a quarter of its pictures.
 NOISY_DB = 14.0
 NOISY = (
     "rounding to int8 or fp8 changes the answers of this network by much: {:.1f} dB are left of the"
