@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from scipy.optimize import linear_sum_assignment
 
 from tessella.core.errors import KernelError
 from tessella.kernels.detect import assigned as kernel
-from tessella.nn.zoo import d_fine, matching, rf_detr
+from tessella.nn import zoo
+from tessella.nn.zoo import matching
 from tessella.nn.zoo.matching import MOST, RIGHT, Matcher, assigned, by_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,18 +113,18 @@ def test_a_kernel_that_is_wrong_is_told_and_not_asked_again(
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "theirs"),
+    ("name", "theirs"),
     [
-        (d_fine, "d_fine_n", "loss_d_fine.DFineForObjectDetectionLoss"),
-        (rf_detr, "rf_detr_n", "loss_lw_detr.LwDetrForObjectDetectionLoss"),
+        ("d_fine_n", "loss_d_fine.DFineForObjectDetectionLoss"),
+        ("rf_detr_n", "loss_lw_detr.LwDetrForObjectDetectionLoss"),
     ],
 )
 def test_a_network_s_loss_is_the_authors_with_our_matching(
-    module: ModuleType, name: str, theirs: str, monkeypatch: pytest.MonkeyPatch
+    name: str, theirs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One matching for each layer, and one for the places that queries start from."""
     torch.manual_seed(0)
-    network = module.build(name, classes=3, channels=3, height=64, width=64, pretrained=False)
+    network = zoo.build(zoo.network(name, classes=3, channels=3, size=64, answers="boxes"))
     asked: list[int] = []
 
     def counted(cost: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -75,7 +75,9 @@ def test_a_dataset_is_found_by_its_content(space):
 def test_a_run_finds_its_dataset_where_it_was_moved(space, tmp_path):
     assert space.dataset_of(space.run("runs/first")) == "datasets/digits"
     make_run(tmp_path / "run", dataset="datasets/before", epochs=1, steps=2)
-    assert space.dataset_of(Run(tmp_path / "run")) == "datasets/digits"
+    run = Run(tmp_path / "run")
+    found = space.dataset_of(run)  # another test may have put a copy beside it
+    assert space.dataset(found).info.content_hash == run.info.dataset_hash
     with pytest.raises(UsageError, match="known by its content"):
         Workspace(tmp_path / "empty").dataset_of(Run(tmp_path / "run"))
 
