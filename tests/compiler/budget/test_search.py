@@ -212,13 +212,10 @@ def test_what_is_simulated_is_what_is_built(fragile: Net, judging: Labelled, fro
                 make(exact, of, target, front.calibration)
                 for make in (mixes.simulated, mixes.lowered)
             ]
-            a, b = (interpret(graph, x)["scores"] for graph in made)
-            apart = ((a - b).abs() / b.abs().max()).flatten()
-            # on AVX2 torch's 16-bit sums round other values to the next integer: 3 of 160 numbers
-            # of one sample, of which one of 16 gets another class
-            assert apart.max() < 0.1
-            assert (apart < 0.03).float().mean() > 0.95
-            assert (a.argmax(1) == b.argmax(1)).float().mean() > 0.9
+            # in float32, 2e-6 apart: 16-bit products differ by the processor, and flip int8 ties
+            a, b = (interpret(graph, x, upcast=torch.float32)["scores"] for graph in made)
+            assert float((a - b).abs().max() / b.abs().max()) < 1e-4
+            assert torch.equal(a.argmax(1), b.argmax(1))
 
 
 def test_float16_that_overflows_is_refused(net: Net, judging: Labelled, cache: Path) -> None:
